@@ -41,7 +41,7 @@ export VENV OLDER ASCEND_VENV TRITON_VENV TOOLS_VENV
 # Or each of many processes compiles the package and its tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo up test test-fast test-deploy test-matrix test-ascend test-triton fuzz gpu-test gpu-test-engines gpu-bench gpu-bench-engines soak check dist \
+.PHONY: help setup demo up test test-fast test-deploy test-matrix test-ascend test-triton fuzz gpu-test gpu-test-engines soak check dist \
 	docs bench format clean
 
 help:
@@ -109,14 +109,6 @@ gpu-test:
 ## make gpu-test-engines  engines on a GPU share their KV; needs a CUDA build of vLLM, too
 gpu-test-engines:
 	$(GPU_PYTHON) -m pytest -m gpu tests/gpu_engines
-
-## make gpu-bench  their speed against plain copies, likewise; kept in benchmarks/results
-gpu-bench:
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_copy.py --json benchmarks/results/gpu/copy.json
-
-## make gpu-bench-engines  hits and saves of engines on a GPU beside vLLM's offloading; kept likewise
-gpu-bench-engines:
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_engines.py --json benchmarks/results/gpu/engines.json
 
 ## make soak       kill -9 of servers, writers and readers for MINUTES=10; what the others held over
 ##                  time is drawn in build/soak.svg

@@ -26,8 +26,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 
 from benchmarks.common import DidNotFinish, Result, Row, Target, run_script
@@ -39,7 +40,7 @@ from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.sides import LOAD_RESERVE, OpenTiers, copy_batch_bytes, lanes_of
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
-from vllm_kvpool.staging.copy_triton import Copy, TritonCopier
+from vllm_kvpool.staging.copy_triton import Copy, Streams, TritonCopier
 from vllm_kvpool.staging.devices import DEVICE_COPY_BATCH_BYTES, Device
 from vllm_kvpool.staging.slots import Slot, SlotPool
 from vllm_kvpool.staging.triton_tables import RunTable
@@ -69,10 +70,13 @@ from vllm_kvpool.worker import PoolWorker
 NUM_LAYERS, LAYER_SPAN, NUM_HEADS, HEAD_DIM, BLOCK, CHUNK = 32, 8, 8, 128, 16, 256
 ROW_BYTES = 2 * HEAD_DIM * 2
 TOKEN_BYTES = NUM_LAYERS * NUM_HEADS * ROW_BYTES
+BLOCK_BYTES = NUM_HEADS * BLOCK * ROW_BYTES  # of one layer
 CELLS_PER_CHUNK = NUM_HEADS * NUM_LAYERS // LAYER_SPAN
 SIZES, QUICK_SIZES = (2048, 8192, 32768), (2048,)
 COST_TOKENS = 8192  # 1 GiB
 STAGING_CELLS, KEPT_CELLS = 1024, 8192
+NUM_BLOCKS = 2 * max(SIZES) // BLOCK
+PAGES_SHAPE = (NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, BLOCK, 2 * HEAD_DIM)
 SLOT_BYTES = (1 << 20) + SLOT_ALIGNMENT
 REPEATS, QUICK_REPEATS = 7, 2
 
@@ -109,7 +113,11 @@ class Link:
         now = time.perf_counter()
         if self.first_at is None:
             self.first_at = now
-        nbytes = sum(nbytes for _, _, nbytes in copies)
+        rows: object = copies  # an array where a list would be long
+        if isinstance(rows, np.ndarray):
+            nbytes = int(rows[:, 2].sum())
+        else:
+            nbytes = sum(nbytes for _, _, nbytes in copies)
         self.num_bytes += nbytes
         loss_s = LIST_COPY_LOSS_S if len(copies) > 1 else COPY_LOSS_S
         seconds = nbytes / LINK_BYTES_S + len(copies) * loss_s
@@ -149,7 +157,7 @@ class SimulatedStream:
         streams = self.streams
         is_upload = copies[0][0] in streams.device_addresses
         link = streams.to_device if is_upload else streams.to_host
-        if copies[0][2] >= CHUNK * ROW_BYTES:  # tables share the link, and are not counted
+        if copies[0][2] >= BLOCK_BYTES:  # tables share the link, and are not counted
             self.ready_at = link.carry(self.ready_at, copies)
 
     def launch(self, runs: RunTable, num_programs: int, *args: Any, is_gather: bool) -> None:
@@ -190,7 +198,7 @@ class DeviceAddresses:
     ranges: list[range] = field(default_factory=list)
 
     def __contains__(self, address: int) -> bool:
-        return any(address in each for each in self.ranges)
+        return any(int(address) in each for each in self.ranges)
 
 
 class SimulatedDevice(Device):
@@ -220,19 +228,32 @@ class HeadersOnly:
         return HEADER_BYTES + slot * SLOT_BYTES
 
 
-class Rig:
-    """A worker over a simulated device, with host memory for 64k tokens, and a store or none."""
+class Place(NamedTuple):
+    """Where a worker runs: a device or a simulated one, the model's pages, staging memory."""
 
-    def __init__(self, *, takes_time: bool, stores: int = 0, kept: int = KEPT_CELLS) -> None:
-        self.streams = SimulatedStreams(takes_time=takes_time)
-        device = SimulatedDevice(self.streams)
-        num_blocks = 2 * max(SIZES) // BLOCK
-        shape = (NUM_LAYERS, num_blocks, NUM_HEADS, BLOCK, 2 * HEAD_DIM)
-        pages = [
-            from_token_content(layer)
-            for layer in torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        ]
-        copiers = [TritonCopier(pages, self.streams) for _ in range(2)]
+    device: Device
+    streams: Streams
+    pages: torch.Tensor  # PAGES_SHAPE
+    make_arena: Callable[[int], Arena]  # from a number of slots
+
+
+def simulated(streams: SimulatedStreams) -> Place:
+    """Return a place in which no byte moves."""
+    pages = torch.empty(PAGES_SHAPE, dtype=torch.bfloat16, device="meta")
+    return Place(
+        SimulatedDevice(streams), streams, pages, lambda slots: cast("Arena", HeadersOnly(slots))
+    )
+
+
+class Rig:
+    """A worker over a device, with host memory for 64k tokens, and a store or none."""
+
+    def __init__(self, place: Place, *, stores: int = 0, kept: int = KEPT_CELLS) -> None:
+        device = place.device
+        pages = [from_token_content(layer) for layer in place.pages]
+        copiers = [TritonCopier(pages, place.streams) for _ in range(2)]
+        for copier in copiers:
+            copier.warm_up()
         topology = Topology(NUM_HEADS, 1, ((0, NUM_LAYERS),), LAYER_SPAN)
         planner = Planner(
             cells=cells_of_rank([LayerGroup(topology, ROW_BYTES)], 0, 0),
@@ -249,7 +270,7 @@ class Rig:
         runner = BatchRunner(
             stores=memories,
             names=tiers.names,
-            arena=cast("Arena", HeadersOnly(num_slots)),
+            arena=place.make_arena(num_slots),
             gather_copier=copiers[0],
             scatter_copier=copiers[1],
             chunk_tokens=CHUNK,
@@ -276,7 +297,9 @@ class Rig:
             return runner.perform(batch)
 
         threads = {lane: threads for lane, (threads, _) in lanes.items()}
-        self.executor = Executor(engine, planner, perform, threads, self.registry)
+        self.executor = Executor(
+            engine, planner, perform, threads, self.registry, on_lane_start=device.enter_thread
+        )
         self.worker = PoolWorker(
             self.executor, CHUNK, BLOCK, False, self.registry, new_fence=device.new_event
         )
@@ -339,34 +362,44 @@ class Timed:
     first_s: float
 
 
-def timed(rig: Rig, num_tokens: int, hashes: tuple[bytes, ...], *, is_save: bool) -> Timed:
-    link = rig.streams.to_host if is_save else rig.streams.to_device
-    plan = rig.request(num_tokens, is_save, hashes)
-    link.restart()
-    start = time.perf_counter()
-    fenced = rig.streams.model_until
+def perform(rig: Rig, plan: StepPlan) -> float:
+    """Post a load or save and wait for its end; returns when its pages were filled or free."""
     rig.post(plan)
-    if is_save:
+    if plan.saves:
         end = rig.wait(plan.saves[0].job_id, SaveGathered)
         rig.wait(plan.saves[0].job_id, SaveDone)
     else:
         end = rig.wait(plan.loads[0].job_id, LoadDone)
     rig.drain()
+    return end
+
+
+def timed(
+    rig: Rig,
+    streams: SimulatedStreams,
+    num_tokens: int,
+    hashes: tuple[bytes, ...],
+    *,
+    is_save: bool,
+) -> Timed:
+    link = streams.to_host if is_save else streams.to_device
+    plan = rig.request(num_tokens, is_save, hashes)
+    link.restart()
+    start = time.perf_counter()
+    fenced = streams.model_until
+    end = perform(rig, plan)
     assert link.first_at is not None
     return Timed(end - max(start, fenced), link.first_at - start)
 
 
 @contextmanager
-def busy_thread() -> Iterator[None]:
-    """A thread that holds the interpreter's lock for most of the time."""
+def repeated(action: Callable[[], None], pause_s: float = 0.0) -> Iterator[None]:
+    """A thread that calls `action` again and again, with a pause before each call."""
     over = threading.Event()
 
     def run() -> None:
-        while not over.is_set():
-            until = time.perf_counter() + HELD_S
-            while time.perf_counter() < until:
-                pass
-            time.sleep(0)
+        while not over.wait(pause_s):
+            action()
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -375,37 +408,38 @@ def busy_thread() -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def hold_lock() -> None:
+    """Hold the interpreter's lock for a while, as a thread does that launches layers."""
+    until = time.perf_counter() + HELD_S
+    while time.perf_counter() < until:
+        pass
+    time.sleep(0)
 
 
 @contextmanager
-def steps(rig: Rig) -> Iterator[None]:
+def steps(rig: Rig, streams: SimulatedStreams) -> Iterator[None]:
     """A model that is always one step ahead of its device, and saves a chunk in each."""
-    over = threading.Event()
 
-    def run() -> None:
-        while not over.wait(STEP_S):
-            now = time.perf_counter()
-            rig.streams.model_until = max(now, rig.streams.model_until) + STEP_S
-            rig.post(rig.request(CHUNK, True, new_hashes(CHUNK)))
+    def step() -> None:
+        streams.model_until = max(time.perf_counter(), streams.model_until) + STEP_S
+        rig.post(rig.request(CHUNK, True, new_hashes(CHUNK)))
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
+    with repeated(step, STEP_S):
         yield
-    finally:
-        over.set()
-        thread.join()
-        rig.streams.model_until = 0.0
-        rig.drain()
+    streams.model_until = 0.0
+    rig.drain()
 
 
 def times(sizes: Sequence[int], repeats: int) -> list[Row]:
-    rig = Rig(takes_time=True)
+    streams = SimulatedStreams(takes_time=True)
+    rig = Rig(simulated(streams))
     rows: list[Row] = []
     around: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
         ALONE: contextlib.nullcontext,
-        BESIDE: busy_thread,
-        STEPS: lambda: steps(rig),
+        BESIDE: lambda: repeated(hold_lock),
+        STEPS: lambda: steps(rig, streams),
     }
     for num_tokens in sizes:
         for situation, context in around.items():
@@ -415,6 +449,7 @@ def times(sizes: Sequence[int], repeats: int) -> list[Row]:
                     found = [
                         timed(
                             rig,
+                            streams,
                             num_tokens,
                             new_hashes(num_tokens) if is_save else stored,
                             is_save=is_save,
@@ -454,7 +489,7 @@ def costs(repeats: int) -> list[Row]:
     rows: list[Row] = []
     mib = COST_TOKENS * TOKEN_BYTES >> 20
     for stores, kept in ((0, KEPT_CELLS), (1, 0)):
-        rig = Rig(takes_time=False, stores=stores, kept=kept)
+        rig = Rig(simulated(SimulatedStreams(takes_time=False)), stores=stores, kept=kept)
         stored = save(rig, COST_TOKENS)
         for is_save in (False, True):
             spent: list[dict[str, float]] = []
@@ -463,12 +498,7 @@ def costs(repeats: int) -> list[Row]:
                 hashes = new_hashes(COST_TOKENS) if is_save else stored
                 plan = rig.request(COST_TOKENS, is_save, hashes)
                 before, rig.batches = thread_seconds(), Counter()
-                rig.post(plan)
-                if is_save:
-                    rig.wait(plan.saves[0].job_id, SaveDone)
-                else:
-                    rig.wait(plan.loads[0].job_id, LoadDone)
-                rig.drain()
+                perform(rig, plan)
                 after = thread_seconds()
                 spent.append({name: after[name] - before[name] for name in after})
                 counted.append(rig.batches)

@@ -1,9 +1,10 @@
 """vLLM engines on one NVIDIA GPU: what a hit saves and what saving costs, beside vLLM's offloading.
 
-    python benchmarks/gpu_engines.py [--json FILE] [--quick]
+    python benchmarks/gpu_engines.py [--quick] [--graphs]
 
-Needs a GPU and a CUDA build of vLLM, and no network. The model has the shape of Llama 3 8B in
-bfloat16 with random weights, so prompts are token ids and answers mean nothing. Each side is an
+A step of `scripts/gpu-report.sh --engines`: it prints the rows of a side as JSON when the side has
+ended. Needs a GPU and a CUDA build of vLLM, and no network. The model has the shape of Llama 3 8B
+in bfloat16 with random weights, so prompts are token ids and answers mean nothing. Each side is an
 engine of its own in processes of its own, as a server has it: one after another, with as much host
 memory for its KV.
 
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Result, Row, Target
+from benchmarks.common import Row, Target
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,7 +47,7 @@ LLAMA_8B = {
     "eos_token_id": 2,
 }
 HOST_GIB = 24
-LOG = "engine.log"  # beside the model's configuration
+ANSWER, LOG = "answer.json", "engine.log"  # beside the model's configuration
 LENGTHS = (2048, 8192, 32768)
 BURST_TOKENS, BURST_ANSWER = 4096, 64
 REPEATS, QUICK_REPEATS = 6, 2
@@ -56,30 +57,38 @@ SETTLE_S = 1.0  # until what was saved can be loaded
 SETTLE_TIMEOUT_S = 20.0  # until no save holds a block
 SPEED_WANTED, SLOWDOWN_WANTED = 1.0, 1.05
 
-POOL = {
-    "kv_connector": "KVPoolConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"store": f"host://{HOST_GIB}GiB", "staging_bytes": "2GiB"},
-}
-NOTHING, OURS, OFFLOADING, SIMPLE = (
+POOL = {"store": f"host://{HOST_GIB}GiB", "staging_bytes": "2GiB"}
+
+
+def with_pool(options: dict[str, Any]) -> dict[str, Any]:
+    connector = {"kv_connector": "KVPoolConnector", "kv_role": "kv_both"}
+    return {"kv_transfer_config": {**connector, "kv_connector_extra_config": options}}
+
+
+NOTHING, OURS, LAYERWISE, OFFLOADING, SIMPLE = (
     "nothing kept",
     "vllm-kvpool",
+    "vllm-kvpool, layerwise",
     "OffloadingConnector",
     "SimpleCPUOffloadConnector",
 )
 SIDES: dict[str, dict[str, Any]] = {
     NOTHING: {},
-    OURS: {"kv_transfer_config": POOL},
+    OURS: with_pool(POOL),
     OFFLOADING: {"kv_offloading_size": HOST_GIB},
+    LAYERWISE: with_pool({**POOL, "layerwise": True}) | {"async_scheduling": False},
     SIMPLE: {"kv_offloading_size": HOST_GIB},
 }
-ENVIRONMENT = {SIMPLE: {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1"}}
+ENVIRONMENT = {
+    LAYERWISE: {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    SIMPLE: {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1"},
+}
 
 
 class Side:
     """One engine, in this process."""
 
-    def __init__(self, name: str, model: Path) -> None:
+    def __init__(self, name: str, model: Path, *, graphs: bool) -> None:
         from vllm import LLM
 
         self._name = name
@@ -87,7 +96,7 @@ class Side:
             model=str(model),
             load_format="dummy",
             skip_tokenizer_init=True,
-            enforce_eager=True,
+            enforce_eager=not graphs,
             max_model_len=LENGTHS[-1] + 512,
             max_num_seqs=64,
             max_num_batched_tokens=8192,
@@ -169,11 +178,11 @@ class Side:
         }
 
 
-def run_side(name: str, model: Path, repeats: int, answer: Path) -> None:
-    side = Side(name, model)
-    if name == OURS:  # memory that is not page-locked yet is copied slowly
+def run_side(name: str, model: Path, repeats: int, *, graphs: bool) -> None:
+    side = Side(name, model, graphs=graphs)
+    if name in (OURS, LAYERWISE):  # memory that is not page-locked yet is copied slowly
         wait_for_line(model / LOG, "staging memory and host tier are committed")
-    answer.write_text(json.dumps(side.rows(repeats)))
+    (model / ANSWER).write_text(json.dumps(side.rows(repeats)))
     side.close()
 
 
@@ -185,12 +194,11 @@ def wait_for_line(log: Path, line: str) -> None:
         time.sleep(0.1)
 
 
-def rows_of_side(name: str, directory: Path, repeats: int) -> tuple[list[Row], str]:
-    """The rows of one side, or why there are none."""
-    answer, log = directory / "answer.json", directory / LOG
-    answer.unlink(missing_ok=True)
+def rows_of_side(name: str, directory: Path, repeats: int, *, graphs: bool) -> list[Row]:
+    """The rows of one side; SubprocessError if there are none."""
+    log = directory / LOG
     command = [sys.executable, __file__, "--side", name, "--model", str(directory)]
-    command += ["--repeats", str(repeats), "--json", str(answer)]
+    command += ["--repeats", str(repeats), *(["--graphs"] if graphs else [])]
     settings = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     env = os.environ | settings | ENVIRONMENT.get(name, {})
     with log.open("wb") as output:
@@ -198,24 +206,11 @@ def rows_of_side(name: str, directory: Path, repeats: int) -> tuple[list[Row], s
             subprocess.run(
                 command, env=env, stdout=output, stderr=output, timeout=SIDE_TIMEOUT_S, check=True
             )
-        except subprocess.SubprocessError as error:
-            tail = log.read_bytes()[-3000:].decode(errors="replace")
-            print(f"{name}: {error}\n{tail}", file=sys.stderr, flush=True)
-            return [], f"{name} could not be measured: {type(error).__name__}"
-    return json.loads(answer.read_text()), ""
-
-
-def measure(*, quick: bool, sides: Sequence[str]) -> Result:
-    result = Result()
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        (directory / "config.json").write_text(json.dumps(LLAMA_8B))
-        for side in sides:
-            rows, problem = rows_of_side(side, directory, QUICK_REPEATS if quick else REPEATS)
-            result.rows += rows
-            result.notes += [problem] if problem else []
-    result.targets = targets(result.rows)
-    return result
+        except subprocess.SubprocessError:
+            print(log.read_bytes()[-3000:].decode(errors="replace"), flush=True)
+            raise
+    rows: list[Row] = json.loads((directory / ANSWER).read_text())
+    return rows
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
@@ -241,33 +236,41 @@ def targets(rows: Sequence[Row]) -> list[Target]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--quick", action="store_true", help="fewer repeats; to see that it runs")
+    parser.add_argument("--graphs", action="store_true", help="with CUDA graphs")
     parser.add_argument("--sides", nargs="*", choices=SIDES, default=list(SIDES))
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        run_side(args.side, args.model, args.repeats, args.json)
+        run_side(args.side, args.model, args.repeats, graphs=args.graphs)
+        return
     import torch
+    import vllm
 
     if not torch.cuda.is_available():
         sys.exit("gpu_engines: no NVIDIA GPU here, or torch is a build without CUDA")
-    result = measure(quick=args.quick, sides=args.sides)
-    result.show()
-    if args.json:
-        import vllm
-
-        machine = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "cuda": str(torch.version.cuda),
-            "vllm": vllm.__version__,
-        }
-        command = " ".join(["python", "benchmarks/gpu_engines.py", *sys.argv[1:]])
-        kept = {"command": command, "machine": machine, **result.plain()}
-        args.json.write_text(json.dumps(kept, indent=1) + "\n")
+    print(json.dumps({"gpu": torch.cuda.get_device_name(), "vllm": vllm.__version__}), flush=True)
+    rows: list[Row] = []
+    failed = []
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "config.json").write_text(json.dumps(LLAMA_8B))
+        for side in args.sides:
+            try:
+                repeats = QUICK_REPEATS if args.quick else REPEATS
+                found = rows_of_side(side, directory, repeats, graphs=args.graphs)
+            except subprocess.SubprocessError as error:
+                failed.append(f"{side} could not be measured: {type(error).__name__}")
+                continue
+            rows += found
+            for row in found:
+                print(json.dumps(row), flush=True)
+    for target in targets(rows):
+        print(json.dumps({"target": str(target), "reached": target.reached}), flush=True)
+    if failed:
+        sys.exit("gpu_engines: " + "; ".join(failed))
 
 
 if __name__ == "__main__":

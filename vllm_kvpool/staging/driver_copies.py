@@ -49,7 +49,7 @@ attributes, the copies from which each holds, their number; the copy that failed
 def driver_copies() -> StartCopies:
     """What starts copies with this machine's driver."""
     driver = ctypes.CDLL("libcuda.so.1")
-    one_by_one = _loop(driver)
+    one_by_one = copy_loop(driver)
     batch = getattr(driver, "cuMemcpyBatchAsync", None)  # absent before CUDA 12.8
     if batch is None:
         return one_by_one
@@ -83,7 +83,7 @@ def in_one_call(batch: Callable[..., int], one_by_one: StartCopies) -> StartCopi
     return start
 
 
-def _loop(driver: ctypes.CDLL) -> StartCopies:
+def copy_loop(driver: ctypes.CDLL) -> StartCopies:
     """The same by a call for each copy, compiled and without the GIL."""
     from numba import njit
 
