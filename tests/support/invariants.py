@@ -137,6 +137,7 @@ def _(cache: HostCache) -> None:
     check(cache.slots)
     slots = [entry.slot for entry in cache if entry.slot is not None]
     assert len(set(slots)) == len(slots)
+    assert all(e.op is not None or e.state is CacheEntryState.PRESENT for e in cache)
     idle = [entry for entry in cache if not entry.pins]
     assert all(e.state is CacheEntryState.PRESENT and e.slot is not None for e in idle)
     assert len(idle) == cache.num_idle

@@ -116,6 +116,23 @@ def test_a_stream_that_ends_early_loads_cells_that_are_not_named_yet() -> None:
     assert rig.step(TimePassed()) == ["loaded 1 to 2 missing"]
 
 
+def test_a_cell_that_has_just_failed_is_not_found_by_cells_named_next() -> None:
+    """Another load still waits for it: its entry has no bytes, and perhaps no slot."""
+    rig = bench(DISK, slots=2, keep=0)
+    assert words(rig.load(1, "a0 b0 c0")) == ["get-0 a0 b0"]
+    named_later = load_job(2, "c0")
+    assert rig.step(named_later._replace(cells=(), rest=iter([named_later.cells]))) == []
+    assert rig.health(0, up=False) == ["loaded 2 to 0 unreachable"]
+
+
+def test_nothing_is_fetched_after_a_reset_for_cells_that_are_named_next() -> None:
+    rig = bench(DISK, keep=0)
+    job = load_job(1, "a0 b0")
+    rig.step(job._replace(cells=(), rest=iter([job.cells])))
+    assert rig.drop_saves(forget=True) == ["loaded 1 to 0 cancelled"]
+    assert rig.engine.idle
+
+
 def test_a_save_is_gathered_when_all_its_cells_are_named() -> None:
     rig = bench()
     job = save_job(1, CELLS)

@@ -321,6 +321,7 @@ class Engine:
         context = self.context
         still = self.saves.drop_copies()
         self._fetches.forget()
+        self.loads.forget()
         self.loans.forget()
         context.host_cache.clear()
         if generation is not None:

@@ -61,7 +61,7 @@ class Fetches:
         if entry.state is not CacheEntryState.ARRIVING or entry.pins != 1 or entry.prefetched:
             return
         if op is not None and isinstance(op.what, Fetch) and self._context.scheduler.cancel(op):
-            entry.op = None
+            self._context.host_cache.failed(entry)
             self._context.host_cache.unpin(entry)
 
     def forget(self) -> None:
@@ -176,8 +176,8 @@ class Fetches:
     def _fail(self, op: Op, outcome: CellOutcome) -> None:
         entry = op.what.entry
         op.what.trouble = outcome
-        entry.op = None
         if entry.prefetched:
             self._context.count("kvpool_prefetched_cells", outcome="failed")
         self._context.scheduler.fail(op)
+        self._context.host_cache.failed(entry)
         self._context.host_cache.unpin(entry)

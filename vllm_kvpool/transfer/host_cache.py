@@ -76,8 +76,8 @@ class HostCache:
     when it is popped, and a place whose cell was pinned or has gone is skipped.
 
     Invariants (`check`): a slot belongs to at most one entry; an unpinned entry is present, and at
-    most `capacity` of them are clean; only the newest entry of a key is indexed; `_chunks` holds
-    the chunks of present cells and their parents.
+    most `capacity` of them are clean; only the newest entry of a key is indexed, and is present or
+    has an op that brings it; `_chunks` holds the chunks of present cells and their parents.
     """
 
     def __init__(
@@ -229,6 +229,11 @@ class HostCache:
 
     def _is_complete(self, chunk: _Chunk) -> bool:
         return chunk.num_cells == self._cells_per_chunk.get(layer_group_of(chunk.chunk_id))
+
+    def failed(self, entry: CacheEntry) -> None:
+        """The cell's bytes do not come: nobody may find the entry, though others still pin it."""
+        entry.op = None
+        self.forget(entry)
 
     def pin(self, entry: CacheEntry) -> None:
         """Pin the entry for another transfer."""

@@ -271,6 +271,13 @@ class Loads:
             if load.job.plan.request_id == request_id:
                 self._stop(load, load.job.plan.first_chunk, CellOutcome.CANCELLED)
 
+    def forget(self) -> None:
+        """A reset: nothing more is fetched for loads from before it."""
+        for load in list(self._loads.values()):
+            if load.rest is not None or load.later:
+                first = load.later[0].chunk.position if load.later else load.first_unnamed
+                self._stop(load, first, CellOutcome.CANCELLED)
+
     def expire(self) -> None:
         """Stop the loads whose deadline has passed.
 

@@ -248,7 +248,7 @@ class SaveManager:
             context.scheduler.finish(op)
         else:
             for copy in copies:
-                copy.entry.op = None
+                context.host_cache.failed(copy.entry)
                 copy.outcome = CellOutcome.CANCELLED if dropped else outcome
             context.scheduler.fail(op)
         for copy in copies:
@@ -340,7 +340,7 @@ class SaveManager:
     def lost(self, op: Op, outcome: CellOutcome) -> None:
         """A gather was cancelled, since its fence has failed."""
         for copy in op.what.copies:
-            copy.entry.op = None
+            self._context.host_cache.failed(copy.entry)
             copy.outcome = copy.outcome or outcome
             self.settle(copy)
 
@@ -435,8 +435,9 @@ class SaveManager:
         copy.outcome = outcome
         for op in copy.ops:
             self._context.scheduler.cancel(op)
-        if copy.ops[0].state is OpState.CANCELLED:
-            copy.entry.op = None
+        is_arriving = copy.entry.state is CacheEntryState.ARRIVING
+        if is_arriving and copy.ops[0].state is OpState.CANCELLED:
+            self._context.host_cache.failed(copy.entry)
         self.settle(copy)
 
     def watch_stall(self) -> None:
