@@ -139,12 +139,14 @@ def test_layers_that_repeat_pointers() -> None:
         ({"scale_dim": 1}, False),
         ({"cache_sparse_sfa_c8": True}, False),
         ({"store_on_host": True}, False),
+        ({"cache_sparse_li_c8": True}, False),
+        ({"sparse_head_dim": (512, 64, 128)}, False),
     ],
 )
 def test_only_plain_latents_of_vllm_ascend_are_taken(
     changes: dict[str, Any], is_plain: bool
 ) -> None:
     kind = type("AscendMLAAttentionSpec", (SimpleNamespace,), {})
-    values = {"scale_dim": 0, "cache_sparse_sfa_c8": False, "store_on_host": False, **changes}
+    values = {"scale_dim": 0, "cache_sparse_sfa_c8": False, **changes}
     assert ascend.is_plain_latent(kind(**values)) is is_plain
     assert not ascend.is_plain_latent(SimpleNamespace(**values))

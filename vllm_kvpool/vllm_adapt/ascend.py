@@ -59,6 +59,12 @@ def generation() -> str:
 
 
 NZ_COLUMNS = 16  # FRACTAL_NZ cuts rows into pieces of so many elements
+_OF_OTHER_LATENTS = (
+    *("cache_sparse_li_c8", "cache_sparse_sfa_c8", "scale_dim"),
+    "sparse_head_dim",  # in 0.23.0 alone
+    "store_on_host",  # since 0.26.0rc1
+)
+"""Fields of vLLM-Ascend's spec that are set where more or less than a latent is in a page."""
 _REMEDY = "this layer cannot be shared; run it without KVPoolConnector"
 
 
@@ -128,9 +134,9 @@ def refuse_repeated(names: Iterable[str], kv_caches: Mapping[str, Any]) -> None:
 
 
 def is_plain_latent(spec: Any) -> bool:
-    """Whether it is vLLM-Ascend's spec of an MLA latent without scales or an index."""
-    return type(spec).__name__ == "AscendMLAAttentionSpec" and not (
-        spec.scale_dim or spec.cache_sparse_sfa_c8 or spec.store_on_host
+    """Return True for vLLM-Ascend's spec of an MLA latent without scales or an index."""
+    return type(spec).__name__ == "AscendMLAAttentionSpec" and not any(
+        getattr(spec, name, None) for name in _OF_OTHER_LATENTS
     )
 
 
