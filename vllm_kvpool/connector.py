@@ -7,6 +7,7 @@ caches are registered. vLLM calls all hooks on the process's main loop thread.
 import atexit
 import logging
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -98,6 +99,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         self._invalid_blocks: frozenset[int] = frozenset()
+        self._outer_error: BaseException | None = None  # that a caller handles, not this step's
         self._open_meta: KVPoolWorkerMetadata | None = (
             None  # of a step whose drafter still computes
         )
@@ -223,6 +225,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's plan and start its loads, beside the forward pass."""
         super().bind_connector_metadata(connector_metadata)
+        self._outer_error = sys.exc_info()[1]
         assert isinstance(connector_metadata, KVPoolMetadata)
         if self._worker_side is not None:
             self._worker_side.use_namespace(
@@ -256,6 +259,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker_side is None:
             return
         worker = self._worker_side.worker
+        if self._step_fails:
+            worker.fail_step()
         worker.start_saves(self._plan())
         meta, self._open_meta = self._open_meta, None
         if meta is not None and (report := worker.take_gathered()) is not None:
@@ -271,7 +276,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return compat.transfer_results(results.loaded, results.failed)
 
     def _finish_step(self, finished_req_ids: set[str]) -> StepResults:
-        if self._worker_side is None:
+        if self._worker_side is None or self._step_fails:
             return NOTHING_ENDED
         plan = self._plan() if self.has_connector_metadata() else None
         if plan is not None and not self._worker_side.worker.has_drafts:
@@ -285,17 +290,25 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that ended loads have not filled, since the last call."""
+        if self._step_fails:
+            return set()
         blocks, self._invalid_blocks = self._invalid_blocks, frozenset()
         return set(blocks)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """The rank's report for the scheduler side."""
-        if self._worker_side is None:
+        if self._worker_side is None or self._step_fails:
             return None
         report = self._worker_side.worker.take_report()
         meta = KVPoolWorkerMetadata([] if report is None else [report])
         self._open_meta = meta if self._worker_side.worker.awaits_saves else None
         return meta if meta.reports or self._open_meta is not None else None
+
+    @property
+    def _step_fails(self) -> bool:
+        """True if an error of the step's forward pass is under way: vLLM's first runner calls the
+        hooks of the step's end even so, and drops what they return."""
+        return sys.exc_info()[1] is not self._outer_error
 
     def _plan(self) -> StepPlan:
         metadata = self._get_connector_metadata()

@@ -20,6 +20,7 @@ from vllm_kvpool.staging.devices import Fence
 from vllm_kvpool.transfer.executor import Executor, Fenced
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
+    CellOutcome,
     DropSaves,
     HostCacheChange,
     JobId,
@@ -32,6 +33,7 @@ from vllm_kvpool.transfer.ops import (
     SavesDropped,
     SavesStalled,
     SpanLoaded,
+    given_up,
 )
 
 
@@ -143,6 +145,8 @@ class PoolWorker:
         self._saves: dict[JobId, float] = {}  # in progress, since when
         self._loads_posted: StepPlan | None = None  # the plan of this step
         self._saves_posted: StepPlan | None = None
+        self._step_ended: StepPlan | None = None  # the last plan whose forward pass has ended
+        self._has_failed = False  # a forward pass has: later ones read what it has not computed
         # Since the last `take_report`; the first says where this rank tells of hand-overs.
         self._reports = [StepReport(notices={rank: notices})] if notices else []
         self.ranks_served: Mapping[str, Sequence[int]] = {}
@@ -152,8 +156,10 @@ class PoolWorker:
         """Post the step's loads; once for a plan."""
         if plan is self._loads_posted:
             return
-        if self._loads_posted is not None:  # the end of its step may have told nothing
-            self.start_saves(self._loads_posted)
+        if self._loads_posted is not None:
+            if self._loads_posted is not self._step_ended:  # vLLM's second runner says no more
+                self.fail_step()
+            self.start_saves(self._loads_posted)  # the end of its step may have told nothing
         self._loads_posted = plan
         if plan.generation > self._generation:
             self._generation = plan.generation
@@ -202,16 +208,34 @@ class PoolWorker:
         if plan is self._saves_posted:
             return
         self._saves_posted = plan
-        self._post_fenced(plan.saves)
-        for save in plan.saves:
+        saves = () if self._has_failed else plan.saves
+        self._post_fenced(saves)
+        for save in saves:
             self._saves[save.job_id] = time.monotonic()
         for end in plan.hand_over_ends:
             self._executor.post(end)
-        if plan.saves and self._finish_in_step:
-            mine = {save.job_id for save in plan.saves}
+        if self._has_failed:
+            for save in plan.saves:
+                self._early += given_up(save, CellOutcome.FAILED)
+        elif saves and self._finish_in_step:
+            mine = {save.job_id for save in saves}
             self._executor.wait(
                 lambda reports: mine <= _gathered(reports) or SavesStalled() in reports,
                 GATHER_WAIT_S,
+            )
+
+    def fail_step(self) -> None:
+        """Save nothing of this step, whose forward pass has failed, nor of later ones.
+
+        A program that goes on with an engine in its process computes from pages that were not
+        written. What has ended is reported with the next step: vLLM drops the reports of this one.
+        """
+        if not self._has_failed:
+            self._has_failed = True
+            self._registry.add("kvpool_failures", kind="step")
+            logger.error(
+                "kvpool: a step of the model has failed, so its KV is not known to be right; this "
+                "engine saves nothing until it restarts"
             )
 
     @property
@@ -229,6 +253,7 @@ class PoolWorker:
 
     def finish_step(self, plan: StepPlan | None, finished_requests: set[str]) -> StepResults:
         """Collect what has ended since the last step."""
+        self._step_ended = self._loads_posted
         if plan is not None and plan.idle:
             self._wait_idle()
         for load, _ in self._loads.values():

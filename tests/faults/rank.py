@@ -123,10 +123,10 @@ class Rank:
             kv_connector_output=told,
         )
 
-    def give_up(self) -> None:
+    def give_up(self, error: Exception) -> None:
         """The forward pass has failed."""
         self._set_in_forward(False)
-        self._runner.give_up()
+        self._runner.give_up(error)
 
     def _set_in_forward(self, is_running: bool) -> None:
         if self.executor is not None:

@@ -236,9 +236,9 @@ class Rig:
             rank.begin(output)
         try:
             sampled = self._forward(output.num_scheduled_tokens)
-        except AssertionError:
+        except Exception as error:
             for rank in self.ranks:
-                rank.give_up()
+                rank.give_up(error)
             raise
         if not self.ranks:
             ids = list(sampled)

@@ -17,7 +17,7 @@ in, by release and runner:
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +50,7 @@ class Runner:
     def end(self, output: SchedulerOutput) -> KVConnectorOutput:
         raise NotImplementedError
 
-    def give_up(self) -> None:
+    def give_up(self, error: Exception) -> None:
         """The forward pass has failed."""
 
     @contextmanager
@@ -90,9 +90,9 @@ class First(Runner):
         assert self._told is not None
         return self._told
 
-    def give_up(self) -> None:
-        with self.agent():
-            self._around.__exit__(None, None, None)
+    def give_up(self, error: Exception) -> None:
+        with self.agent(), suppress(type(error)):
+            self._around.__exit__(type(error), error, error.__traceback__)
 
 
 class Second(Runner):

@@ -67,3 +67,41 @@ def test_what_one_runner_saves_every_other_loads(workshop: Workshop, runner: str
         assert reader.count("kvpool_hit_tokens") == 3 * CHUNK
         check_nothing_leaked(reader)
         reader.shutdown()
+
+
+class OutOfMemoryError(Exception):
+    """Of a device, in the middle of a forward pass."""
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_step_that_fails_stores_nothing(workshop: Workshop, runner: str, goes_on: bool) -> None:
+    """vLLM's first runner waits for the saves even so, and its engine flushes them as it ends. A
+    program that catches the error may go on with an engine in its own process."""
+    store = workshop.memory()
+    prompt = tokens(1, 3 * CHUNK + 5)
+    writer = workshop.rig(RigSpec(runner=runner, max_batched_tokens=2 * CHUNK), store)
+    writer.add(prompt, 1)
+
+    def fail(scheduled: dict[str, int]) -> dict[str, list[int]]:
+        if scheduled:
+            raise OutOfMemoryError
+        return {}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "_forward", fail)
+        with pytest.raises(OutOfMemoryError):
+            writer.run(END_S)
+    if goes_on:
+        with pytest.MonkeyPatch.context() as patch:
+            # Rows of the failed step are wrong in vLLM, too.
+            patch.setattr(writer, "_read", lambda request_id, count: [1])
+            writer.run(END_S)
+        check_nothing_leaked(writer)
+    writer.shutdown()
+    reader = workshop.rig(RigSpec(), store)
+    request = reader.add(prompt)
+    reader.run(END_S)
+    reader.expect([request])
+    assert reader.count("kvpool_hit_tokens") == 0
+    check_nothing_leaked(reader)

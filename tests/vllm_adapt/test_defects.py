@@ -38,7 +38,7 @@ ROOT = Path(__file__).parent.parent.parent
 SHAPE = LlamaShape(kv_heads=4, layers=4)
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
-MLA, POOLING, OUTPUTS, LORA, ROTARY, PRUNING, PREPARED, EMBEDDINGS, SESSIONS = (
+MLA, POOLING, OUTPUTS, LORA, ROTARY, PRUNING, PREPARED, EMBEDDINGS, SESSIONS, FAULTS = (
     each.name for each in compat.DEFECTS
 )
 Make = Callable[[Path], VllmConfig]
@@ -77,6 +77,12 @@ def hidden_states(directory: Path) -> VllmConfig:
 def routed_experts(directory: Path) -> VllmConfig:
     config = llama()(directory)
     config.aux_output_config.enable_return_routed_experts = True  # unchecked: it wants a GPU
+    return config
+
+
+def fault_tolerant(directory: Path) -> VllmConfig:
+    config = llama()(directory)
+    config.parallel_config.enable_fault_tolerance = True  # unchecked: it wants data parallelism
     return config
 
 
@@ -139,6 +145,7 @@ ENGINES: list[tuple[Make, str, list[str], tuple[bool, bool, bool]]] = [
     (mamba, "cpu", [], (True, True, True)),
     (hidden_states, "cpu", [OUTPUTS], (False, True, True)),
     (with_lora, "cpu", [LORA], (True, False, True)),
+    (fault_tolerant, "cpu", [FAULTS], (True, False, False)),
     (lfm2("all"), "cpu", [*OF_HYBRIDS, ROTARY], (False, False, False)),
     (lfm2("all", "-rotary_embedding"), "cpu", OF_HYBRIDS, (not OF_HYBRIDS, True, True)),
     (lfm2("none"), "cpu", OF_HYBRIDS, (not OF_HYBRIDS, True, True)),

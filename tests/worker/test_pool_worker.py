@@ -14,6 +14,7 @@ from vllm_kvpool.transfer.ops import (
     CancelRequest,
     CellOutcome,
     DropSaves,
+    HandOverEnd,
     HostCacheChange,
     JobId,
     JobPages,
@@ -349,9 +350,24 @@ def test_saves_of_a_step_that_told_no_end_start_with_the_next() -> None:
     """Some releases wait for no saves in steps without tokens."""
     bench, save = with_drafts(), save_plan()
     bench.worker.start_loads(StepPlan(saves=(save,)))
+    bench.worker.finish_step(None, set())
     bench.worker.start_loads(StepPlan())
     assert bench.executor.posted == [save]
     assert not bench.worker.awaits_saves
+
+
+def test_saves_of_steps_after_one_without_results_are_lost() -> None:
+    """vLLM's second runner ends no step whose forward pass has failed."""
+    bench, end = Bench(in_step=True), HandOverEnd("a", b"t" * 20, 0, 0)
+    bench.worker.start_loads(StepPlan(saves=(save_plan(),), hand_over_ends=(end,)))
+    bench.step(StepPlan(saves=(save_plan(2, "b"),)))
+    assert bench.executor.posted == [end]
+    report = bench.worker.take_report()
+    assert report is not None
+    assert report.gathered == {JobId(1): 1, JobId(2): 1}
+    lost = {0: CellOutcome.FAILED.value}
+    assert {job: how.lost for job, how in report.stored.items()} == {JobId(1): lost, JobId(2): lost}
+    assert bench.registry.snapshot() == {"kvpool_failures{kind=step}": 1}
 
 
 def test_a_load_that_stops_invalidates_the_block_of_the_row_before_it() -> None:

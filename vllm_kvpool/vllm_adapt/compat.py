@@ -942,4 +942,12 @@ DEFECTS = (
         "was replaced. vLLM 0.32 does not",
         trusts_later_hits=lambda request: not request.resumable,
     ),
+    Defect(
+        "steps that fail and are left behind (enable_fault_tolerance)",
+        lambda vllm_config: getattr(vllm_config.parallel_config, "enable_fault_tolerance", False),
+        "nothing is saved: with enable_fault_tolerance vLLM goes on after a step that has failed, "
+        "and counts the step's tokens as computed; loads go on",
+        saves_base=False,
+        saves_adapters=False,
+    ),
 )
