@@ -222,6 +222,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             ),
         )
 
+    def unregister_kv_caches(self) -> None:
+        """Wait until no copy uses the pages, whose memory vLLM 0.33 frees while it sleeps.
+
+        After it has woken up they have the addresses that they had before.
+        """
+        if self._worker_side is not None:
+            self._worker_side.worker.wait_for_copies()
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's plan and start its loads, beside the forward pass."""
         super().bind_connector_metadata(connector_metadata)

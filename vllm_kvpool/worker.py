@@ -143,6 +143,7 @@ class PoolWorker:
         self._generation = 0
         self._loads: dict[JobId, tuple[LoadPlan, float]] = {}
         self._saves: dict[JobId, float] = {}  # in progress, since when
+        self._gathering: set[JobId] = set()
         self._loads_posted: StepPlan | None = None  # the plan of this step
         self._saves_posted: StepPlan | None = None
         self._step_ended: StepPlan | None = None  # the last plan whose forward pass has ended
@@ -183,25 +184,41 @@ class PoolWorker:
             self._wait_until(lambda: self._waits.ready(layer_name))
         self._waits.asked(layer_name)
 
+    def wait_for_copies(self) -> None:
+        """Wait until no load or save uses pages: vLLM is about to take their memory away.
+
+        RuntimeError as of `wait_for_layer`.
+        """
+        self._wait_until(lambda: not (self._gathering or self._loads.keys() - self._ended_early))
+
+    @property
+    def _ended_early(self) -> set[JobId]:
+        return {report.job_id for report in self._early if isinstance(report, LoadDone)}
+
     def _wait_until(self, is_over: Callable[[], bool]) -> None:
         start = time.monotonic()
         self._take_early()
         while not is_over():
-            began = max(began for _, began in self._loads.values())
+            began = max([began for _, began in self._loads.values()] or [start])
             left = began + self._load_timeout_s + LATE_S - time.monotonic()
             if left <= 0 or not self._executor.wait(bool, left):
                 # Going on would let late copies write into blocks of other requests.
                 raise RuntimeError(
-                    f"kvpool: a load has not ended {LATE_S:g} s after its deadline "
+                    f"kvpool: a load or save has not ended {LATE_S:g} s after its deadline "
                     f"(load_timeout_s={self._load_timeout_s:g}); restart the engine"
                 )
             self._take_early()
         self._layer_wait_s += time.monotonic() - start
 
     def _take_early(self) -> None:
-        reports = self._executor.drain()
+        reports = self._drain()
         self._waits.take(reports)
         self._early += reports
+
+    def _drain(self) -> list[Report]:
+        reports = self._executor.drain()
+        self._gathering.difference_update(_gathered(reports))
+        return reports
 
     def start_saves(self, plan: StepPlan) -> None:
         """Post the step's saves, after the forward pass; once for a plan."""
@@ -212,6 +229,7 @@ class PoolWorker:
         self._post_fenced(saves)
         for save in saves:
             self._saves[save.job_id] = time.monotonic()
+            self._gathering.add(save.job_id)
         for end in plan.hand_over_ends:
             self._executor.post(end)
         if self._has_failed:
@@ -263,7 +281,7 @@ class PoolWorker:
         if self._waits.loading or self._early:
             self._wait_until(lambda: not self._waits.loading)
             unasked = self._waits.unasked
-        reports, self._early = [*self._early, *self._executor.drain()], []
+        reports, self._early = [*self._early, *self._drain()], []
         if not reports:
             return NOTHING_ENDED
         loaded: set[str] = set()

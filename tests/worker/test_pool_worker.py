@@ -389,3 +389,27 @@ def test_cleared_chunks_are_reported_for_their_request() -> None:
     assert report.cleared == {"a": {1, 3}}
     other = StepReport(cleared={"a": frozenset({0})})
     assert StepReport.merge([report, other]).cleared == {"a": {0, 1, 3}}
+
+
+def test_pages_are_free_once_their_copies_have_ended() -> None:
+    """vLLM 0.33 asks for that before it sleeps, also in the midst of loads that it has aborted."""
+    bench, load, save = Bench(), load_plan(), save_plan(2, "b")
+    bench.step(StepPlan(loads=(load,), saves=(save,)))
+    ends = [SaveGathered(save.job_id, "b"), loaded(load, 4, DONE)]
+    bench.executor.on_wait = lambda: bench.executor.reports.append(ends.pop(0))
+    bench.worker.wait_for_copies()
+    assert not ends
+    bench.worker.wait_for_copies()
+    assert len(bench.executor.waited) == 2
+    # The next step tells what has ended.
+    assert bench.step(None).loaded == {"a"}
+    report = bench.worker.take_report()
+    assert report is not None
+    assert report.gathered == {save.job_id: 1}
+
+
+def test_copies_that_do_not_end_keep_an_engine_awake() -> None:
+    bench = Bench()
+    bench.step(StepPlan(saves=(save_plan(),)))
+    with pytest.raises(RuntimeError, match="has not ended"):
+        bench.worker.wait_for_copies()
