@@ -382,7 +382,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             request_id: [StateOffer(*offer) for offer in offers]
             for request_id, offers in compat.state_offers(scheduler_output).items()
         }
-        step = ScheduledStep(scheduler_output.num_scheduled_tokens, tables, preempted, states)
+        drafted = scheduler_output.scheduled_spec_decode_tokens
+        scheduled = scheduler_output.num_scheduled_tokens
+        step = ScheduledStep(scheduled, tables, preempted, states, drafted)
         plan, version = self._scheduler.plan_step(step), self._scheduler.weights_version
         if self._events is not None:
             self._events.planned(plan, version)

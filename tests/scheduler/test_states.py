@@ -105,7 +105,13 @@ class Bench:
         self.views["a"].num_computed_tokens = num_computed + count
         return count
 
-    def step(self, count: int, *offers: tuple[int, int, int], request_id: str = "a") -> StepPlan:
+    def step(
+        self,
+        count: int,
+        *offers: tuple[int, int, int],
+        request_id: str = "a",
+        drafts: bool = False,
+    ) -> StepPlan:
         """A step of so many tokens, with these offers of states."""
         view = self.views[request_id]
         tables = self.tables(view.num_computed_tokens + count)
@@ -114,6 +120,7 @@ class Bench:
                 {request_id: count} if count else {},
                 lambda request_id: tables,
                 states={request_id: [StateOffer(*offer) for offer in offers]} if offers else {},
+                drafted=[request_id] if drafts else (),
             )
         )
         view.num_computed_tokens += count
@@ -511,4 +518,38 @@ def test_states_of_a_request_that_is_not_saved_are_not_asked_for(save: bool) -> 
     bench.admit()
     bench.step(100)
     assert bool(view.kept_state) is save
+    assert bench.lookups.close()
+
+
+def test_state_of_a_step_with_drafts_is_saved_by_the_next_step() -> None:
+    """vLLM copies it into its block once it has accepted drafts. Until then the block is held."""
+    bench = Bench(state_stride=64)
+    view = bench.add(100)
+    bench.admit()
+    bench.step(100)
+    view.output += range(1000, 1028)
+    view.num_computed_tokens = 127
+    plan = bench.step(1 + 3, (1, 41, 128), (2, 42, 128), drafts=True)
+    assert states(plan) == []
+    assert bench.pins.references[41] == bench.pins.references[42] == 1
+    assert bench.scheduler.has_pending
+    view.num_computed_tokens = 129
+    plan = bench.step(1 + 3, drafts=True)
+    (save,) = states(plan)
+    assert save.first_chunk == 3
+    assert [pages.block_ids for pages in save.pages] == [(), (41,), (42,)]
+    bench.gather(plan)
+    assert bench.lookups.close()
+
+
+def test_state_of_a_draft_is_not_saved() -> None:
+    """No release offers one."""
+    bench = Bench(state_stride=64)
+    view = bench.add(100)
+    bench.admit()
+    bench.step(100)
+    view.output += range(1000, 1027)
+    view.num_computed_tokens = 126
+    bench.step(1 + 3, (1, 41, 128), (2, 42, 128), drafts=True)
+    assert states(bench.step(0)) == []
     assert bench.lookups.close()

@@ -97,16 +97,12 @@ def test_a_newer_release_resolves_tables_itself() -> None:
     assert (table("a"), table("b")) == (([5, 6],), ())
 
 
-def test_states_of_requests_with_drafts_are_not_complete() -> None:
-    """Which one stays is decided after the forward pass, and only then copied into the block."""
+def test_older_releases_offer_no_states() -> None:
     offers = {"a": [(1, 7, 64)], "b": [(1, 8, 64), (2, 9, 64)]}
     state = SimpleNamespace(boundary_state_offloads=offers)
-    drafts = {"a": [5, 6]}
-    output: Any = SimpleNamespace(
-        kv_connector_block_state=state, scheduled_spec_decode_tokens=drafts
-    )
-    assert compat.state_offers(output) == {"b": offers["b"]}
-    older: Any = SimpleNamespace(scheduled_spec_decode_tokens={})
+    output: Any = SimpleNamespace(kv_connector_block_state=state)
+    assert compat.state_offers(output) == offers
+    older: Any = SimpleNamespace()
     assert compat.state_offers(older) == {}
 
 

@@ -127,6 +127,8 @@ class ScheduledStep(NamedTuple):
     block_tables: Callable[[str], Sequence[Sequence[int]]]
     preempted: Collection[str] = ()
     states: Mapping[str, Sequence[StateOffer]] = MappingProxyType({})
+    drafted: Collection[str] = ()
+    """Requests with drafts in the step. Their states are in their blocks once it has ended."""
 
 
 @dataclass(slots=True)

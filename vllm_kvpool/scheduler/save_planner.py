@@ -157,7 +157,9 @@ class SavePlanner:
         for request_id, offers in step.states.items():
             state = requests.get(request_id)
             if state is not None:
-                saves += self._of_states(state, offers)
+                # The next step starts those of requests with drafts.
+                due = self._late if request_id in step.drafted else saves
+                due += self._of_states(state, offers)
         if self._in_line:
             self._admit_waiting()
         if self._shape.has_drafts:

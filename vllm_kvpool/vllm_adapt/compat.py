@@ -713,15 +713,14 @@ class BlockTables:
 
 def state_offers(output: "SchedulerOutput") -> Mapping[str, Sequence[tuple[int, int, int]]]:
     """By request: KV cache group, block and tokens of the recurrent states that are complete when
-    the forward pass ends. Older releases offer none.
+    the step ends. Older releases offer none.
 
-    Of requests with drafts in the step there is none: which state stays is decided, and copied into
-    the block, once the drafts are accepted, and by then a runner may have asked for the results.
+    None is of a draft: vLLM offers states of tokens that it knows. But of requests with drafts in
+    the step a state is copied into its block once the drafts are accepted, and by then a runner may
+    have asked for the results.
     """
     state = getattr(output, "kv_connector_block_state", None)
-    offers = getattr(state, "boundary_state_offloads", None) or {}
-    drafts = output.scheduled_spec_decode_tokens
-    return {request_id: each for request_id, each in offers.items() if request_id not in drafts}
+    return getattr(state, "boundary_state_offloads", None) or {}
 
 
 @dataclass(frozen=True, slots=True)
