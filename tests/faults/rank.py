@@ -109,6 +109,11 @@ class Rank:
         self._output = with_own_metadata(output, metadata)
         self._runner.begin(self._output)
 
+    def wait_for_layers(self) -> None:
+        """What each layer of attention does before it reads its pages."""
+        for name in self.pages.by_layer():
+            self.connector.wait_for_layer_load(name)
+
     def end(self, output: SchedulerOutput, sampled: Mapping[str, list[int]]) -> ModelRunnerOutput:
         """What comes after it."""
         self._set_in_forward(False)

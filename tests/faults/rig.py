@@ -253,7 +253,12 @@ class Rig:
         return merged
 
     def _forward(self, scheduled: dict[str, int]) -> dict[str, list[int]]:
-        """Write what is new, then read everything; states are read before they are written."""
+        """Write what is new, then read everything; states are read before they are written.
+
+        As layers of attention do, first wait for what a load brings to them.
+        """
+        for rank in self.ranks if scheduled else ():
+            rank.wait_for_layers()
         for request_id, count in scheduled.items():
             stop = self.scheduler.requests[request_id].num_computed_tokens
             rows, tables = self._context(request_id).rows(), self._tables(request_id)
