@@ -32,7 +32,6 @@ import numpy as np
 import torch
 
 from benchmarks.common import DidNotFinish, Result, Row, Target, run_script
-from tests.support.memory_store import MemoryStore
 from vllm_kvpool.identity.keys import ContextRank, KeyMaker, make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import LayerGroup, Topology, cells_of_rank
@@ -44,12 +43,19 @@ from vllm_kvpool.staging.copy_triton import Copy, Streams, TritonCopier
 from vllm_kvpool.staging.devices import DEVICE_COPY_BATCH_BYTES, Device
 from vllm_kvpool.staging.slots import Slot, SlotPool
 from vllm_kvpool.staging.triton_tables import RunTable
-from vllm_kvpool.storage.base import Buffer, map_buffer
+from vllm_kvpool.storage.base import (
+    Buffer,
+    Capabilities,
+    ChunkRef,
+    GetOutcome,
+    PutOutcome,
+    map_buffer,
+)
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.eviction import Lru
 from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.engine import Engine
-from vllm_kvpool.transfer.executor import Executor
+from vllm_kvpool.transfer.executor import Executor, Fenced
 from vllm_kvpool.transfer.graph import Batch
 from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.lanes import BatchRunner
@@ -65,7 +71,6 @@ from vllm_kvpool.transfer.ops import (
     SavePlan,
 )
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.worker import PoolWorker
 
 NUM_LAYERS, LAYER_SPAN, NUM_HEADS, HEAD_DIM, BLOCK, CHUNK = 32, 8, 8, 128, 16, 256
 ROW_BYTES = 2 * HEAD_DIM * 2
@@ -87,7 +92,6 @@ KERNEL_S = 20e-6
 STEP_S = 0.05
 HELD_S = 200e-6  # of the interpreter's lock, by the thread that stands for a model
 LIMIT_S = 60.0
-STORE_BYTES = 1 << 30
 
 ALONE, BESIDE, STEPS = "alone", "beside a busy thread", "under steps"
 WANTED_ALONE, WANTED_MIXED = 1.05, 1.10
@@ -228,6 +232,30 @@ class HeadersOnly:
         return HEADER_BYTES + slot * SLOT_BYTES
 
 
+class PlainStore:
+    """A store whose calls take next to no processor time."""
+
+    capabilities = Capabilities("plain", True, False, 1, 1)
+
+    def __init__(self) -> None:
+        self._cells: dict[str, bytes] = {}
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        return [key in self._cells for key in keys]
+
+    def put(
+        self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
+    ) -> list[PutOutcome]:
+        for key, buffer in zip(keys, buffers, strict=True):
+            self._cells[key] = bytes(buffer.view)
+        return [PutOutcome.STORED] * len(keys)
+
+    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
+        for key, buffer in zip(keys, buffers, strict=True):
+            buffer.view[:] = self._cells[key]
+        return [GetOutcome.OK] * len(keys)
+
+
 class Place(NamedTuple):
     """Where a worker runs: a device or a simulated one, the model's pages, staging memory."""
 
@@ -246,7 +274,7 @@ def simulated(streams: SimulatedStreams) -> Place:
 
 
 class Rig:
-    """A worker over a device, with host memory for 64k tokens, and a store or none."""
+    """Engine and lanes of a worker, with host memory for 64k tokens, and a store or none."""
 
     def __init__(self, place: Place, *, stores: int = 0, kept: int = KEPT_CELLS) -> None:
         device = place.device
@@ -264,11 +292,11 @@ class Rig:
             block_sizes=(BLOCK,),
         )
         num_slots = STAGING_CELLS + kept
-        memories = tuple(MemoryStore("", STORE_BYTES) for _ in range(stores))
-        tiers = OpenTiers(cast("Any", memories), ("memory",) * stores, (1,) * stores, (1,) * stores)
+        plain = tuple(cast("Any", PlainStore()) for _ in range(stores))
+        tiers = OpenTiers(plain, ("plain",) * stores, (1,) * stores, (1,) * stores)
         self.registry = MetricsRegistry()
         runner = BatchRunner(
-            stores=memories,
+            stores=plain,
             names=tiers.names,
             arena=place.make_arena(num_slots),
             gather_copier=copiers[0],
@@ -300,10 +328,7 @@ class Rig:
         self.executor = Executor(
             engine, planner, perform, threads, self.registry, on_lane_start=device.enter_thread
         )
-        self.worker = PoolWorker(
-            self.executor, CHUNK, BLOCK, False, self.registry, new_fence=device.new_event
-        )
-        self._lock = threading.Lock()  # the worker is one thread's
+        self._device = device
         self._next_job = 0
 
     def request(self, num_tokens: int, is_save: bool, hashes: tuple[bytes, ...]) -> StepPlan:
@@ -317,9 +342,10 @@ class Rig:
 
     def post(self, plan: StepPlan) -> None:
         """What a step of the model's thread does."""
-        with self._lock:
-            self.worker.start_loads(plan)
-            self.worker.start_saves(plan)
+        fence = self._device.new_event()
+        assert fence is not None
+        for each in (*plan.loads, *plan.saves):
+            self.executor.post(Fenced(each, fence))
 
     def wait(self, job: JobId, kind: type[Report]) -> float:
         """Wait for a job's report; returns the time at which it came."""
