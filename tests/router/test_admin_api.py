@@ -164,11 +164,11 @@ async def test_a_replica_is_drained_given_a_role_and_removed() -> None:
     async with served(scene) as client:
         status, answer = await ask(client, "POST", "/replicas/p1/drain")
         assert (status, answer["state"]) == (202, "draining_prefill")
-        assert (answer["prefills"], answer["is_leaving"]) == (2, False)
+        assert (answer["prefills"], answer["goal"]) == (2, "hold")
         status, answer = await ask(client, "POST", "/replicas/p1/role", json={"role": "prefill"})
         assert (status, answer["state"]) == (202, "prefill")
         status, answer = await ask(client, "DELETE", "/replicas/d0")
-        assert (status, answer["decodes"], answer["is_leaving"]) == (202, 1, True)
+        assert (status, answer["decodes"], answer["goal"]) == (202, 1, "remove")
         ended = DecodeEnded(
             request_id=RequestId("r0"), replica=ReplicaId("d0"), outcome=Outcome.OK, output_tokens=3
         )

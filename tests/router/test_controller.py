@@ -19,7 +19,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import Phase, RequestId
 from vllm_kvpool.router.control.settings import OverloadConfig, PlannerConfig, Settings
-from vllm_kvpool.router.control.states import Role
+from vllm_kvpool.router.control.states import Goal, Role
 
 P, D = Role.PREFILL, Role.DECODE
 NEW = "n-1"
@@ -118,7 +118,7 @@ def test_a_request_of_one_id_is_there_once() -> None:
         lambda c: c.state.migration.append(c.state.requests[RequestId("q")]),
         lambda c: setattr(c.state.overload, "locked", frozenset({"nobody"})),
         lambda c: c.state.fleet[spec("p").replica_id].prefills.clear(),
-        lambda c: setattr(c.state.fleet[spec("d").replica_id], "waits_for", P),
+        lambda c: setattr(c.state.fleet[spec("d").replica_id], "goal", Goal.STANDBY),
     ],
 )
 def test_what_does_not_hold_is_noticed(spoil: Callable[[Controller], object]) -> None:

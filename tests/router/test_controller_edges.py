@@ -177,8 +177,11 @@ CAUSES: dict[tuple[State, Cause], Callable[[Steps], object]] = {
     (S.AUS_PREFILL, C.READY): lambda s: s.warmed("x"),
     (S.AUS_DECODE, C.READY): lambda s: s.warmed("x"),
     (S.FAILED, C.QUARANTINE): lambda s: quarantined_again(s),
-    (S.FAILED, C.RESET): lambda s: s.tick(1.0),
-    (S.QUARANTINED, C.RESET): lambda s: s.tick(60.0),
+    (S.FAILED, C.USE_PREFILL): lambda s: (s.set_role("x", P), s.tick(1.0), s.loaded("x")),
+    (S.FAILED, C.USE_DECODE): lambda s: (s.tick(1.0), s.loaded("x")),
+    (S.FAILED, C.RESET): lambda s: (s.drain("x"), s.tick(1.0)),
+    (S.QUARANTINED, C.RETRY): lambda s: s.tick(60.0),
+    (S.QUARANTINED, C.RESET): lambda s: (s.drain("x"), s.tick(60.0)),
 }
 
 
@@ -203,6 +206,8 @@ def test_every_edge_is_followed(state: State, cause: Cause) -> None:
     fleet = steps.controller.state.fleet
     before = fleet.counts[state, cause]
     if cause is Cause.FAIL:
+        if state is State.FAILED:
+            steps.tick()  # it is tried again
         steps.failed(name)
     else:
         CAUSES[state, cause](steps)

@@ -37,7 +37,29 @@ def test_one_end_that_is_told_twice_is_one_failure(steps: Steps) -> None:
     steps.failed("d", "connection refused")
     steps.failed("d", "connection refused")
     steps.tick(1.0)
-    assert steps.state("d") is State.LOADING_DECODE
+    assert steps.state("d") is State.FAILED
+    assert steps.replica("d").is_retried
+    steps.loaded("d")
+    assert steps.state("d") is State.DECODE
+
+
+def test_failed_replica_that_is_drained_while_it_is_tried_is_given_up(steps: Steps) -> None:
+    steps.fleet(decode="d")
+    steps.failed("d")
+    steps.tick(1.0)
+    assert Retire("d") in steps.drain("d")
+    assert steps.state("d") is State.INACTIVE
+    steps.loaded("d")
+    assert steps.state("d") is State.INACTIVE
+
+
+def test_failed_replica_that_gets_another_role_comes_back_with_it(steps: Steps) -> None:
+    steps.fleet(decode="d")
+    steps.failed("d")
+    steps.tick(1.0)
+    steps.set_role("d", P)
+    steps.loaded("d")
+    assert steps.state("d") is State.PREFILL
 
 
 def test_a_failed_replica_is_not_tried_again_before_its_calls_have_ended(steps: Steps) -> None:

@@ -79,12 +79,7 @@ async def test_without_one_of_the_roles_the_other_does_all(gone: int) -> None:
     async with RouterRig(1, 1) as rig:
         direct = await rig.complete(STREAM, at=rig.reference)
         rig.kill(gone)
-        await rig.until(
-            lambda: (
-                rig.state(gone) is State.LOADING_DECODE or rig.state(gone) is State.LOADING_PREFILL
-            ),
-            "it is noticed",
-        )
+        await rig.in_state(gone, State.FAILED)
         for _ in range(3):
             assert_whole(await rig.complete(STREAM), direct)
         rig.restart(gone)
@@ -268,7 +263,7 @@ async def test_an_engine_that_keeps_failing_is_left_alone_and_comes_back() -> No
         for number in range(3):
             rig.kill(2)
             if number < 2:
-                await rig.in_state(2, State.LOADING_DECODE)
+                await rig.in_state(2, State.FAILED)
                 rig.restart(2)
                 await rig.in_state(2, State.DECODE)
         await rig.in_state(2, State.QUARANTINED)
@@ -284,7 +279,7 @@ async def test_a_frozen_engine_is_noticed_and_its_streams_go_on() -> None:
         asked, direct = await _crowd(rig, 6)
         await rig.until(lambda: len(rig.holders()) > 1, "they are decoded")
         rig.fail(1, K.FREEZE)
-        await rig.until(lambda: rig.state(1) is State.LOADING_DECODE, "it is noticed")
+        await rig.until(lambda: rig.state(1) is State.FAILED, "it is noticed")
         for each, known in zip(asked, direct, strict=True):
             assert_whole(await each, await known)
         rig.restart(1)

@@ -19,7 +19,7 @@ from vllm_kvpool.router.control.events import (
     SetMode,
     SetRole,
 )
-from vllm_kvpool.router.control.states import LOADING, Cause, ReplicaId, Role, State
+from vllm_kvpool.router.control.states import Cause, ReplicaId, Role, State
 from vllm_kvpool.router.ops.snapshot import (
     COUNTS,
     NO_PLAN,
@@ -138,17 +138,16 @@ def test_a_failed_replica_says_when_it_is_tried_again() -> None:
 
 def test_a_failed_replica_is_down_until_it_answers() -> None:
     scene = busy_scene()
-    assert not replica(scene, "d1").is_down
-    assert replica(scene, "d2").is_down
+    assert replica(scene, "d2").retry_in_s is not None
     scene.tick(31.0)
     fleet = scene.controller.state.fleet
-    assert fleet[ReplicaId("d2")].state in LOADING, "it is asked again"
+    assert fleet[ReplicaId("d2")].is_retried
     assert replica(scene, "d2").state is State.FAILED
+    assert replica(scene, "d2").retry_in_s is None
     assert health_of(fleet).down == ("d2",)
     assert health_of(fleet).loading == ()
-    assert replica(scene, "d2").is_down
     scene.step(Loaded(ReplicaId("d2")))
-    assert not replica(scene, "d2").is_down
+    assert health_of(fleet).down == ()
 
 
 def test_health_says_who_serves_and_who_does_not() -> None:

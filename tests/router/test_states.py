@@ -39,7 +39,7 @@ def test_every_cause_is_used() -> None:
 def test_there_is_no_way_from_decode_to_prefill_without_a_standby() -> None:
     """What computes prompts again has been empty, and has answered a request, before."""
     before = {state for (state, _), after in EDGES.items() if after is State.AUS_PREFILL}
-    assert before == {State.SHUTTING_NULL}
+    assert before == {State.SHUTTING_NULL, State.FAILED}
     into_prefill = {state for (state, _), after in EDGES.items() if after is State.PREFILL}
     assert all(ROLE_OF[state] is Role.PREFILL for state in into_prefill)
 
@@ -51,7 +51,7 @@ def test_requests_are_decoded_only_where_a_request_was_answered_or_prompts_were_
 
 def test_whatever_runs_can_fail_and_nothing_else() -> None:
     can = {state for state, cause in EDGES if cause is Cause.FAIL}
-    assert can == UP | LOADING
+    assert can == UP | LOADING | {State.FAILED}
 
 
 def test_groups_of_states_do_not_overlap() -> None:

@@ -14,7 +14,15 @@ from vllm_kvpool.router.control.requests import (
     RequestQueue,
     Waiting,
 )
-from vllm_kvpool.router.control.states import BROKEN, DRAINING, HAS_BOUND, LOADING, State
+from vllm_kvpool.router.control.states import (
+    BROKEN,
+    DRAINING,
+    HAS_BOUND,
+    LOADING,
+    ROLE_OF,
+    Goal,
+    State,
+)
 
 
 def check_controller(controller: Controller) -> None:
@@ -63,6 +71,7 @@ def check_fleet(fleet: Fleet) -> None:
     """Its replicas hold what `check_replica` says; what is kept of their states is right."""
     for each in fleet:
         check_replica(each)
+        check_goal(each)
     check_prefixes(fleet._shared.prefixes)
     assert all(each.cache.owner is each and not each.cache.is_gone for each in fleet)
     for states, found in fleet._in_states.items():
@@ -88,12 +97,19 @@ def check_replica(replica: Replica) -> None:
         assert replica.state in HAS_BOUND, replica
     if replica.state in LOADING:
         assert len(replica.prefills) + len(stays) == 0, replica
-    if replica.waits_for is not None:
-        assert replica.state in DRAINING, replica
-    if replica.is_parked:
-        assert replica.state in (State.MUTATING_TO_DECODE, *BROKEN), replica
-    if replica.is_leaving:
+
+
+def check_goal(replica: Replica) -> None:
+    """The state is that of the goal, or on the way to it."""
+    if replica.goal.role is not ROLE_OF[replica.state] and replica.state is not State.INACTIVE:
+        # It is on the way to its goal, or there.
+        assert replica.state in DRAINING | BROKEN | {State.SHUTTING_NULL}, replica
+    if replica.goal.role is not None:
+        assert replica.state is not State.SHUTTING_NULL, replica
+    if replica.goal is Goal.REMOVE:
         assert replica.state in DRAINING | BROKEN, replica
+    if replica.is_retried:
+        assert replica.goal.role is not None, replica
 
 
 def check_prefixes(index: PrefixIndex) -> None:

@@ -28,6 +28,7 @@ from vllm_kvpool.router.control.states import (
     MAY_WORK,
     TAKES_DECODE,
     TAKES_PREFILL,
+    Goal,
     ReplicaId,
     Role,
     State,
@@ -135,9 +136,9 @@ class _Pick:
         return [
             each
             for each in self._fleet.in_states(states)
-            if not (each.is_held or each.is_leaving or each.replica_id in self._picked)
-            and each.waits_for is None
-            and is_expected(each)
+            if each.goal not in (Goal.HOLD, Goal.REMOVE)
+            and each.replica_id not in self._picked
+            and not (each.state in DRAINING and each.goal.role is not None)
         ]
 
     def _take(self, state: State) -> Replica | None:
@@ -150,11 +151,6 @@ class _Pick:
         """The serving replica with the least to lose, idle first, if it is not the last one."""
         serving = self._free(SERVING[role])
         return min(serving, key=_least_to_lose) if len(serving) > 1 else None
-
-
-def is_expected(replica: Replica) -> bool:
-    """Whether it counts as coming: a failed engine that others start may never be back."""
-    return bool(replica.spec.start) or not replica.is_retried
 
 
 LASTING_S = 20.0
@@ -309,13 +305,14 @@ class Autoscaler:
 
     def _counts(self, role: Role) -> Counts:
         fleet = self._state.fleet
-        loading = sum(map(is_expected, fleet.in_states(_LOADING[role])))
-        towards = [_towards(each) for each in fleet.in_states(DRAINING)]
-        return Counts(len(fleet.in_states(SERVING[role])), loading, towards.count(role))
-
-
-def _towards(replica: Replica) -> Role | None:
-    """The role that a replica is on its way to from the other one."""
-    if replica.state is State.MUTATING_TO_DECODE and replica.waits_for is None:
-        return None if replica.is_parked else Role.DECODE
-    return replica.waits_for
+        # A failed engine that others start may never be back.
+        restarted = [
+            each
+            for each in fleet.in_states(State.FAILED)
+            if each.is_retried and each.spec.start and each.goal.role is role
+        ]
+        return Counts(
+            len(fleet.in_states(SERVING[role])),
+            len(fleet.in_states(_LOADING[role])) + len(restarted),
+            sum(each.goal.role is role for each in fleet.in_states(DRAINING)),
+        )

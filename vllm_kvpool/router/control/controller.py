@@ -38,6 +38,7 @@ from vllm_kvpool.router.control.settings import (
     PlannerConfig,
     Settings,
 )
+from vllm_kvpool.router.control.states import Goal
 
 LOCK_EVERY_S = 0.1
 ReplicaEvent = (
@@ -142,12 +143,10 @@ class Controller:
             case Warmed():
                 self.lifecycle.warmed(replica)
             case Drain():
-                replica.is_held = True
-                self.lifecycle.drain(replica, ASKED_BY_ADMIN)
+                self.lifecycle.drain(replica, ASKED_BY_ADMIN, Goal.HOLD)
             case Remove():
-                self.lifecycle.remove(replica, ASKED_BY_ADMIN)
+                self.lifecycle.drain(replica, ASKED_BY_ADMIN, Goal.REMOVE)
             case SetRole():
-                replica.is_held = False
                 self.lifecycle.give(replica, event.role, ASKED_BY_ADMIN)
 
     def _lock(self) -> None:

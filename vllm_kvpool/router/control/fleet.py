@@ -4,6 +4,7 @@
 cause and the reason, and counted.
 """
 
+import math
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from vllm_kvpool.router.control.states import (
     TAKES_DECODE,
     TAKES_PREFILL,
     Cause,
+    Goal,
     ReplicaId,
     Role,
     State,
@@ -81,7 +83,8 @@ class Replica:
     state: State = State.INACTIVE
     since: float = 0.0
     role: Role = Role.PREFILL
-    """The role it has, or was last wanted for."""
+    """The role it has, or had last."""
+    goal: Goal = Goal.STANDBY
     sample: Sample = field(default_factory=Sample)
     sampled_at: float | None = None
     models: frozenset[str] = frozenset()
@@ -125,20 +128,10 @@ class Replica:
     is_doubted: bool = False
     """A call to it has broken off; none before it is known whether it lives."""
     last_work: float = 0.0
-    is_leaving: bool = False
-    """To be forgotten once it has no work."""
-    is_parked: bool = False
-    """Not wanted: to be drained once it has become a decoder, or not tried again if it failed."""
-    is_held: bool = False
-    """Drained by a person: plans leave it alone until it is given a role."""
     sleep_error: str = ""
     """Error of the last order to sleep; empty if the replica sleeps or had no such order."""
-    is_retried: bool = False
-    """Whether it is loading again after a failure."""
-    waits_for: Role | None = None
-    """The role it is to take once it has been drained."""
-    retry_at: float = float("inf")
-    """When to try again after a failure."""
+    retry_at: float = math.inf
+    """When to try again after a failure; infinite while it is tried."""
     prefill_since: float = 0.0
     """When it was last told to have computed a prompt, or began one after a pause."""
     transfer_since: float = 0.0
@@ -172,6 +165,11 @@ class Replica:
         self.most_awaiting = self.num_awaiting
         for name, meter in self.meters.items():
             meter.read(now, getattr(sample, name))
+
+    @property
+    def is_retried(self) -> bool:
+        """True while a failed engine is being started, or asked whether it is back."""
+        return self.state is State.FAILED and self.retry_at == math.inf
 
     def is_open(self, now: float) -> bool:
         """Whether it has neither refused work lately nor lost a call."""

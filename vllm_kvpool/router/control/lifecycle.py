@@ -5,6 +5,7 @@ the edge. Draining ends by itself: whenever a replica's last work ends, it takes
 replica that keeps failing is left alone by its `ReplicaBreaker`.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from vllm_kvpool.router.control.states import (
     LOADING,
     UP,
     Cause,
+    Goal,
     ReplicaId,
     Role,
     State,
@@ -86,7 +88,6 @@ _PASSING = DRAINING | BROKEN | {State.REFRACTORY_PREFILL}
 """States that are left without anybody's asking."""
 _LEAVING = DRAINING | BROKEN | {State.SHUTTING_NULL, State.INACTIVE}
 _UNSETTLED = _PASSING | _LEAVING | HAS_BOUND | {State.OLD_PREFILL}
-_UNWANTED = frozenset({State.SHUTTING_PREFILL, State.SHUTTING_DECODE, State.SHUTTING_NULL})
 
 
 class Lifecycle:
@@ -114,7 +115,7 @@ class Lifecycle:
         """ConfigError where there is one of that name or address already."""
         for each in self._state.fleet:
             if event.spec.replica_id == each.replica_id or event.spec.url == each.spec.url:
-                leaves = ", and is being removed" if each.is_leaving else ""
+                leaves = ", and is being removed" if each.goal is Goal.REMOVE else ""
                 raise ConfigError(f"{each.replica_id} at {each.spec.url} is there already{leaves}")
         replica = self._state.fleet.add(event.spec, self._state.now)
         if event.role is not None:
@@ -124,11 +125,14 @@ class Lifecycle:
 
     def loaded(self, replica: Replica) -> None:
         """An engine is healthy and has answered a request."""
-        if replica.state not in LOADING:
+        role = replica.goal.role
+        if replica.is_retried and role is not None:
+            self._move(replica, USE_CAUSE[role], "healthy again")
+        elif replica.state in LOADING:
+            self._move(replica, Cause.LOADED, "healthy, and has answered a request")
+        else:
             return  # it was given up meanwhile
         replica.busy_until, replica.is_doubted = 0.0, False
-        replica.is_retried = False
-        self._move(replica, Cause.LOADED, "healthy, and has answered a request")
         self._ready(replica, "it has answered a request while it was loaded")
 
     def sleep_failed(self, replica: Replica, why: str) -> None:
@@ -143,13 +147,10 @@ class Lifecycle:
     def failed(self, event: Failed) -> None:
         """An engine has ended, or does not answer."""
         state, replica = self._state, self._state.fleet[event.replica]
-        if replica.state in BROKEN or replica.state is State.INACTIVE:
+        is_known = replica.state in BROKEN and not replica.is_retried
+        if is_known or replica.state is State.INACTIVE:
             return  # one end of an engine is told by more than one
         self._flow.abandon(replica)
-        if replica.waits_for is not None:
-            replica.role, replica.waits_for = replica.waits_for, None
-        elif replica.state in _UNWANTED:
-            replica.is_parked = True
         self._move(replica, Cause.FAIL, event.why)
         replica.forget_engine()
         state.fleet.handovers.forget(replica.replica_id)
@@ -180,7 +181,7 @@ class Lifecycle:
         """Start, wake or await an engine; `live`: give it requests already while it loads."""
         state = self._state
         live = live and role is Role.PREFILL and self._takes_over
-        replica.is_retried, replica.sleep_error = False, ""
+        replica.goal, replica.sleep_error = Goal.serve(role), ""
         self._move(replica, Cause.TAKE_OVER if live else LOAD_CAUSE[role], why)
         state.actions.append(Load(replica.replica_id, role))
 
@@ -189,9 +190,9 @@ class Lifecycle:
 
         Nothing is done if it is being removed.
         """
-        if replica.is_leaving:
+        if replica.goal is Goal.REMOVE:
             return
-        replica.waits_for, replica.is_parked = None, False
+        replica.goal = Goal.serve(role)
         if replica.role is not role:
             self._conclude(replica, why)
         state = replica.state
@@ -205,8 +206,6 @@ class Lifecycle:
             self._move(replica, Cause.MUTATE, why)
         elif state is State.DECODE and role is Role.PREFILL:
             self._move(replica, Cause.DEACTIVATE, why)
-            replica.waits_for = role
-        replica.role = role
 
     def _conclude(self, replica: Replica, why: str) -> None:
         """From a state on the way to a role, or paired with another: to the role, or to nothing."""
@@ -227,25 +226,22 @@ class Lifecycle:
         elif replica.state is State.SHUTTING_DECODE and role is Role.DECODE:
             self._move(replica, Cause.REVIVE, why)
             self._ready(replica, "it has never stopped answering")
-        elif replica.state is not State.MUTATING_TO_DECODE or role is Role.PREFILL:
-            replica.waits_for = role
 
-    def drain(self, replica: Replica, why: str) -> None:
-        """See to it that a replica ends up without work; requests it has are not lost."""
-        replica.waits_for = None
+    def drain(self, replica: Replica, why: str, goal: Goal = Goal.STANDBY) -> None:
+        """See to it that a replica ends up without work; requests it has are not lost.
+
+        A replica that is to be removed stays so, whatever the goal.
+        """
+        if replica.goal is not Goal.REMOVE:
+            replica.goal = goal
         is_loading = replica.state in LOADING
         self._conclude(replica, why)
         if replica.state is State.PREFILL or replica.state is State.DECODE:
             self._move(replica, Cause.DEACTIVATE, why)
         elif is_loading:
             self._retire(replica)
-        elif replica.state is State.MUTATING_TO_DECODE or replica.state in BROKEN:
-            replica.is_parked = True
-
-    def remove(self, replica: Replica, why: str) -> None:
-        """Drain it, then forget it."""
-        replica.is_leaving = True
-        self.drain(replica, why)
+        elif replica.is_retried:
+            replica.retry_at = self._state.now
 
     def expire(self, replica: Replica, why: str) -> None:
         """A standby is not needed any more."""
@@ -254,12 +250,13 @@ class Lifecycle:
 
     def _retire(self, replica: Replica) -> None:
         """Retire an engine that is not needed: it sleeps, or its operator's command ends it."""
-        if not replica.is_leaving:
+        if replica.goal is not Goal.REMOVE:
             self._state.actions.append(Retire(replica.replica_id))
 
     def idle(self, replica: Replica, why: str) -> None:
         """A decoder without work becomes a standby at once."""
         assert not replica.has_work
+        replica.goal = Goal.STANDBY
         self._move(replica, Cause.IDLE, why)
 
     # What follows by itself
@@ -279,19 +276,16 @@ class Lifecycle:
             elif replica.state in BROKEN:
                 self._try_again(replica)
         for replica in fleet.in_states(_LEAVING):
-            if replica.is_leaving:
+            if replica.goal is Goal.REMOVE:
                 self._leave(replica)
         placement.pair(fleet, self._state.now)
 
     def _flushed(self, replica: Replica) -> None:
         self._move(replica, Cause.FLUSHED, "no prompt is left to compute")
-        role, replica.waits_for = replica.waits_for, None
-        if replica.is_parked or role is Role.PREFILL:
-            replica.is_parked = False
-            self._move(replica, Cause.DEACTIVATE, "not wanted as a decoder any more")
-            replica.waits_for = role
-        else:
+        if replica.goal is Goal.DECODE:
             self._dispatch.flush(replica)
+        else:
+            self._move(replica, Cause.DEACTIVATE, "not wanted as a decoder any more")
 
     def _drain_on(self, replica: Replica) -> None:
         """Let a replica go once it has no work, and others have what it has computed."""
@@ -311,22 +305,23 @@ class Lifecycle:
 
     def _drained(self, replica: Replica) -> None:
         self._move(replica, Cause.DRAINED, "without work")
-        role, replica.waits_for = replica.waits_for, None
-        if role is not None:
+        if (role := replica.goal.role) is not None:
             self._use(replica, role, "drained for it")
 
     def _try_again(self, replica: Replica) -> None:
         """A failed replica is asked whether it is back, or started again."""
         state = self._state
-        if replica.has_work or replica.is_leaving or state.now < replica.retry_at:
+        if replica.has_work or replica.goal is Goal.REMOVE or state.now < replica.retry_at:
             return
-        self._move(replica, Cause.RESET, "its pause is over")
-        if replica.is_parked:
-            replica.is_parked = False
+        role = replica.goal.role
+        if role is None:
+            self._move(replica, Cause.RESET, "its pause is over, and it is not wanted")
             self._retire(replica)
-        else:
-            self.load(replica, replica.role, "trying again")
-            replica.is_retried = True
+            return
+        if replica.state is State.QUARANTINED:
+            self._move(replica, Cause.RETRY, "its pause is over")
+        replica.retry_at = math.inf
+        state.actions.append(Load(replica.replica_id, role))
 
     def _leave(self, replica: Replica) -> None:
         if replica.state is State.SHUTTING_NULL:

@@ -25,6 +25,30 @@ class Role(Enum):
         return Role.DECODE if self is Role.PREFILL else Role.PREFILL
 
 
+class Goal(Enum):
+    """What people or the plan want of a replica, whatever state it is in."""
+
+    __hash__ = object.__hash__  # much faster than Enum's, which is Python
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    STANDBY = "standby"  # without work; plans may use it
+    HOLD = "hold"  # without work by a person's order; plans leave it alone
+    REMOVE = "remove"  # without work, then forgotten
+
+    @staticmethod
+    def serve(role: Role) -> "Goal":
+        return Goal.PREFILL if role is Role.PREFILL else Goal.DECODE
+
+    @property
+    def role(self) -> Role | None:
+        """The role to serve; None if the replica is to have no work."""
+        return _ROLES.get(self)
+
+
+_ROLES = {Goal.PREFILL: Role.PREFILL, Goal.DECODE: Role.DECODE}
+
+
 class State(Enum):
     """States of a replica: BlitzScale's name, and the word for people.
 
@@ -47,7 +71,7 @@ class State(Enum):
     SHUTTING_PREFILL = "draining_prefill"
     SHUTTING_DECODE = "draining_decode"
     SHUTTING_NULL = "standby"  # loaded, without work
-    FAILED = "failed"
+    FAILED = "failed"  # until it has answered again
     QUARANTINED = "quarantined"  # has failed too often
 
 
@@ -74,6 +98,7 @@ class Cause(Enum):
     EXPIRE = "expire"
     FAIL = "fail"
     QUARANTINE = "quarantine"
+    RETRY = "retry"  # the quarantine is over
     RESET = "reset"
 
 
@@ -111,12 +136,13 @@ EDGES: Mapping[tuple[State, Cause], State] = {
     (_S.AUS_PREFILL, _C.READY): _S.PREFILL,
     (_S.AUS_DECODE, _C.READY): _S.DECODE,
     (_S.FAILED, _C.QUARANTINE): _S.QUARANTINED,
+    (_S.FAILED, _C.USE_PREFILL): _S.AUS_PREFILL,
+    (_S.FAILED, _C.USE_DECODE): _S.AUS_DECODE,
     (_S.FAILED, _C.RESET): _S.INACTIVE,
+    (_S.QUARANTINED, _C.RETRY): _S.FAILED,
     (_S.QUARANTINED, _C.RESET): _S.INACTIVE,
     **{
-        (state, _C.FAIL): _S.FAILED
-        for state in State
-        if state not in (_S.INACTIVE, _S.FAILED, _S.QUARANTINED)
+        (state, _C.FAIL): _S.FAILED for state in State if state not in (_S.INACTIVE, _S.QUARANTINED)
     },
 }
 

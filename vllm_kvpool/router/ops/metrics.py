@@ -19,7 +19,7 @@ from vllm_kvpool.metrics import Metric as Row
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import REFUSALS, Mode
 from vllm_kvpool.router.control.handovers import ExpectedPrompts
-from vllm_kvpool.router.control.states import State
+from vllm_kvpool.router.control.states import BROKEN, State
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.snapshot import (
     OUTCOMES,
@@ -294,7 +294,7 @@ def _values(view: RouterView) -> dict[str, list[_Labelled]]:
 
 _PER_REPLICA: dict[str, Callable[[ReplicaView], list[_Labelled]]] = {
     "locked": lambda each: [((), each.locked)],
-    "replica_down": lambda each: [((), each.is_down)],
+    "replica_down": lambda each: [((), each.state in BROKEN)],
     "blocks": lambda each: [
         (("used",), each.used_blocks),
         (("committed",), each.committed_blocks),

@@ -18,7 +18,7 @@ from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.fleet import Fleet, Replica, Transition
 from vllm_kvpool.router.control.planner import Plan, Wanted
 from vllm_kvpool.router.control.requests import PromptPath
-from vllm_kvpool.router.control.states import BROKEN, EDGES, LOADING, Role, State
+from vllm_kvpool.router.control.states import BROKEN, EDGES, LOADING, Goal, Role, State
 from vllm_kvpool.router.ops.compatibility import Problem, problems
 
 OUTCOMES = ("served", "rejected", "hopeless", "cancelled", "shed", "late", "given_up")
@@ -44,20 +44,15 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     url: str
     state: State
-    """`failed` also while it is asked whether it is back."""
     since: float
     role: Role
-    waits_for: Role | None
-    """The role it takes once it has been drained."""
-    is_leaving: bool
-    is_down: bool
-    """It has failed and has not answered since, whether it waits or is asked again now."""
+    goal: Goal
     problem: str
     """Why it cannot share KV or models with the others, and what to set; empty if it can."""
     mismatch: str
     """In what it differs then: a value of `compatibility.Mismatch`."""
     retry_in_s: float | None
-    """Until it is tried again after a failure."""
+    """Until it is tried again after a failure; None also while it is tried."""
     locked: bool
     lock_why: str
     running: int
@@ -192,10 +187,8 @@ def state_of(controller: Controller, now: float) -> RouterView:
 def health_of(fleet: Fleet) -> HealthView:
     """Whether requests can be served, and by whom not."""
     serving = {Role.PREFILL: len(fleet.prefillers()), Role.DECODE: len(fleet.decoders())}
-    down = tuple(each.replica_id for each in fleet if _is_down(each))
-    loading = tuple(
-        each.replica_id for each in fleet if each.state in LOADING and not _is_down(each)
-    )
+    down = tuple(each.replica_id for each in fleet if each.state in BROKEN)
+    loading = tuple(each.replica_id for each in fleet if each.state in LOADING)
     mismatches = {name: each.mismatch.value for name, each in problems(fleet).items()}
     is_whole = not down and not mismatches
     return HealthView(
@@ -230,20 +223,17 @@ def _replica(
 ) -> ReplicaView:
     sample, meters = replica.sample, replica.meters
     lock = state.overload.why(replica.replica_id)
-    is_broken, is_loading = replica.state in BROKEN, replica.state in LOADING
+    is_paused = replica.state in BROKEN and not replica.is_retried
     return ReplicaView(
         id=replica.replica_id,
         url=replica.spec.url,
-        # One that has failed is asked again and again whether it is back: that is no loading.
-        state=State.FAILED if replica.is_retried and is_loading else replica.state,
+        state=replica.state,
         since=replica.since,
         role=replica.role,
-        waits_for=replica.waits_for,
-        is_leaving=replica.is_leaving,
-        is_down=_is_down(replica),
+        goal=replica.goal,
         problem=problem.why if problem else "",
         mismatch=problem.mismatch.value if problem else "",
-        retry_in_s=max(0.0, replica.retry_at - now) if is_broken else None,
+        retry_in_s=max(0.0, replica.retry_at - now) if is_paused else None,
         locked=replica.replica_id in state.overload.locked,
         lock_why=lock.value if lock is not None else "",
         running=sample.running,
@@ -263,10 +253,6 @@ def _replica(
         sampled_at=replica.sampled_at,
         is_stale=state.is_stale(replica),
     )
-
-
-def _is_down(replica: Replica) -> bool:
-    return replica.state in BROKEN or replica.is_retried
 
 
 def _plan(mode: Mode, plan: Plan | None, steps: Iterable[Step], at: float | None) -> PlanView:

@@ -22,6 +22,8 @@ const STATES = {
   quarantined: ["bad", "Failed too often. The router tries it again after a longer pause."],
 };
 
+const GOALS = { hold: "drained by an administrator", remove: "to be removed" };
+
 const kindOf = (state) => STATES[state]?.[0] ?? "rest";
 const stateName = (state) => state.replaceAll("_", " ");
 
@@ -92,8 +94,8 @@ class Row {
   notes(replica, now) {
     const notes = [`for ${seconds(Math.max(0, now - replica.since))}`];
     if (replica.state === "standby" || replica.state === "inactive") notes.push(`last ${replica.role}`);
-    if (replica.waits_for) notes.push(`then ${replica.waits_for}`);
-    if (replica.is_leaving) notes.push("to be removed");
+    if (GOALS[replica.goal]) notes.push(GOALS[replica.goal]);
+    else if (kindOf(replica.state) === "drain" && replica.goal !== "standby") notes.push(`then ${replica.goal}`);
     if (replica.retry_in_s !== null) notes.push(`tried again in ${seconds(replica.retry_in_s)}`);
     if (replica.locked) notes.push(replica.lock_why);
     if (replica.problem) notes.push(replica.problem);
