@@ -117,7 +117,7 @@ def test_a_request_of_one_id_is_there_once() -> None:
         lambda c: setattr(c.state.requests[RequestId("q")], "phase", Phase.HANDING),
         lambda c: c.state.migration.append(c.state.requests[RequestId("q")]),
         lambda c: setattr(c.state.overload, "locked", frozenset({"nobody"})),
-        lambda c: c.state.fleet[spec("p").replica_id].prefills.clear(),
+        lambda c: c.state.fleet[spec("p").replica_id].work.prefills.clear(),
         lambda c: setattr(c.state.fleet[spec("d").replica_id], "goal", Goal.STANDBY),
     ],
 )

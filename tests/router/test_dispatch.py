@@ -169,7 +169,7 @@ def test_decoders_that_are_as_full_as_the_router_fills_them_are_not_locked() -> 
     steps = steps_with(Settings(max_pending_handoffs=1000))
     steps.fleet(decode="d e f")
     given = deque(each for number in range(400) for each in steps.ask(f"r{number}", 200))
-    full = [each.committed_blocks for each in steps.controller.state.fleet]
+    full = [each.work.committed_blocks for each in steps.controller.state.fleet]
     assert min(full) > 900
     for each in given:
         steps.began(each.request_id)
@@ -181,7 +181,7 @@ def test_decoders_that_are_as_full_as_the_router_fills_them_are_not_locked() -> 
         steps.began(more[0].request_id)
         steps.tick(0.1)
         assert steps.controller.state.overload.locked == frozenset()
-        assert [each.committed_blocks for each in steps.controller.state.fleet] == full
+        assert [each.work.committed_blocks for each in steps.controller.state.fleet] == full
 
 
 def test_small_requests_pass_one_that_fits_nowhere_but_not_for_ever() -> None:
@@ -190,7 +190,7 @@ def test_small_requests_pass_one_that_fits_nowhere_but_not_for_ever() -> None:
         steps.serve(name, Role.DECODE, blocks=100)
     for name in ("a", "b", "c"):
         steps.ask(name, 16 * 29, 16, hands_over=False)
-    assert len(steps.replica("d").active) == 2
+    assert len(steps.replica("d").work.active) == 2
     steps.ask("large", 16 * 89, 16, hands_over=False)
     assert steps.ask("small", 16 * 5, 16) == [Decode("small", "e", 0)]
     steps.tick(MAX_PASSED_S + 0.1)
@@ -231,7 +231,12 @@ def test_what_finds_no_room_is_bound_to_a_loading_replica_up_to_its_limit() -> N
     steps = with_new()
     for number in range(6):
         assert steps.ask(f"r{number}") == []
-    assert [each.ask.request_id for each in steps.replica(NEW).bound] == ["r0", "r1", "r2", "r3"]
+    assert [each.ask.request_id for each in steps.replica(NEW).work.bound] == [
+        "r0",
+        "r1",
+        "r2",
+        "r3",
+    ]
     assert [steps.phase(f"r{number}") for number in (3, 4)] == [Phase.BOUND, Phase.QUEUED]
 
 
@@ -279,7 +284,7 @@ def test_small_prompts_do_not_pass_a_larger_one_that_is_bound() -> None:
     assert steps.phase("large") is Phase.BOUND
     for number in range(8):
         steps.ask(f"small{number}", 500)
-    assert steps.replica("p").prefill_tokens == 1000
+    assert steps.replica("p").work.prefill_tokens == 1000
     assert Prefill("large", "p") in steps.prefilled("first", "p")
 
 
@@ -298,7 +303,7 @@ def test_a_bound_request_is_refused_at_its_deadline_and_can_be_cancelled() -> No
     steps.ask("gone")
     assert steps.cancel("gone") == []
     assert [type(each) for each in steps.tick(30.0)] == [Refuse]
-    assert steps.replica(NEW).bound == []
+    assert steps.replica(NEW).work.bound == []
 
 
 @pytest.mark.parametrize("how", ["fails", "drained", "removed", "decode"])

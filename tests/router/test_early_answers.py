@@ -65,10 +65,10 @@ async def test_answer_in_one_piece_counts_as_begun_once_its_prompt_is_computed()
         replica = rig.router.controller.state.fleet[ReplicaId("r1")]
         answer = asyncio.ensure_future(rig.complete({**body, "max_tokens": 900}, path))
         await _begun(rig)
-        assert (replica.num_starting, replica.num_awaiting) == (1, 1)
+        assert (replica.work.num_starting, replica.work.num_awaiting) == (1, 1)
         await rig.until(lambda: rig.holders() == [1], "it is being decoded")
-        await rig.until(lambda: not replica.num_starting, "it counts as begun")
-        assert replica.active
+        await rig.until(lambda: not replica.work.num_starting, "it counts as begun")
+        assert replica.work.active
         assert (await answer).status == 200
 
 

@@ -57,11 +57,11 @@ def test_decoder_is_asked_with_the_prompt_and_told_where_notices_come_from() -> 
     [call] = decodes(steps)
     assert call.notices == (endpoint("p"),)
     assert steps.phase("r") is Phase.DECODING
-    assert steps.replica("d").committed_blocks > 0
-    assert steps.replica("p").prefill_tokens == 1000
+    assert steps.replica("d").work.committed_blocks > 0
+    assert steps.replica("p").work.prefill_tokens == 1000
     assert steps.prefilled("r", "p", saved=992) == []
-    assert steps.replica("p").prefill_tokens == 0
-    assert steps.replica("d").num_awaiting == 0
+    assert steps.replica("p").work.prefill_tokens == 0
+    assert steps.replica("d").work.num_awaiting == 0
     assert steps.began("r") == []
     assert steps.decoded("r", "d") == []
     assert steps.phase("r") is None
@@ -125,7 +125,7 @@ def test_half_of_the_requests_that_a_decoder_starts_may_wait_for_prompts() -> No
     assert steps.ask("short", 20) == [Decode("short", "d", 0)]
     assert steps.prefilled("a", "p", saved=992) == []
     assert steps.ask("e") == early("e"), "one fewer waits"
-    assert steps.replica("d").num_awaiting == 2
+    assert steps.replica("d").work.num_awaiting == 2
 
 
 def test_decoders_full_of_requests_that_wait_serve_all_in_the_end() -> None:
@@ -202,12 +202,12 @@ def test_short_prompt_beside_one_that_waits_is_alone_in_its_engine() -> None:
     steps.ask("r")
     steps.ask("short", 200)
     replica = steps.replica("d")
-    assert replica.alone is replica.active[RequestId("short")]
+    assert replica.work.alone is replica.work.active[RequestId("short")]
     steps.ask("s")
-    assert replica.alone is replica.active[RequestId("short")], "s does nothing there yet"
+    assert replica.work.alone is replica.work.active[RequestId("short")], "s does nothing there yet"
     steps.began("short")
     steps.prefilled("r", "p", saved=992)
-    assert replica.alone is replica.active[RequestId("r")]
+    assert replica.work.alone is replica.work.active[RequestId("r")]
 
 
 # Failures
@@ -255,7 +255,7 @@ def test_prompt_that_fails_after_its_request_costs_nothing_but_the_replicas_good
     steps.began("r")
     steps.decoded("r", "d")
     assert steps.prefilled("r", "p", Outcome.CANCELLED) == []
-    assert steps.replica("p").prefill_tokens == 0
+    assert steps.replica("p").work.prefill_tokens == 0
     assert not steps.replica("p").is_doubted
 
 
@@ -319,9 +319,9 @@ def test_client_that_goes_leaves_neither_call_behind() -> None:
     assert steps.cancel("r") == []
     steps.decoded("r", "d", Outcome.CANCELLED, output=0)
     steps.prefilled("r", "p", Outcome.CANCELLED)
-    assert not steps.replica("p").has_work
-    assert not steps.replica("d").has_work
-    assert steps.replica("d").committed_blocks == 0
+    assert not steps.replica("p").work
+    assert not steps.replica("d").work
+    assert steps.replica("d").work.committed_blocks == 0
 
 
 # Replicas that come and go

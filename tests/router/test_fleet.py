@@ -9,7 +9,6 @@ from tests.support.router_steps import ask, spec
 from vllm_kvpool.router.control.events import Sample
 from vllm_kvpool.router.control.fleet import (
     MAX_KEPT_TRANSITIONS,
-    ActiveRequest,
     Fleet,
     Replica,
     Transition,
@@ -23,6 +22,7 @@ from vllm_kvpool.router.control.states import (
     Role,
     State,
 )
+from vllm_kvpool.router.control.work import ActiveRequest
 
 
 def replica_in(state: State) -> tuple[Fleet, Replica]:
@@ -75,35 +75,39 @@ def test_bound_requests_stand_in_their_order() -> None:
     replica = Replica(spec("x"), state=State.NEW_PREFILL)
     made = [Request(ask(f"r{n}", priority=p), 0.0, n, 9) for n, p in enumerate((0, 1, -1, 0))]
     for request in made:
-        replica.assign(request)
-    assert replica.bound == [made[2], made[0], made[3], made[1]]
+        replica.work.assign(request)
+    assert replica.work.bound == [made[2], made[0], made[3], made[1]]
     check_replica(replica)
 
 
 @pytest.mark.parametrize(("said", "committed", "used"), [(0, 0, 0), (70, 50, 70), (20, 50, 50)])
 def test_more_of_what_is_said_and_committed_counts(said: int, committed: int, used: int) -> None:
     replica = Replica(spec("x"), state=State.DECODE)
-    replica.begin_decode(RequestId("r"), ActiveRequest(committed, is_handed=False), 0.0)
+    replica.work.begin_decode(RequestId("r"), ActiveRequest(committed, is_handed=False), 0.0)
     replica.measured(Sample(used_blocks=said), 0.0)
-    assert replica.used_blocks == used
+    assert replica.work.used_blocks == used
 
 
 def test_what_has_ended_since_an_engine_told_its_metrics_is_not_in_use() -> None:
     replica = Replica(spec("x"), state=State.DECODE)
     for name in "ab":
-        replica.begin_decode(RequestId(name), ActiveRequest(50, is_handed=False), 0.0)
-    replica.end_decode(RequestId("a"), 0.5)
+        replica.work.begin_decode(RequestId(name), ActiveRequest(50, is_handed=False), 0.0)
+    replica.work.end_decode(RequestId("a"), 0.5)
     replica.measured(Sample(used_blocks=110), 1.0)  # as it was before that
-    assert replica.used_blocks == 50 + 10
-    replica.end_decode(RequestId("b"), 1.5)
-    assert replica.used_blocks == 10
+    assert replica.work.used_blocks == 50 + 10
+    replica.work.end_decode(RequestId("b"), 1.5)
+    assert replica.work.used_blocks == 10
 
 
 def test_nothing_of_an_engine_that_has_ended_is_believed() -> None:
     replica = Replica(spec("x"), sample=Sample(used_blocks=70, total_blocks=100), sampled_at=1.0)
     replica.remember((1, 2))
     replica.forget_engine()
-    assert (replica.used_blocks, replica.sample.total_blocks, replica.sampled_at) == (0, 100, None)
+    assert (replica.work.used_blocks, replica.sample.total_blocks, replica.sampled_at) == (
+        0,
+        100,
+        None,
+    )
     assert replica.cache.num_held == 0
 
 
@@ -111,14 +115,14 @@ def test_nothing_of_an_engine_that_has_ended_is_believed() -> None:
 def test_work_where_there_can_be_none_is_noticed(state: State) -> None:
     replica = Replica(spec("x"), state=state)
     check_replica(replica)
-    replica.begin_prefill(RequestId("r"), 10, 0.0)
+    replica.work.begin_prefill(RequestId("r"), 10, 0.0)
     with pytest.raises(AssertionError):
         check_replica(replica)
 
 
 def test_a_replica_with_work_is_not_forgotten() -> None:
     fleet, replica = replica_in(State.PREFILL)
-    replica.begin_prefill(RequestId("r"), 10, 0.0)
+    replica.work.begin_prefill(RequestId("r"), 10, 0.0)
     with pytest.raises(AssertionError):
         fleet.forget(replica.replica_id)
     assert replica.replica_id in fleet
@@ -154,13 +158,13 @@ def test_nothing_flows_where_nobody_has_said_anything_for_a_while() -> None:
 def test_seconds_of_work_begin_with_the_first_prompt_after_a_pause() -> None:
     replica = Replica(spec("x"), state=State.PREFILL)
     for name, now in (("a", 1.0), ("b", 2.0)):
-        replica.begin_prefill(RequestId(name), 10, now)
-        replica.begin_decode(RequestId(name), ActiveRequest(1, is_handed=True), now)
-    assert (replica.prefill_since, replica.transfer_since) == (1.0, 1.0)
+        replica.work.begin_prefill(RequestId(name), 10, now)
+        replica.work.begin_decode(RequestId(name), ActiveRequest(1, is_handed=True), now)
+    assert (replica.work.prefill_since, replica.work.transfer_since) == (1.0, 1.0)
     for name in "ab":
-        replica.end_prefill(RequestId(name))
-        replica.flows(RequestId(name), 3.0)
-    replica.begin_prefill(RequestId("c"), 10, 9.0)
-    replica.begin_decode(RequestId("c"), ActiveRequest(1, is_handed=False), 9.0)
-    replica.begin_decode(RequestId("d"), ActiveRequest(1, is_handed=True), 10.0)
-    assert (replica.prefill_since, replica.transfer_since) == (9.0, 10.0)
+        replica.work.end_prefill(RequestId(name))
+        replica.work.note_first_token(RequestId(name), 3.0)
+    replica.work.begin_prefill(RequestId("c"), 10, 9.0)
+    replica.work.begin_decode(RequestId("c"), ActiveRequest(1, is_handed=False), 9.0)
+    replica.work.begin_decode(RequestId("d"), ActiveRequest(1, is_handed=True), 10.0)
+    assert (replica.work.prefill_since, replica.work.transfer_since) == (9.0, 10.0)

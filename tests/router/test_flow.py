@@ -74,7 +74,7 @@ def test_the_first_token_counts_once(steps: Steps) -> None:
     steps.now += 2.0
     steps.began("r")
     assert list(steps.controller.state.waits) == [2.0]
-    assert steps.replica(again.replica).num_starting == 0
+    assert steps.replica(again.replica).work.num_starting == 0
 
 
 def test_an_end_that_brings_the_first_token_counts_as_both() -> None:
@@ -215,7 +215,7 @@ def test_sequences_of_requests_fill_a_decoder_as_requests_do() -> None:
     assert {each.replica for each in others} == {"d", "e"} - {many.replica}
     assert steps.ask("last", 16, 16) == []
     steps.decoded("many", many.replica)
-    assert steps.replica(many.replica).num_sequences == 1
+    assert steps.replica(many.replica).work.num_sequences == 1
 
 
 def test_every_sequence_of_a_request_takes_blocks() -> None:
@@ -223,7 +223,7 @@ def test_every_sequence_of_a_request_takes_blocks() -> None:
     steps.fleet(decode="d e")
     one = steps.ask("one", 160, 160)[0]
     four = steps.ask("four", 160, 160, num_sequences=4)[0]
-    committed = [steps.replica(each.replica).committed_blocks for each in (one, four)]
+    committed = [steps.replica(each.replica).work.committed_blocks for each in (one, four)]
     assert committed == [20, 50]
 
 

@@ -41,7 +41,7 @@ def test_a_request_can_be_cancelled_at_any_time(until: str) -> None:
     elif until != "handing":
         assert steps.began("r") == []
         assert steps.decoded("r", "d", Outcome.CANCELLED) == []
-    assert not steps.replica("p").has_work
+    assert not steps.replica("p").work
     assert steps.count("cancelled") == 1
 
 

@@ -173,7 +173,7 @@ def test_what_an_engine_said_before_it_failed_is_forgotten(steps: Steps) -> None
     steps.serve("d", D)
     steps.measure("d", used=900)
     steps.failed("d")
-    assert steps.replica("d").used_blocks == 0
+    assert steps.replica("d").work.used_blocks == 0
 
 
 def test_metrics_of_a_failed_engine_do_not_bring_it_back(steps: Steps) -> None:

@@ -64,7 +64,7 @@ def test_full_replicas_are_locked_but_not_the_last(used: tuple[int, ...], expect
 def test_the_greater_of_both_counts_is_used(engine: int | None, committed: int, used: int) -> None:
     state = Controller().state
     replica = state.fleet.add(ReplicaSpec(replica_id=ReplicaId("a"), url="a"), 0.0)
-    replica.state, replica.committed_blocks = State.DECODE, committed
+    replica.state, replica.work.committed_blocks = State.DECODE, committed
     replica.measured(Sample(used_blocks=engine or 0, total_blocks=100), 0.0)
     state.begin(0.0 if engine is not None else 2 * state.settings.stale_after_s)
     [loads_of_group] = state.loads()

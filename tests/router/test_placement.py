@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.support.router_steps import ask, spec
 from vllm_kvpool.router.control.events import Sample
-from vllm_kvpool.router.control.fleet import ActiveRequest, Fleet, Replica
+from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.placement import (
     blocks_for,
     choose_decode,
@@ -21,12 +21,13 @@ from vllm_kvpool.router.control.placement import (
 from vllm_kvpool.router.control.requests import Request, RequestId
 from vllm_kvpool.router.control.settings import Settings
 from vllm_kvpool.router.control.states import Cause, ReplicaId, State
+from vllm_kvpool.router.control.work import ActiveRequest
 
 
 def prefiller(name: str, *loads: int, cached: tuple[int, ...] = (), busy: float = 0.0) -> Replica:
     replica = Replica(spec(name), state=State.PREFILL, busy_until=busy)
     for number, tokens in enumerate(loads):
-        replica.begin_prefill(RequestId(f"{name}{number}"), tokens, 0.0)
+        replica.work.begin_prefill(RequestId(f"{name}{number}"), tokens, 0.0)
     replica.remember(cached)
     return replica
 
@@ -36,9 +37,9 @@ def decoder(name: str, *stays: int, total: int = 100, flowing: bool = True) -> R
     replica.sample = Sample(total_blocks=total, block_size=16)
     for number, blocks in enumerate(stays):
         request_id = RequestId(f"{name}{number}")
-        replica.begin_decode(request_id, ActiveRequest(blocks, is_handed=True), 0.0)
+        replica.work.begin_decode(request_id, ActiveRequest(blocks, is_handed=True), 0.0)
         if flowing:
-            replica.flows(request_id, 0.0)
+            replica.work.note_first_token(request_id, 0.0)
     return replica
 
 
@@ -135,7 +136,7 @@ def test_who_is_chosen_has_room_and_nobody_has_more(
         assert not able
         return
     assert chosen in able
-    shares = {e.replica_id: (e.used_blocks + blocks) / e.sample.total_blocks for e in able}
+    shares = {e.replica_id: (e.work.used_blocks + blocks) / e.sample.total_blocks for e in able}
     assert shares[chosen.replica_id] == min(shares.values())
 
 
@@ -176,13 +177,13 @@ def replica(fleet: Fleet, name: str) -> Replica:
 
 def test_the_emptiest_that_loads_is_given_one_more() -> None:
     fleet = fleet_of(a=State.NEW_PREFILL, b=State.NEW_PREFILL, c=State.REFRACTORY_PREFILL)
-    replica(fleet, "a").assign(asked(1))
+    replica(fleet, "a").work.assign(asked(1))
     assert choose_new(fleet, 0.0) is replica(fleet, "b")
-    replica(fleet, "b").assign(asked(2))
+    replica(fleet, "b").work.assign(asked(2))
     assert choose_new(fleet, 0.0) is replica(fleet, "a")
     for number in range(3, 6):
-        replica(fleet, "a").assign(asked(number))
-        replica(fleet, "b").assign(asked(10 + number))
+        replica(fleet, "a").work.assign(asked(number))
+        replica(fleet, "b").work.assign(asked(10 + number))
     assert choose_new(fleet, 0.0) is None
 
 
@@ -190,10 +191,10 @@ def test_who_would_go_first_in_the_queue_is_stolen_first() -> None:
     fleet = fleet_of(a=State.NEW_PREFILL, b=State.REFRACTORY_PREFILL, c=State.NEW_PREFILL)
     assert next_bound(fleet) is None
     first, urgent = asked(1), asked(9, priority=-1)
-    replica(fleet, "a").assign(asked(2))
-    replica(fleet, "b").assign(first)
+    replica(fleet, "a").work.assign(asked(2))
+    replica(fleet, "b").work.assign(first)
     assert next_bound(fleet) == (replica(fleet, "b"), first)
-    replica(fleet, "a").assign(urgent)
+    replica(fleet, "a").work.assign(urgent)
     assert next_bound(fleet) == (replica(fleet, "a"), urgent)
 
 

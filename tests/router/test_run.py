@@ -421,15 +421,17 @@ def test_a_bug_costs_one_request_and_not_the_router(caplog: pytest.LogCaptureFix
                 state = rig.router.controller.state
                 assert not state.requests, kind
                 for each in state.fleet:  # what was not told of is not known
-                    each.prefills.clear()
-                    each.active.clear()
-                    each.prefill_tokens = each.committed_blocks = each.num_starting = 0
-                    each.num_sequences = 0
+                    each.work.prefills.clear()
+                    each.work.active.clear()
+                    each.work.prefill_tokens = each.work.committed_blocks = (
+                        each.work.num_starting
+                    ) = 0
+                    each.work.num_sequences = 0
             with _a_bug(rig, DecodeEnded):
                 assert (await rig.complete(STREAM)).is_done, "it has its answer"
             for each in rig.router.controller.state.fleet:
-                each.active.clear()
-                each.committed_blocks = each.num_sequences = 0
+                each.work.active.clear()
+                each.work.committed_blocks = each.work.num_sequences = 0
             for kind in (Tick, Measured):
                 with _a_bug(rig, kind):
                     await asyncio.sleep(0.3)

@@ -169,7 +169,7 @@ def test_what_a_draining_replica_decodes_is_still_needed() -> None:
     steps = steps_with(mode=Mode.MANUAL)
     steps.fleet(decode="d e")
     steps.ask("r", 1000)
-    blocks = steps.replica(steps.place("r")).committed_blocks
+    blocks = steps.replica(steps.place("r")).work.committed_blocks
     steps.drain(steps.place("r"))
     for _ in range(100):
         steps.tick(1.0)

@@ -42,7 +42,7 @@ def a_fleet(*rows: Row) -> Fleet:
     for row in rows:
         spec = ReplicaSpec(replica_id=ReplicaId(row.name), url=row.name)
         replica = fleet.add(spec, row.idle_since)
-        replica.state, replica.committed_blocks = row.state, row.load
+        replica.state, replica.work.committed_blocks = row.state, row.load
         replica.remember(range(row.warmth))
     return fleet
 

@@ -75,7 +75,7 @@ def watch_for_bounds(world: World) -> None:
 
     def look() -> None:
         for replica in fleet.in_states(frozenset({State.NEW_PREFILL})):
-            number = len(replica.bound)
+            number = len(replica.work.bound)
             assert number <= FIRST_LIMIT
             if number > bound[replica.replica_id]:
                 assert number <= limit(replica, world.now)
@@ -183,7 +183,7 @@ def test_storm_in_which_decoders_wait_for_prompts(seed: int) -> None:
 
     def look() -> None:
         nonlocal most
-        most = max(most, *(each.num_awaiting for each in world.controller.state.fleet), 0)
+        most = max(most, *(each.work.num_awaiting for each in world.controller.state.fleet), 0)
 
     world.after_steps.append(look)
     for number in range(3):

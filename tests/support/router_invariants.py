@@ -38,7 +38,7 @@ def check_controller(controller: Controller) -> None:
     for request in state.requests.values():
         _check_request(state, request)
     assert len(state.queue) == phases[Phase.QUEUED]
-    assert sum(len(each.bound) for each in state.fleet) == phases[Phase.BOUND]
+    assert sum(len(each.work.bound) for each in state.fleet) == phases[Phase.BOUND]
     assert len(state.migration) == phases[Phase.HANDING]
 
 
@@ -52,17 +52,17 @@ def _check_request(state: ControllerState, request: Request) -> None:
     if request.is_computing:
         assert phase in (Phase.PREFILLING, Phase.HANDING, Phase.DECODING), request
         assert request.source is not None, request
-        assert request_id in state.fleet[request.source].prefills, request
+        assert request_id in state.fleet[request.source].work.prefills, request
         assert phase is not Phase.DECODING or request.replica != request.source, request
     if phase is Phase.DECODING and replica is not None:
-        active = replica.active[request_id]
+        active = replica.work.active[request_id]
         # One that is sent away has lost the replica that it waits for.
         assert not active.awaits_prompt or request.is_computing or active.is_sent_away, request
     if replica is not None:
         is_here = {
-            Phase.BOUND: request in replica.bound,
-            Phase.PREFILLING: request_id in replica.prefills,
-            Phase.DECODING: request_id in replica.active,
+            Phase.BOUND: request in replica.work.bound,
+            Phase.PREFILLING: request_id in replica.work.prefills,
+            Phase.DECODING: request_id in replica.work.active,
         }
         assert is_here[phase], request
 
@@ -81,22 +81,22 @@ def check_fleet(fleet: Fleet) -> None:
 
 def check_replica(replica: Replica) -> None:
     """The counts are those of what it has; what its state promises of its work holds."""
-    stays = replica.active.values()
-    assert replica.prefill_tokens == sum(replica.prefills.values()), replica
-    assert replica.committed_blocks == sum(each.blocks for each in stays), replica
-    assert replica.num_sequences == sum(each.num_sequences for each in stays), replica
+    stays = replica.work.active.values()
+    assert replica.work.prefill_tokens == sum(replica.work.prefills.values()), replica
+    assert replica.work.committed_blocks == sum(each.blocks for each in stays), replica
+    assert replica.work.num_sequences == sum(each.num_sequences for each in stays), replica
     starting = [each for each in stays if not each.has_first_token]
-    assert replica.num_starting == len(starting), replica
-    assert replica.num_computing == sum(not each.is_handed for each in starting), replica
+    assert replica.work.num_starting == len(starting), replica
+    assert replica.work.num_computing == sum(not each.is_handed for each in starting), replica
     awaiting = [each for each in stays if each.awaits_prompt]
-    assert replica.num_awaiting == len(awaiting) <= replica.most_awaiting, replica
+    assert replica.work.num_awaiting == len(awaiting) <= replica.work.most_awaiting, replica
     assert all(each.is_handed and not each.has_first_token for each in awaiting), replica
     if replica.state is State.INACTIVE or replica.state is State.SHUTTING_NULL:
-        assert not replica.has_work, replica
-    if replica.bound:
+        assert not replica.work, replica
+    if replica.work.bound:
         assert replica.state in HAS_BOUND, replica
     if replica.state in LOADING:
-        assert len(replica.prefills) + len(stays) == 0, replica
+        assert len(replica.work.prefills) + len(stays) == 0, replica
 
 
 def check_goal(replica: Replica) -> None:

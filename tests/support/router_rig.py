@@ -292,7 +292,7 @@ class RouterRig:
         await self.until(lambda: not self.router._open, "no exchanges are left")
         check_controller(self.router.controller)
         assert not state.requests, self.describe()
-        assert not any(each.has_work for each in state.fleet), self.describe()
+        assert not any(each.work for each in state.fleet), self.describe()
         for engine in self.engines:
             core = engine.core
             if core is None:

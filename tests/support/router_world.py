@@ -609,7 +609,9 @@ class World:
         for action in actions:
             self._perform(action)
         if is_checked:
-            assert len(self.calls.live) == sum(len(r.prefills) + len(r.active) for r in fleet)
+            assert len(self.calls.live) == sum(
+                len(r.work.prefills) + len(r.work.active) for r in fleet
+            )
         if moves != fleet.num_moves and self._held:
             self._let_go()
         for each in self.after_steps:

@@ -259,7 +259,7 @@ class Router:
         fleet = self.controller.state.fleet
         model = fleet.listed(model)
         serving = [each for each in fleet.in_states(UP) if each.serves(model)]
-        serving.sort(key=lambda each: len(each.active) + len(each.prefills))
+        serving.sort(key=lambda each: len(each.work.active) + len(each.work.prefills))
         return [each.spec.url for each in serving[:MAX_ASKED]]
 
     def model_length(self, model: str) -> int | None:

@@ -100,7 +100,7 @@ def _warmest(replica: Replica) -> tuple[float, float, str]:
 
 
 def _least_to_lose(replica: Replica) -> tuple[float, float, str]:
-    load = replica.used_blocks + replica.prefill_tokens
+    load = replica.work.used_blocks + replica.work.prefill_tokens
     return load, replica.cache.num_held, replica.replica_id
 
 
@@ -243,7 +243,7 @@ class Autoscaler:
         if step.action is ScalingAction.RETIRE:
             self._lifecycle.expire(replica, why)
         elif step.action is ScalingAction.DRAIN:
-            if replica.state is State.DECODE and not replica.has_work:
+            if replica.state is State.DECODE and not replica.work:
                 self._lifecycle.idle(replica, why)
             else:
                 self._lifecycle.drain(replica, why)
@@ -273,9 +273,9 @@ class Autoscaler:
         # What a replica still decodes that is drained will be another one's.
         used = handed = 0
         for replica in fleet.in_states(MAY_WORK):
-            if replica.active or replica.state is State.DECODE:
-                used += replica.used_blocks
-            if replica.num_ready > replica.num_computing:
+            if replica.work.active or replica.state is State.DECODE:
+                used += replica.work.used_blocks
+            if replica.work.num_ready > replica.work.num_computing:
                 handed += self._handed_tokens(replica)
         return PlanInputs(
             now=now,
@@ -297,7 +297,7 @@ class Autoscaler:
         requests = self._state.requests
         return sum(
             requests[request_id].ask.prompt_tokens
-            for request_id, active in replica.active.items()
+            for request_id, active in replica.work.active.items()
             if request_id in requests
             and active.is_handed
             and not (active.has_first_token or active.awaits_prompt)

@@ -105,7 +105,7 @@ class ControllerState:
             elif before is Phase.HANDING:
                 self.migration.remove(request)
             elif request.replica is not None:
-                self.fleet[request.replica].bound.remove(request)
+                self.fleet[request.replica].work.bound.remove(request)
         request.phase, request.began = phase, self.now
         request.replica = None if replica is None else replica.replica_id
         if phase is Phase.QUEUED:
@@ -181,7 +181,7 @@ class ControllerState:
     def to_try(self, replica: Replica) -> ReplicaId | None:
         """The decoder by which to try whether an idle prefill replica shares a store; or None."""
         handovers, source = self.fleet.handovers, replica.replica_id
-        if replica.prefills or not replica.is_open(self.now):
+        if replica.work.prefills or not replica.is_open(self.now):
             return None
         for each in self.decoders_of(replica):
             if handovers.may_hand_over(source, each.replica_id, self.now):
@@ -227,7 +227,7 @@ class ControllerState:
         of_models: dict[frozenset[str], dict[ReplicaId, BlockLoad]] = {}
         fresh_from = self.now - self.settings.stale_after_s
         for each in self.fleet.decoders():
-            sample, used = each.sample, each.committed_blocks
+            sample, used = each.sample, each.work.committed_blocks
             if not sample.total_blocks:
                 continue
             if sample.used_blocks > used and (each.sampled_at or 0.0) >= fresh_from:
@@ -281,7 +281,7 @@ class ControllerState:
             return found
         share_of = self.fleet.share_of
         for replica in bound:
-            for request in replica.bound:
+            for request in replica.work.bound:
                 found.add(request, share_of(model, request.ask.model))
         for other, each in self.queue.by_model.items():
             found.add_all(each, share_of(model, other))
@@ -327,11 +327,11 @@ class ControllerState:
 
     def backlog_tokens(self) -> int:
         """Prompt tokens that no replica computes yet: the prompt that each is at does not wait."""
-        bound = (each for replica in self.fleet.in_states(HAS_BOUND) for each in replica.bound)
+        bound = (each for replica in self.fleet.in_states(HAS_BOUND) for each in replica.work.bound)
         behind = (
-            each.prefill_tokens - next(iter(each.prefills.values()))
+            each.work.prefill_tokens - next(iter(each.work.prefills.values()))
             for each in self.fleet
-            if each.prefills
+            if each.work.prefills
         )
         return self.queue.uncached_tokens + sum(each.uncached for each in bound) + sum(behind)
 

@@ -5,18 +5,16 @@ cause and the reason, and counted.
 """
 
 import math
-from bisect import insort
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-
-import msgspec
+from functools import partial
 
 from vllm_kvpool.router.control.events import ReplicaSpec, Sample
 from vllm_kvpool.router.control.handovers import Handovers
 from vllm_kvpool.router.control.prefix_index import Holder, PrefixIndex, spans_of
 from vllm_kvpool.router.control.rates import CounterRate
-from vllm_kvpool.router.control.requests import Ask, Request, RequestId
+from vllm_kvpool.router.control.requests import Ask
 from vllm_kvpool.router.control.states import (
     ROLE_OF,
     TAKES_DECODE,
@@ -28,6 +26,7 @@ from vllm_kvpool.router.control.states import (
     State,
     follow,
 )
+from vllm_kvpool.router.control.work import Work
 
 METERED = ("bytes_in", "bytes_out", "prompt_tokens", "generated_tokens")
 """Counters of `Sample` whose rates are shown; bytes are those from and to the pool."""
@@ -44,25 +43,6 @@ class Transition:
     cause: Cause
     after: State
     why: str
-
-
-class ActiveRequest(msgspec.Struct, eq=False, gc=False):
-    """A request at the replica that decodes it."""
-
-    blocks: int
-    """Committed for it."""
-    is_handed: bool
-    """Whether another replica has computed its prompt."""
-    has_first_token: bool = False
-    """Whether its first token has come."""
-    flows_since: float = 0.0
-    decoded_before: float = 0.0
-    """The replica's `decoded_s` then."""
-    is_sent_away: bool = False
-    """Whether it has been aborted, to go on elsewhere."""
-    num_sequences: int = 1
-    awaits_prompt: bool = False
-    """True while it has no token and another replica computes its prompt."""
 
 
 @dataclass(slots=True)
@@ -89,40 +69,11 @@ class Replica:
     sampled_at: float | None = None
     models: frozenset[str] = frozenset()
     """Names in its /v1/models; empty until it has listed them."""
+    work: Work = field(init=False)
     meters: dict[str, CounterRate] = field(
         default_factory=lambda: {name: CounterRate() for name in METERED}
     )
     """By the names in METERED."""
-    prefills: dict[RequestId, int] = field(default_factory=dict)
-    """Prompts it is computing, with the tokens that are likely not cached there."""
-    active: dict[RequestId, ActiveRequest] = field(default_factory=dict)
-    """Requests it has been given whole or to decode."""
-    num_sequences: int = 0
-    """Sequences of all `active` requests."""
-    prefill_tokens: int = 0
-    """Tokens it has been asked to compute and has not yet."""
-    committed_blocks: int = 0
-    most_committed: int = 0
-    """Blocks, since the sample before the last."""
-    foreign_blocks: int = 0
-    """In use by what the router has not given it, as of the last sample."""
-    num_starting: int = 0
-    """Of `active`, those that have not brought a token yet."""
-    num_computing: int = 0
-    """Of those, the ones whose prompts it computes itself."""
-    num_awaiting: int = 0
-    """Of those, the ones whose prompts other replicas are still computing."""
-    most_awaiting: int = 0
-    """Such requests, since the sample before the last."""
-    num_waiting: int = 0
-    """Requests that wait in its engine, as of the last sample, but for `most_awaiting`."""
-    alone: ActiveRequest | None = None
-    """The last one to begin, if no other was being started with it: its times are its own."""
-    bound: list[Request] = field(default_factory=list)
-    """Requests that wait for it to be loaded, in their order."""
-    decoded_s: float = 0.0
-    """Seconds of decoding, of all its requests together, up to `decoded_at`."""
-    decoded_at: float = 0.0
     busy_until: float = 0.0
     """Until then it gets no work, as it has refused some."""
     is_doubted: bool = False
@@ -132,10 +83,6 @@ class Replica:
     """Error of the last order to sleep; empty if the replica sleeps or had no such order."""
     retry_at: float = math.inf
     """When to try again after a failure; infinite while it is tried."""
-    prefill_since: float = 0.0
-    """When it was last told to have computed a prompt, or began one after a pause."""
-    transfer_since: float = 0.0
-    """Likewise of prompts that it takes over."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Of what its engine did first, samples that the rates do without."""
     shared: Shared = field(default_factory=Shared)
@@ -145,24 +92,13 @@ class Replica:
     def __post_init__(self) -> None:
         self.replica_id = self.spec.replica_id
         self.cache = Holder(self)
-
-    @property
-    def used_blocks(self) -> int:
-        """Committed blocks, and those that the engine uses beside these.
-
-        Its metrics are of a while ago: what has ended since does not count as in use.
-        """
-        return self.committed_blocks + self.foreign_blocks
+        self.work = Work(partial(self.shared.changed.add, self))
 
     def measured(self, sample: Sample, now: float) -> None:
         """Take in its engine's metrics."""
         self.shared.changed.add(self)
         self.sample, self.sampled_at = sample, now
-        self.foreign_blocks = max(0, sample.used_blocks - self.most_committed)
-        self.most_committed = self.committed_blocks
-        # What waits for a prompt waits in the engine, but not for it.
-        self.num_waiting = max(0, sample.waiting - self.most_awaiting)
-        self.most_awaiting = self.num_awaiting
+        self.work.measured(sample)
         for name, meter in self.meters.items():
             meter.read(now, getattr(sample, name))
 
@@ -186,98 +122,7 @@ class Replica:
     @property
     def used_share(self) -> float:
         """Of its blocks."""
-        return self.used_blocks / (self.sample.total_blocks or 1 << 30)
-
-    @property
-    def num_ready(self) -> int:
-        """Requests without a token yet that wait for no other replica."""
-        return self.num_starting - self.num_awaiting
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.prefills or self.active or self.bound)
-
-    def assign(self, request: Request) -> None:
-        """Bind a request to it, to be computed once it is loaded."""
-        insort(self.bound, request, key=lambda each: each.order)
-
-    def begin_prefill(self, request_id: RequestId, uncached_tokens: int, now: float) -> None:
-        self.shared.changed.add(self)
-        if not self.prefills:
-            self.prefill_since = now
-        self.prefills[request_id] = uncached_tokens
-        self.prefill_tokens += uncached_tokens
-
-    def end_prefill(self, request_id: RequestId) -> int:
-        """The tokens it was given with."""
-        self.shared.changed.add(self)
-        tokens = self.prefills.pop(request_id)
-        self.prefill_tokens -= tokens
-        return tokens
-
-    def begin_decode(self, request_id: RequestId, active: ActiveRequest, now: float) -> None:
-        self.shared.changed.add(self)
-        if not active.awaits_prompt:
-            self._begins(active, now)
-        self.active[request_id] = active
-        self.num_sequences += active.num_sequences
-        self.committed_blocks += active.blocks
-        self.most_committed = max(self.most_committed, self.committed_blocks)
-        self.num_starting += 1
-        self.num_computing += not active.is_handed
-        self.num_awaiting += active.awaits_prompt
-        self.most_awaiting = max(self.most_awaiting, self.num_awaiting)
-
-    def prompt_came(self, request_id: RequestId, now: float) -> None:
-        """Another replica has computed the prompt for which a request waits here."""
-        active = self.active[request_id]
-        if active.awaits_prompt:
-            self.shared.changed.add(self)
-            self._begins(active, now)
-            self._awaits_no_more(active)
-
-    def _begins(self, active: ActiveRequest, now: float) -> None:
-        """Note that a request, which is not counted as ready yet, waits for this replica alone."""
-        if active.is_handed and self.num_ready == self.num_computing:
-            self.transfer_since = now
-        self.alone = active if self.num_ready == 0 and self.num_waiting == 0 else None
-
-    def _awaits_no_more(self, active: ActiveRequest) -> None:
-        self.num_awaiting -= active.awaits_prompt
-        active.awaits_prompt = False
-
-    def flows(self, request_id: RequestId, now: float) -> None:
-        """A request has brought its first token here."""
-        self.shared.changed.add(self)
-        active = self.active[request_id]
-        self._decode_until(now)
-        self._started(active)
-        active.has_first_token = True
-        active.flows_since, active.decoded_before = now, self.decoded_s
-
-    def end_decode(self, request_id: RequestId, now: float) -> ActiveRequest:
-        self.shared.changed.add(self)
-        self._decode_until(now)
-        active = self.active.pop(request_id)
-        self.num_sequences -= active.num_sequences
-        self.committed_blocks -= active.blocks
-        self._started(active)
-        return active
-
-    def decoded_beside(self, active: ActiveRequest) -> float:
-        """How many requests were decoded beside one that ends now, itself included; the mean."""
-        seconds = self.decoded_at - active.flows_since
-        return (self.decoded_s - active.decoded_before) / seconds if seconds > 0.0 else 0.0
-
-    def _decode_until(self, now: float) -> None:
-        flowing = len(self.active) - self.num_starting
-        self.decoded_s += flowing * (now - self.decoded_at)
-        self.decoded_at = now
-
-    def _started(self, active: ActiveRequest) -> None:
-        self.num_starting -= not active.has_first_token
-        self.num_computing -= not (active.has_first_token or active.is_handed)
-        self._awaits_no_more(active)
+        return self.work.used_blocks / (self.sample.total_blocks or 1 << 30)
 
     def forget_engine(self) -> None:
         """Forget what was known of its engine, which has ended."""
@@ -286,7 +131,7 @@ class Replica:
         self.left_out.clear()
         self.sampled_at = None
         self.sample = replace(self.sample, running=0, waiting=0, used_blocks=0, notices=None)
-        self.foreign_blocks = self.num_waiting = 0
+        self.work.forget_engine()
 
     def pause(self, until: float) -> None:
         """Give it no work until then."""
@@ -353,7 +198,7 @@ class Fleet:
 
     def forget(self, replica_id: ReplicaId) -> None:
         replica = self._replicas[replica_id]
-        assert not replica.has_work
+        assert not replica.work
         del self._replicas[replica_id]
         self._listed = None
         replica.cache.is_gone = True

@@ -255,7 +255,7 @@ class Lifecycle:
 
     def idle(self, replica: Replica, why: str) -> None:
         """A decoder without work becomes a standby at once."""
-        assert not replica.has_work
+        assert not replica.work
         replica.goal = Goal.STANDBY
         self._move(replica, Cause.IDLE, why)
 
@@ -267,11 +267,11 @@ class Lifecycle:
         if not fleet.in_states(_UNSETTLED):
             return
         for replica in fleet.in_states(_PASSING):
-            if replica.state is State.MUTATING_TO_DECODE and not replica.prefills:
+            if replica.state is State.MUTATING_TO_DECODE and not replica.work.prefills:
                 self._flushed(replica)
             elif replica.state is State.SHUTTING_PREFILL or replica.state is State.SHUTTING_DECODE:
                 self._drain_on(replica)
-            elif replica.state is State.REFRACTORY_PREFILL and not replica.bound:
+            elif replica.state is State.REFRACTORY_PREFILL and not replica.work.bound:
                 self._move(replica, Cause.RELAYED, "its own queue is empty")
             elif replica.state in BROKEN:
                 self._try_again(replica)
@@ -292,13 +292,11 @@ class Lifecycle:
         state = self._state
         is_late = state.now - replica.since >= state.settings.drain_timeout_s
         source = replica.replica_id
-        if not replica.has_work and (
-            is_late or all(each.source != source for each in state.migration)
-        ):
+        if not replica.work and (is_late or all(each.source != source for each in state.migration)):
             self._drained(replica)
         elif is_late and state.servers():
             # Each goes on elsewhere where it stopped; so no drain takes for ever.
-            for request_id, active in replica.active.items():
+            for request_id, active in replica.work.active.items():
                 if not active.is_sent_away:
                     active.is_sent_away = True
                     state.actions.append(Abort(request_id, source))
@@ -311,7 +309,7 @@ class Lifecycle:
     def _try_again(self, replica: Replica) -> None:
         """A failed replica is asked whether it is back, or started again."""
         state = self._state
-        if replica.has_work or replica.goal is Goal.REMOVE or state.now < replica.retry_at:
+        if replica.work or replica.goal is Goal.REMOVE or state.now < replica.retry_at:
             return
         role = replica.goal.role
         if role is None:
@@ -326,7 +324,7 @@ class Lifecycle:
     def _leave(self, replica: Replica) -> None:
         if replica.state is State.SHUTTING_NULL:
             self._move(replica, Cause.EXPIRE, "to be removed")
-        if replica.state in (State.INACTIVE, *BROKEN) and not replica.has_work:
+        if replica.state in (State.INACTIVE, *BROKEN) and not replica.work:
             self._state.actions.append(Retire(replica.replica_id, forget=True))
             self._state.fleet.forget(replica.replica_id)
             self._breakers.pop(replica.replica_id, None)

@@ -57,11 +57,11 @@ def choose_prefill(
     """
     best: tuple[tuple[bool, int, str], PrefillChoice] | None = None
     for replica in replicas:
-        load = replica.prefill_tokens
+        load = replica.work.prefill_tokens
         if (
             not replica.serves(request.ask.model)
             or not replica.is_open(now)
-            or len(replica.prefills) >= settings.prefill_requests
+            or len(replica.work.prefills) >= settings.prefill_requests
         ):
             continue
         uncached = max(1, request.ask.prompt_tokens - held.get(replica, 0))
@@ -81,9 +81,9 @@ def room_of(replica: Replica, settings: Settings) -> float:
     engine to refuse.
     """
     total = replica.sample.total_blocks
-    if not replica.active or not total:
+    if not replica.work.active or not total:
         return math.inf
-    blocks = math.floor(total * settings.headroom) - replica.used_blocks
+    blocks = math.floor(total * settings.headroom) - replica.work.used_blocks
     return blocks * (replica.sample.block_size or DEFAULT_BLOCK_SIZE)
 
 
@@ -102,13 +102,13 @@ def choose_decode(
     best: tuple[tuple[bool, int, float, int, str], Replica] | None = None
     for replica in decoders:
         missing, known = MISSING_STEPS, held.get(replica, 0)
-        if known and len(replica.active) < bound:
+        if known and len(replica.work.active) < bound:
             missing = MISSING_STEPS * max(1, ask.prompt_tokens - known) // ask.prompt_tokens
         rank = (
             replica.replica_id in request.avoid,
             missing,
             _share(replica, blocks_for(tokens, replica)),
-            len(replica.active) + len(replica.prefills),
+            len(replica.work.active) + len(replica.work.prefills),
             replica.replica_id,
         )
         if best is None or rank < best[0]:
@@ -129,7 +129,7 @@ def choose_to_clear(tokens: int, decoders: Sequence[Replica], settings: Settings
 
 def _share(replica: Replica, blocks: int) -> float:
     """Of its blocks, in use with so many more."""
-    return (replica.used_blocks + blocks) / (replica.sample.total_blocks or 1 << 30)
+    return (replica.work.used_blocks + blocks) / (replica.sample.total_blocks or 1 << 30)
 
 
 MAX_TRIED = 32
@@ -269,17 +269,17 @@ class LoadTable:
             self.block_size = replica.sample.block_size
         settings = self._settings
         key: Key | None = None
-        if part.prefill_replicas and len(replica.prefills) < settings.prefill_requests:
-            key = float(replica.prefill_tokens), 0, replica_id
+        if part.prefill_replicas and len(replica.work.prefills) < settings.prefill_requests:
+            key = float(replica.work.prefill_tokens), 0, replica_id
         self.prefillers.set(replica, key)
-        key, num_active = None, len(replica.active)
+        key, num_active = None, len(replica.work.active)
         if (
             part.decode_replicas
-            and replica.num_starting < settings.max_pending_handoffs
-            and replica.num_sequences < settings.decode_requests
+            and replica.work.num_starting < settings.max_pending_handoffs
+            and replica.work.num_sequences < settings.decode_requests
             and replica_id not in self._locked
         ):
-            key = replica.used_share, num_active + len(replica.prefills), replica_id
+            key = replica.used_share, num_active + len(replica.work.prefills), replica_id
         self.decoders.set(replica, key)
 
     def _drop(self, replica: Replica) -> None:
@@ -302,22 +302,22 @@ class LoadTable:
     def _part(self, replica: Replica) -> Totals:
         takes_prefill = int(replica.state in TAKES_PREFILL)
         if not (replica.state in TAKES_DECODE or (self._is_collapsed and takes_prefill)):
-            return Totals(1, takes_prefill, 0, replica.prefill_tokens)
+            return Totals(1, takes_prefill, 0, replica.work.prefill_tokens)
         total, room, is_sized = replica.sample.total_blocks, 0, True
         if replica.replica_id not in self._locked:
-            room = max(0, int(total * self._settings.headroom) - replica.used_blocks)
+            room = max(0, int(total * self._settings.headroom) - replica.work.used_blocks)
             is_sized = total > 0
         return Totals(
             replicas=1,
             prefill_replicas=takes_prefill,
             decode_replicas=1,
-            prefill_tokens=replica.prefill_tokens,
-            committed_blocks=replica.committed_blocks,
-            committed_requests=len(replica.active),
-            starting_requests=replica.num_ready,
+            prefill_tokens=replica.work.prefill_tokens,
+            committed_blocks=replica.work.committed_blocks,
+            committed_requests=len(replica.work.active),
+            starting_requests=replica.work.num_ready,
             room_blocks=room if is_sized else 0,
             num_unsized=int(not is_sized),
-            num_behind=int(replica.num_waiting > 0 and replica.num_ready > 0),
+            num_behind=int(replica.work.num_waiting > 0 and replica.work.num_ready > 0),
         )
 
 
@@ -338,16 +338,16 @@ def choose_new(fleet: Fleet, now: float, model: str = "") -> Replica | None:
     open_ones = [
         each
         for each in fleet.in_states(State.NEW_PREFILL)
-        if each.serves(model) and len(each.bound) < limit(each, now)
+        if each.serves(model) and len(each.work.bound) < limit(each, now)
     ]
-    return min(open_ones, key=lambda each: (len(each.bound), each.replica_id), default=None)
+    return min(open_ones, key=lambda each: (len(each.work.bound), each.replica_id), default=None)
 
 
 def next_bound(fleet: Fleet) -> tuple[Replica, Request] | None:
     """The bound request that an old replica may steal: the first in the order of the queue."""
     if not (loading := fleet.in_states(HAS_BOUND)):
         return None
-    heads = [(each, each.bound[0]) for each in loading if each.bound]
+    heads = [(each, each.work.bound[0]) for each in loading if each.work.bound]
     return min(heads, key=lambda head: head[1].order, default=None)
 
 

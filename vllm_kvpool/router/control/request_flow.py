@@ -27,7 +27,7 @@ from vllm_kvpool.router.control.events import (
     Probe,
     Refuse,
 )
-from vllm_kvpool.router.control.fleet import ActiveRequest, Replica
+from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.overload import AdmissionRequest
 from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, MAX_TRIED, Ranking
 from vllm_kvpool.router.control.prefix_index import Holder
@@ -39,6 +39,7 @@ from vllm_kvpool.router.control.requests import (
     RequestId,
 )
 from vllm_kvpool.router.control.states import HAS_BOUND, UP, ReplicaId, State
+from vllm_kvpool.router.control.work import ActiveRequest
 
 BAD_GATEWAY, UNAVAILABLE = 502, 503
 LATE_RETRY_S = 5
@@ -147,14 +148,14 @@ class RequestFlow:
     def prefill_ended(self, event: PrefillEnded) -> None:
         state = self._state
         replica = state.fleet[event.replica]
-        uncached = replica.end_prefill(event.request_id)
+        uncached = replica.work.end_prefill(event.request_id)
         replica.last_work = state.now
         if event.outcome is Outcome.OK:
             computed = event.prompt_tokens - event.cached_tokens
             tokens = max(LEAST_PREFILL_TOKENS, computed if event.prompt_tokens else uncached)
-            busy_s = state.now - replica.prefill_since
+            busy_s = state.now - replica.work.prefill_since
             state.rates.prefilled(replica.left_out, state.now, tokens, busy_s)
-            replica.prefill_since = state.now
+            replica.work.prefill_since = state.now
         request = state.requests.get(event.request_id)
         if request is None:
             return
@@ -193,7 +194,7 @@ class RequestFlow:
             request.deadline = max(request.deadline, now + HANDED_GRACE_S)
             return
         request.began = now  # the hand-over's time is that from here to the first token
-        state.fleet[request.replica].prompt_came(request.ask.request_id, now)
+        state.fleet[request.replica].work.note_prompt(request.ask.request_id, now)
 
     def _prompt_failed(self, request: Request, replica: Replica, outcome: Outcome) -> None:
         """A prompt will not be computed, for which a decoder was asked or is sought already.
@@ -209,7 +210,7 @@ class RequestFlow:
         """Ask the decoder that waits for a prompt, if there is one, again: to wait no more."""
         if request.replica is None:
             return
-        active = self._state.fleet[request.replica].active[request.ask.request_id]
+        active = self._state.fleet[request.replica].work.active[request.ask.request_id]
         if active.is_handed and not (active.has_first_token or active.is_sent_away):
             active.is_sent_away = True
             self._state.actions.append(Abort(request.ask.request_id, request.replica))
@@ -222,10 +223,10 @@ class RequestFlow:
             return
         assert request.replica is not None
         replica = state.fleet[request.replica]
-        active = replica.active[request_id]
+        active = replica.work.active[request_id]
         if active.has_first_token:
             return
-        replica.flows(request_id, state.now)
+        replica.work.note_first_token(request_id, state.now)
         state.started(request.ask.model)
         if not is_seen:
             return
@@ -246,7 +247,7 @@ class RequestFlow:
 
         Only of a request that did not wait for others in the engine.
         """
-        is_alone = active is replica.alone
+        is_alone = active is replica.work.alone
         ask, rates, now = request.ask, self._state.rates, self._state.now
         seconds = now - request.began
         # What goes on elsewhere brings more than its prompt.
@@ -254,9 +255,9 @@ class RequestFlow:
         if request.is_computing:
             return  # its decoder may have computed it, too
         if active.is_handed:
-            busy_s = now - replica.transfer_since
+            busy_s = now - replica.work.transfer_since
             rates.transferred(replica.left_out, now, ask.prompt_tokens, busy_s)
-            replica.transfer_since = now
+            replica.work.transfer_since = now
             if is_first and is_alone:
                 rates.handed_over(replica.left_out, now, ask.prompt_tokens, seconds)
         elif is_first and is_alone and 2 * request.uncached >= ask.prompt_tokens:
@@ -268,11 +269,11 @@ class RequestFlow:
         if event.began:
             self.decode_began(event.request_id, is_seen=True)
         replica = state.fleet[event.replica]
-        active = replica.end_decode(event.request_id, state.now)
+        active = replica.work.end_decode(event.request_id, state.now)
         replica.last_work = state.now
         if active.has_first_token and event.output_tokens > 1:
-            step_s = (state.now - active.flows_since) / (event.output_tokens - 1)
-            beside = replica.decoded_beside(active)
+            step_s = (state.now - active.decodes_since) / (event.output_tokens - 1)
+            beside = replica.work.decoded_beside(active)
             state.rates.decoded(replica.left_out, state.now, beside, step_s)
         request = state.requests.get(event.request_id)
         if request is None or request.phase is not Phase.DECODING:
@@ -324,12 +325,12 @@ class RequestFlow:
 
     def unbind(self, replica: Replica) -> None:
         """Put what a replica was bound to into the queue again."""
-        for request in tuple(replica.bound):
+        for request in tuple(replica.work.bound):
             self._wait(request)
 
     def abandon(self, replica: Replica) -> None:
         """A replica is gone: its calls are ended, what it was bound to waits in the queue again."""
-        for request_id in (*replica.prefills, *replica.active):
+        for request_id in (*replica.work.prefills, *replica.work.active):
             self._state.actions.append(Abort(request_id, replica.replica_id))
         self.unbind(replica)
         for request in self._state.requests.values():
@@ -347,7 +348,7 @@ class RequestFlow:
         if state.now < self._late_due:
             return
         self._late_due = state.now + LATE_EVERY_S
-        bound = (each.bound for each in state.fleet.in_states(HAS_BOUND))
+        bound = (each.work.bound for each in state.fleet.in_states(HAS_BOUND))
         for request in [*state.queue, *state.migration, *chain.from_iterable(bound)]:
             if state.now < request.deadline:
                 continue
@@ -495,11 +496,11 @@ class Dispatcher:
         """A replica that was bound to requests is loaded."""
         state = self._state
         for replica in state.fleet.in_states(State.REFRACTORY_PREFILL):
-            while replica.bound:
-                choice = self._choose_prefill(replica.bound[0], (replica,))
+            while replica.work.bound:
+                choice = self._choose_prefill(replica.work.bound[0], (replica,))
                 if choice is None:
                     break
-                self._prefill(replica.bound[0], choice)
+                self._prefill(replica.work.bound[0], choice)
 
     def _steal(self) -> None:
         """Old replicas take bound requests, those in front of the whole queue."""
@@ -605,7 +606,7 @@ class Dispatcher:
         if replica is None:
             return False
         state.enter(request, Phase.BOUND, replica)
-        replica.assign(request)
+        replica.work.assign(request)
         return True
 
     def _prefill(self, request: Request, choice: placement.PrefillChoice) -> None:
@@ -617,7 +618,7 @@ class Dispatcher:
             state.fleet.handovers.hand_over(replica.replica_id, decoder, state.now)
         state.enter(request, Phase.PREFILLING, replica)
         request.source, request.is_computing = replica.replica_id, True
-        replica.begin_prefill(request_id, choice.uncached_tokens, state.now)
+        replica.work.begin_prefill(request_id, choice.uncached_tokens, state.now)
         notices = replica.sample.notices
         state.actions.append(
             Prefill(request_id, replica.replica_id, hands_over=notices is not None)
@@ -719,7 +720,7 @@ class Dispatcher:
             return False
         return not request.is_computing or (
             replica.sample.notices is not None
-            and replica.num_awaiting < state.settings.max_pending_handoffs // 2
+            and replica.work.num_awaiting < state.settings.max_pending_handoffs // 2
             and 2 * request.tokens <= placement.room_of(replica, state.settings)
         )
 
@@ -746,7 +747,7 @@ class Dispatcher:
         active = ActiveRequest(
             blocks, is_handed, num_sequences=ask.num_sequences, awaits_prompt=awaits
         )
-        replica.begin_decode(request_id, active, state.now)
+        replica.work.begin_decode(request_id, active, state.now)
         if request.attempts == 0 and request.first_token is None:
             state.prompts[request.path] += 1
         state.actions.append(
