@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.router.control.lifecycle import (
+from vllm_kvpool.router.control.health import (
     HALF_OPEN_S,
     LONGEST_QUARANTINE_S,
     WINDOW_S,

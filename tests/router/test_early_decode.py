@@ -256,7 +256,7 @@ def test_prompt_that_fails_after_its_request_costs_nothing_but_the_replicas_good
     steps.decoded("r", "d")
     assert steps.prefilled("r", "p", Outcome.CANCELLED) == []
     assert steps.replica("p").work.prefill_tokens == 0
-    assert not steps.replica("p").is_doubted
+    assert not steps.replica("p").health.is_doubted
 
 
 def test_failures_of_both_calls_count_towards_the_same_limit() -> None:

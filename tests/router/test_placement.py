@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tests.support.router_steps import ask, spec
 from vllm_kvpool.router.control.events import Sample
 from vllm_kvpool.router.control.fleet import Fleet, Replica
+from vllm_kvpool.router.control.health import Health
 from vllm_kvpool.router.control.placement import (
     blocks_for,
     choose_decode,
@@ -25,7 +26,7 @@ from vllm_kvpool.router.control.work import ActiveRequest
 
 
 def prefiller(name: str, *loads: int, cached: tuple[int, ...] = (), busy: float = 0.0) -> Replica:
-    replica = Replica(spec(name), state=State.PREFILL, busy_until=busy)
+    replica = Replica(spec(name), state=State.PREFILL, health=Health(busy_until=busy))
     for number, tokens in enumerate(loads):
         replica.work.begin_prefill(RequestId(f"{name}{number}"), tokens, 0.0)
     replica.remember(cached)

@@ -28,6 +28,7 @@ from vllm_kvpool.router.control.events import (
     Tick,
     Warmed,
 )
+from vllm_kvpool.router.control.fleet import Fleet
 from vllm_kvpool.router.control.lifecycle import Lifecycle
 from vllm_kvpool.router.control.overload import Shedder
 from vllm_kvpool.router.control.rates import RateEstimator, Rates
@@ -63,6 +64,7 @@ class Controller:
             settings or Settings(),
             rates=RateEstimator(rates or Rates()),
             shedder=Shedder(overload or OverloadConfig()),
+            fleet=Fleet(health),
         )
         self.flow = RequestFlow(self.state)
         self.dispatch = Dispatcher(self.state, self.flow)
@@ -70,7 +72,6 @@ class Controller:
             self.state,
             self.flow,
             self.dispatch,
-            health or HealthConfig(),
             takes_over=planner.live_takeover,
         )
         self.scaling = Autoscaler(self.state, self.lifecycle, planner)

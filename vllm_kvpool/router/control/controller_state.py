@@ -181,7 +181,7 @@ class ControllerState:
     def to_try(self, replica: Replica) -> ReplicaId | None:
         """The decoder by which to try whether an idle prefill replica shares a store; or None."""
         handovers, source = self.fleet.handovers, replica.replica_id
-        if replica.work.prefills or not replica.is_open(self.now):
+        if replica.work.prefills or not replica.health.is_open(self.now):
             return None
         for each in self.decoders_of(replica):
             if handovers.may_hand_over(source, each.replica_id, self.now):

@@ -12,9 +12,11 @@ from functools import partial
 
 from vllm_kvpool.router.control.events import ReplicaSpec, Sample
 from vllm_kvpool.router.control.handovers import Handovers
+from vllm_kvpool.router.control.health import Health, ReplicaBreaker
 from vllm_kvpool.router.control.prefix_index import Holder, PrefixIndex, spans_of
 from vllm_kvpool.router.control.rates import CounterRate
 from vllm_kvpool.router.control.requests import Ask
+from vllm_kvpool.router.control.settings import HealthConfig
 from vllm_kvpool.router.control.states import (
     ROLE_OF,
     TAKES_DECODE,
@@ -74,15 +76,8 @@ class Replica:
         default_factory=lambda: {name: CounterRate() for name in METERED}
     )
     """By the names in METERED."""
-    busy_until: float = 0.0
-    """Until then it gets no work, as it has refused some."""
-    is_doubted: bool = False
-    """A call to it has broken off; none before it is known whether it lives."""
+    health: Health = field(default_factory=Health)
     last_work: float = 0.0
-    sleep_error: str = ""
-    """Error of the last order to sleep; empty if the replica sleeps or had no such order."""
-    retry_at: float = math.inf
-    """When to try again after a failure; infinite while it is tried."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Of what its engine did first, samples that the rates do without."""
     shared: Shared = field(default_factory=Shared)
@@ -105,11 +100,7 @@ class Replica:
     @property
     def is_retried(self) -> bool:
         """True while a failed engine is being started, or asked whether it is back."""
-        return self.state is State.FAILED and self.retry_at == math.inf
-
-    def is_open(self, now: float) -> bool:
-        """Whether it has neither refused work lately nor lost a call."""
-        return now >= self.busy_until and not self.is_doubted
+        return self.state is State.FAILED and self.health.retry_at == math.inf
 
     def remember(self, prefix: Sequence[int]) -> None:
         """Note that its cache has a prompt."""
@@ -136,7 +127,7 @@ class Replica:
     def pause(self, until: float) -> None:
         """Give it no work until then."""
         self.shared.changed.add(self)
-        self.busy_until = until
+        self.health.busy_until = until
 
 
 NO_MODELS: frozenset[str] = frozenset()
@@ -155,8 +146,9 @@ def _groups_of(sets: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
 class Fleet:
     """All replicas, in the order in which they were added."""
 
-    def __init__(self) -> None:
+    def __init__(self, health: HealthConfig | None = None) -> None:
         self._replicas: dict[ReplicaId, Replica] = {}
+        self._health = health or HealthConfig()
         self._shared = Shared()
         self.changed = self._shared.changed
         """Replicas that have changed since `LoadTable.refresh`, which empties it."""
@@ -189,7 +181,11 @@ class Fleet:
     def add(self, spec: ReplicaSpec, now: float) -> Replica:
         assert spec.replica_id not in self._replicas
         replica = self._replicas[spec.replica_id] = Replica(
-            spec, since=now, last_work=now, shared=self._shared
+            spec,
+            since=now,
+            last_work=now,
+            health=Health(ReplicaBreaker(self._health)),
+            shared=self._shared,
         )
         self._in_states.clear()
         self._listed = None

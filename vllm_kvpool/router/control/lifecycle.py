@@ -6,8 +6,6 @@ replica that keeps failing is left alone by its `ReplicaBreaker`.
 """
 
 import math
-from collections import deque
-from dataclasses import dataclass, field
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control import placement
@@ -15,7 +13,6 @@ from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import Abort, Added, Failed, Load, Measured, Retire, Warm
 from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.request_flow import Dispatcher, RequestFlow
-from vllm_kvpool.router.control.settings import HealthConfig
 from vllm_kvpool.router.control.states import (
     BROKEN,
     DRAINING,
@@ -24,62 +21,9 @@ from vllm_kvpool.router.control.states import (
     UP,
     Cause,
     Goal,
-    ReplicaId,
     Role,
     State,
 )
-
-WINDOW_S = 120.0
-"""In which failures must fall to be too many."""
-LONGEST_QUARANTINE_S = 600.0
-HALF_OPEN_S = 10.0
-
-
-@dataclass(slots=True)
-class ReplicaBreaker:
-    """Of one replica: closed, open (in quarantine), half open.
-
-    So many failures within WINDOW_S open it, for a time that doubles with each round up to
-    LONGEST_QUARANTINE_S. Then it is half open: one failure is enough for the next round, and a
-    success HALF_OPEN_S after the first one closes it and forgets all rounds.
-    """
-
-    config: HealthConfig
-    rounds: int = 0
-    """Of quarantine, since all was well: 0 says that it is closed."""
-    until: float = 0.0
-    """The end of the quarantine."""
-    _proved_at: float | None = None
-    """The end of the half-open time, once it has succeeded."""
-    _failed_at: deque[float] = field(default_factory=deque)
-
-    def failed(self, now: float) -> bool:
-        """Count a failure of this replica alone; whether it is to be left alone `until`."""
-        if now < self.until:
-            return True  # what comes in from before changes nothing
-        self._failed_at.append(now)
-        while self._failed_at[0] <= now - WINDOW_S:
-            self._failed_at.popleft()
-        if not self.rounds and len(self._failed_at) < self.config.max_failures:
-            return False
-        first_s = self.config.quarantine_s
-        longest_s = max(first_s, LONGEST_QUARANTINE_S)
-        # Beyond 64 doublings the bound holds in any case.
-        self.until = now + min(first_s * 2.0 ** min(self.rounds, 64), longest_s)
-        self.rounds += 1
-        self._proved_at = None
-        self._failed_at.clear()
-        return True
-
-    def succeeded(self, now: float) -> None:
-        """Count a success."""
-        if not self.rounds or now < self.until:
-            return
-        if self._proved_at is None:
-            self._proved_at = now + HALF_OPEN_S
-        elif now >= self._proved_at:
-            self.rounds = 0
-
 
 LOAD_CAUSE = {Role.PREFILL: Cause.LOAD_PREFILL, Role.DECODE: Cause.LOAD_DECODE}
 USE_CAUSE = {Role.PREFILL: Cause.USE_PREFILL, Role.DECODE: Cause.USE_DECODE}
@@ -98,16 +42,13 @@ class Lifecycle:
         state: ControllerState,
         flow: RequestFlow,
         dispatch: Dispatcher,
-        health: HealthConfig,
         *,
         takes_over: bool,
     ) -> None:
         self._state = state
         self._flow = flow
         self._dispatch = dispatch
-        self._health = health
         self._takes_over = takes_over
-        self._breakers: dict[ReplicaId, ReplicaBreaker] = {}
 
     # What engines do
 
@@ -132,13 +73,13 @@ class Lifecycle:
             self._move(replica, Cause.LOADED, "healthy, and has answered a request")
         else:
             return  # it was given up meanwhile
-        replica.busy_until, replica.is_doubted = 0.0, False
+        replica.health.busy_until, replica.health.is_doubted = 0.0, False
         self._ready(replica, "it has answered a request while it was loaded")
 
     def sleep_failed(self, replica: Replica, why: str) -> None:
         """An engine that is not wanted keeps its memory."""
         if replica.state is State.INACTIVE:
-            replica.sleep_error = why
+            replica.health.sleep_error = why
 
     def warmed(self, replica: Replica) -> None:
         if replica.state in (State.AUS_PREFILL, State.AUS_DECODE):
@@ -154,15 +95,12 @@ class Lifecycle:
         self._move(replica, Cause.FAIL, event.why)
         replica.forget_engine()
         state.fleet.handovers.forget(replica.replica_id)
-        replica.retry_at = state.now + state.settings.retry_pause_s
-        breaker = self._breaker(replica)
+        replica.health.retry_at = state.now + state.settings.retry_pause_s
+        breaker = replica.health.breaker
         if breaker.failed(state.now):
-            replica.retry_at = max(replica.retry_at, breaker.until)
+            replica.health.retry_at = max(replica.health.retry_at, breaker.until)
             why = f"fails too often; left alone for {breaker.until - state.now:.0f} s"
             self._move(replica, Cause.QUARANTINE, why)
-
-    def _breaker(self, replica: Replica) -> ReplicaBreaker:
-        return self._breakers.setdefault(replica.replica_id, ReplicaBreaker(self._health))
 
     def measured(self, event: Measured) -> None:
         state, replica = self._state, self._state.fleet[event.replica]
@@ -171,9 +109,9 @@ class Lifecycle:
             more = state.fleet.handovers.measured(event.replica, expected, state.fleet, state.now)
             state.counts["handovers_found"] += more.found
             state.counts["handovers_missing"] += more.missing
-        replica.is_doubted = False
+        replica.health.is_doubted = False
         if replica.state in UP:
-            self._breaker(replica).succeeded(self._state.now)
+            replica.health.breaker.succeeded(state.now)
 
     # What people and plans want
 
@@ -181,7 +119,7 @@ class Lifecycle:
         """Start, wake or await an engine; `live`: give it requests already while it loads."""
         state = self._state
         live = live and role is Role.PREFILL and self._takes_over
-        replica.goal, replica.sleep_error = Goal.serve(role), ""
+        replica.goal, replica.health.sleep_error = Goal.serve(role), ""
         self._move(replica, Cause.TAKE_OVER if live else LOAD_CAUSE[role], why)
         state.actions.append(Load(replica.replica_id, role))
 
@@ -241,7 +179,7 @@ class Lifecycle:
         elif is_loading:
             self._retire(replica)
         elif replica.is_retried:
-            replica.retry_at = self._state.now
+            replica.health.retry_at = self._state.now
 
     def expire(self, replica: Replica, why: str) -> None:
         """A standby is not needed any more."""
@@ -309,7 +247,7 @@ class Lifecycle:
     def _try_again(self, replica: Replica) -> None:
         """A failed replica is asked whether it is back, or started again."""
         state = self._state
-        if replica.work or replica.goal is Goal.REMOVE or state.now < replica.retry_at:
+        if replica.work or replica.goal is Goal.REMOVE or state.now < replica.health.retry_at:
             return
         role = replica.goal.role
         if role is None:
@@ -318,7 +256,7 @@ class Lifecycle:
             return
         if replica.state is State.QUARANTINED:
             self._move(replica, Cause.RETRY, "its pause is over")
-        replica.retry_at = math.inf
+        replica.health.retry_at = math.inf
         state.actions.append(Load(replica.replica_id, role))
 
     def _leave(self, replica: Replica) -> None:
@@ -327,7 +265,6 @@ class Lifecycle:
         if replica.state in (State.INACTIVE, *BROKEN) and not replica.work:
             self._state.actions.append(Retire(replica.replica_id, forget=True))
             self._state.fleet.forget(replica.replica_id)
-            self._breakers.pop(replica.replica_id, None)
 
     def _use(self, replica: Replica, role: Role, why: str) -> None:
         self._move(replica, USE_CAUSE[role], why)

@@ -60,7 +60,7 @@ def choose_prefill(
         load = replica.work.prefill_tokens
         if (
             not replica.serves(request.ask.model)
-            or not replica.is_open(now)
+            or not replica.health.is_open(now)
             or len(replica.work.prefills) >= settings.prefill_requests
         ):
             continue

@@ -384,7 +384,7 @@ class RequestFlow:
             is_first = replica.replica_id not in request.avoid
             request.avoid |= {replica.replica_id}
             if replica.state in UP:
-                replica.is_doubted |= outcome in (Outcome.UNREACHED, Outcome.LOST)
+                replica.health.is_doubted |= outcome in (Outcome.UNREACHED, Outcome.LOST)
                 state.actions.append(Probe(replica.replica_id))
             if outcome is Outcome.UNREACHED and is_first:
                 return False  # it has not had it
@@ -572,7 +572,7 @@ class Dispatcher:
                     request,
                     held,
                     state.table.prefillers,
-                    lambda each: each.is_open(state.now) and state.may_compute_apart(each),
+                    lambda each: each.health.is_open(state.now) and state.may_compute_apart(each),
                 )
         return placement.choose_prefill(request, replicas, state.settings, state.now, held)
 
@@ -647,7 +647,7 @@ class Dispatcher:
         clearable: dict[str, list[Replica]] = {}
 
         def is_open(replica: Replica) -> bool:
-            return replica.is_open(state.now) and replica not in cleared
+            return replica.health.is_open(state.now) and replica not in cleared
 
         is_of_one_model = state.fleet.is_of_one_model()
         for request in state.migration.first(most):
@@ -700,7 +700,7 @@ class Dispatcher:
         def fits(replica: Replica) -> bool:
             if request.is_computing and replica.replica_id == request.source:
                 return False  # it would wait for itself
-            is_open = replica.is_open(state.now) and accepts(replica)
+            is_open = replica.health.is_open(state.now) and accepts(replica)
             return is_open and tokens <= placement.room_of(replica, settings)
 
         totals = state.totals(request.ask.model)

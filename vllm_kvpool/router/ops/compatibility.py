@@ -46,8 +46,8 @@ def problems(fleet: Fleet) -> dict[ReplicaId, Problem]:
         if not each.sample.has_connector
     }
     for each in fleet:
-        if each.sleep_error:
-            found[each.replica_id] = Problem(Mismatch.NO_SLEEP, each.sleep_error)
+        if each.health.sleep_error:
+            found[each.replica_id] = Problem(Mismatch.NO_SLEEP, each.health.sleep_error)
     by_model: dict[str, list[Replica]] = {}
     for each in known:
         for model in sorted(each.models):

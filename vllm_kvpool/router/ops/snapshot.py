@@ -233,7 +233,7 @@ def _replica(
         goal=replica.goal,
         problem=problem.why if problem else "",
         mismatch=problem.mismatch.value if problem else "",
-        retry_in_s=max(0.0, replica.retry_at - now) if is_paused else None,
+        retry_in_s=max(0.0, replica.health.retry_at - now) if is_paused else None,
         locked=replica.replica_id in state.overload.locked,
         lock_why=lock.value if lock is not None else "",
         running=sample.running,
