@@ -336,4 +336,4 @@ def test_the_controller_has_the_files_numbers() -> None:
     assert controller.scaling._config.down_hold_s == 5.0
     assert not controller.lifecycle._takes_over
     assert controller.state.fleet._health.max_failures == 9
-    assert controller.state.shedder.overdue_s == 14.0
+    assert controller.admission.overdue_s == 14.0

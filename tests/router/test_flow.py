@@ -379,9 +379,9 @@ def test_what_the_pool_has_is_no_work_for_those_that_come_later(steps: Steps) ->
         assert steps.ask(f"r{number}", 12_000, **long) == []
     state = steps.controller.state
     assert [steps.phase(f"r{number}") for number in range(4)] == [Phase.QUEUED] * 4
-    assert state.pressure("").queued_tokens == 5000 + 4 * (12_000 - 28 * 256)
+    assert steps.controller.admission.pressure("").queued_tokens == 5000 + 4 * (12_000 - 28 * 256)
     assert state.backlog_tokens() == 4 * (12_000 - 28 * 256)
-    assert state.pressure("").queued_blocks >= 4 * 12_000 / 16
+    assert steps.controller.admission.pressure("").queued_blocks >= 4 * 12_000 / 16
 
 
 def decode_of(actions: list[object]) -> Decode:

@@ -100,7 +100,7 @@ def test_who_has_the_prompt_of_an_adapter_that_it_serves_no_more_is_passed_over(
 def loaded(**models: str) -> Steps:
     """As `cluster`, with rates that are measured: 10,000 tokens a second for each that computes."""
     steps = cluster(**models)
-    steps.controller.state.shedder = Shedder(OverloadConfig(ttft_target_s=5.0))
+    steps.controller.admission.shedder = Shedder(OverloadConfig(ttft_target_s=5.0))
     for number in range(20):
         for name, listed in models.items():
             if name.startswith("p"):
@@ -137,7 +137,10 @@ def test_what_waits_for_an_adapter_counts_where_its_replicas_serve_others_too() 
     state = steps.controller.state
     assert state.fleet.share_of("a", "adapter") == 1.0
     assert state.fleet.share_of("adapter", "a") == 0.5
-    assert state.pressure("a").queued_tokens == state.pressure("adapter").queued_tokens
+    assert (
+        steps.controller.admission.pressure("a").queued_tokens
+        == steps.controller.admission.pressure("adapter").queued_tokens
+    )
     assert refusal(steps.ask("a", 10_000, model="a")) is None, "it has two replicas"
 
 
@@ -163,12 +166,11 @@ def test_starts_of_one_model_say_nothing_of_another() -> None:
     steps = cluster(Settings(decode_requests=1), d1="a", d2="b")
     steps.ask("a1", 20, model="a")
     steps.ask("a2", 20, model="a")
-    state = steps.controller.state
-    assert state.pressure("a").is_waiting_for_decoder
-    assert not state.pressure("b").is_waiting_for_decoder
+    assert steps.controller.admission.pressure("a").is_waiting_for_decoder
+    assert not steps.controller.admission.pressure("b").is_waiting_for_decoder
     for number in range(40):
         steps.ask(f"b{number}", 20, model="b")
         steps.now += 0.01
         steps.began(f"b{number}")
         steps.decoded(f"b{number}", "d2")
-    assert state.pressure("a").starts_per_s == float("inf"), "not one was seen"
+    assert steps.controller.admission.pressure("a").starts_per_s == float("inf"), "not one was seen"

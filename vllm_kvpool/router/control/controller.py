@@ -4,6 +4,7 @@ Owns every replica, request, queue and lock. It has no clock, socket or task, so
 simulated in seconds; the loop in `run.py` performs its actions and tells it what comes of them.
 """
 
+from vllm_kvpool.router.control.admission import Admission
 from vllm_kvpool.router.control.autoscaler import Autoscaler
 from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import (
@@ -30,7 +31,6 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.fleet import Fleet
 from vllm_kvpool.router.control.lifecycle import Lifecycle
-from vllm_kvpool.router.control.overload import Shedder
 from vllm_kvpool.router.control.rates import RateEstimator, Rates
 from vllm_kvpool.router.control.request_flow import Dispatcher, RequestFlow
 from vllm_kvpool.router.control.settings import (
@@ -63,10 +63,10 @@ class Controller:
         self.state = ControllerState(
             settings or Settings(),
             rates=RateEstimator(rates or Rates()),
-            shedder=Shedder(overload or OverloadConfig()),
             fleet=Fleet(health),
         )
-        self.flow = RequestFlow(self.state)
+        self.admission = Admission(self.state, overload or OverloadConfig())
+        self.flow = RequestFlow(self.state, self.admission)
         self.dispatch = Dispatcher(self.state, self.flow)
         self.lifecycle = Lifecycle(
             self.state,
@@ -98,7 +98,7 @@ class Controller:
         if state.fleet.num_moves != num_moves:
             self._lock()
             self.dispatch.dispatch()
-        state.watch_starts()
+        self.admission.watch_starts()
         return state.actions
 
     def _apply(self, event: Event) -> None:

@@ -1,15 +1,15 @@
 """What the parts of the controller share: its state, its settings and what it wants done (pure)."""
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm_kvpool.router.control.events import Action
 from vllm_kvpool.router.control.fleet import Fleet, Replica
-from vllm_kvpool.router.control.overload import BlockLoad, Overload, Pressure, Shedder
-from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, LoadTable, Totals
+from vllm_kvpool.router.control.overload import BlockLoad, Overload
+from vllm_kvpool.router.control.placement import LoadTable, Totals
 from vllm_kvpool.router.control.prefix_index import PrefixIndex, spans_of
-from vllm_kvpool.router.control.rates import CounterRate, RateEstimator, Rates, StartRate
+from vllm_kvpool.router.control.rates import CounterRate, RateEstimator, Rates
 from vllm_kvpool.router.control.requests import (
     WAITS,
     Ask,
@@ -18,7 +18,6 @@ from vllm_kvpool.router.control.requests import (
     Request,
     RequestId,
     RequestQueue,
-    Waiting,
 )
 from vllm_kvpool.router.control.settings import Settings
 from vllm_kvpool.router.control.states import HAS_BOUND, ReplicaId
@@ -26,9 +25,6 @@ from vllm_kvpool.router.control.states import HAS_BOUND, ReplicaId
 MAX_WAITS = 1024
 RATES_EVERY_S = 0.01
 """They are means of a minute: one more sample moves them little."""
-MAX_START_RATES = 64
-"""Groups of models change with what replicas list."""
-NO_GROUPS: Set[frozenset[str]] = frozenset()
 RATE_WINDOW_S = 60.0
 """Of arrivals: in a shorter one a few long prompts look like another load."""
 
@@ -39,7 +35,6 @@ class ControllerState:
 
     settings: Settings
     rates: RateEstimator
-    shedder: Shedder
     overload: Overload = field(default_factory=Overload)
     fleet: Fleet = field(default_factory=Fleet)
     table: LoadTable = field(init=False)
@@ -62,8 +57,6 @@ class ControllerState:
     """Prompt tokens to be computed apart, of all that have arrived, those refused too."""
     handed: CounterRate = field(default_factory=lambda: CounterRate(RATE_WINDOW_S))
     """Prompt tokens of all that have been computed apart."""
-    starts: dict[frozenset[str], StartRate] = field(default_factory=dict)
-    """By the group of models (`Fleet.group_of`) of which requests have waited for decoders."""
     now: float = 0.0
     actions: list[Action] = field(default_factory=list)
     pool_is_up: bool = True
@@ -72,8 +65,6 @@ class ControllerState:
     _sharing_seen: tuple[int, int] = (-1, -1)
     _rates: Rates | None = None
     _rates_due: float = 0.0
-    _waited: Set[frozenset[str]] = NO_GROUPS
-    """Groups of models of which requests wait for decoders, at the end of the last step."""
 
     def __post_init__(self) -> None:
         self.table = LoadTable(self.fleet, self.settings)
@@ -238,92 +229,6 @@ class ControllerState:
                 of_models[each.models] = group
             group[each.replica_id] = BlockLoad(used, sample.total_blocks)
         return groups.values()
-
-    def watch_starts(self) -> None:
-        """Note of which groups of models requests wait for decoders, from now on."""
-        self.refresh()
-        waiting = self._waiting_groups()
-        if waiting and not self.table.totals().decode_replicas:
-            waiting = NO_GROUPS
-        if waiting == self._waited:
-            return
-        self._waited = waiting
-        for group in waiting:
-            self.starts.setdefault(group, StartRate())
-        for group, rate in self.starts.items():
-            rate.watch(self.now, is_waiting=group in waiting)
-        if len(self.starts) > MAX_START_RATES:
-            self.starts = {group: each for group, each in self.starts.items() if group in waiting}
-
-    def _waiting_groups(self) -> Set[frozenset[str]]:
-        """Groups of models of which requests wait for a decoder, here or in its engine."""
-        behind = self.table.models_behind()
-        if not behind and not self.migration:
-            return NO_GROUPS
-        group_of = self.fleet.group_of
-        groups = {group_of(each) for each in behind}
-        for model in self.migration.by_model:
-            groups.add(group_of((model,)))
-        return groups
-
-    def started(self, model: str) -> None:
-        """A request has brought its first token."""
-        if (rate := self.starts.get(self.fleet.group_of((model,)))) is not None:
-            rate.started(self.now)
-
-    def waiting(self, model: str) -> Waiting:
-        """Of all requests that wait, those that may come before one of a model, in sum.
-
-        Of another model as many as this share: of its replicas, those that serve this one as well.
-        """
-        found, bound = Waiting(), self.fleet.in_states(HAS_BOUND)
-        if not (self.queue.by_model or self.migration.by_model or bound):
-            return found
-        share_of = self.fleet.share_of
-        for replica in bound:
-            for request in replica.work.bound:
-                found.add(request, share_of(model, request.ask.model))
-        for other, each in self.queue.by_model.items():
-            found.add_all(each, share_of(model, other))
-        to_compute = found.uncached_tokens
-        for other, each in self.migration.by_model.items():
-            found.add_all(each, share_of(model, other))
-        # What waits for a decoder waits for no prefill replica.
-        found.uncached_tokens = to_compute
-        return found
-
-    def pressure(self, model: str) -> Pressure:
-        """What a request for a model finds before it, on the replicas that serve it."""
-        snapshot, totals, waiting = self.snapshot(), self.totals(model), self.waiting(model)
-        mean_tokens = snapshot.output_tokens_per_request
-        size = self.table.block_size or DEFAULT_BLOCK_SIZE
-        to_come = waiting.prompt_tokens + waiting.requests * mean_tokens
-        group = self.fleet.group_of((model,))
-        starts = self.starts.get(group)
-        return Pressure(
-            model=model,
-            queued_requests=waiting.requests,
-            queued_tokens=waiting.uncached_tokens + totals.prefill_tokens,
-            prefill_replicas=0 if self.collapse() is not None else totals.prefill_replicas,
-            decode_replicas=totals.decode_replicas,
-            queued_blocks=to_come / size,
-            room_blocks=float("inf") if totals.num_unsized else totals.room_blocks,
-            committed_blocks=totals.committed_blocks,
-            committed_requests=totals.committed_requests,
-            is_saturated=self._is_saturated(model),
-            rates=snapshot,
-            starting_requests=totals.starting_requests,
-            starts_per_s=starts.per_second(self.now) if starts is not None else float("inf"),
-            is_waiting_for_decoder=group in self._waiting_groups(),
-        )
-
-    def _is_saturated(self, model: str) -> bool:
-        """Whether every decoder that serves a model is full."""
-        full = self.overload.full
-        if not full:
-            return False
-        decoders = (each for each in self.fleet.decoders() if each.serves(model))
-        return all(each.replica_id in full for each in decoders)
 
     def backlog_tokens(self) -> int:
         """Prompt tokens that no replica computes yet: the prompt that each is at does not wait."""

@@ -13,6 +13,7 @@ from itertools import chain
 from msgspec.structs import replace
 
 from vllm_kvpool.router.control import placement
+from vllm_kvpool.router.control.admission import Admission
 from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import (
     ANSWERED,
@@ -28,8 +29,7 @@ from vllm_kvpool.router.control.events import (
     Refuse,
 )
 from vllm_kvpool.router.control.fleet import Replica
-from vllm_kvpool.router.control.overload import AdmissionRequest
-from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, MAX_TRIED, Ranking
+from vllm_kvpool.router.control.placement import MAX_TRIED, Ranking
 from vllm_kvpool.router.control.prefix_index import Holder
 from vllm_kvpool.router.control.requests import (
     Ask,
@@ -63,8 +63,9 @@ LEAST_PREFILL_TOKENS = 256
 class RequestFlow:
     """Owned by the controller."""
 
-    def __init__(self, state: ControllerState) -> None:
+    def __init__(self, state: ControllerState, admission: Admission) -> None:
         self._state = state
+        self._admission = admission
         self._arrivals = 0
         self._late_due = 0.0
 
@@ -81,8 +82,7 @@ class RequestFlow:
         is_apart = request.path in APART
         if is_apart:
             state.asked.add(state.now, uncached)
-        admission = self._admission(request, is_apart=is_apart)
-        verdict = state.shedder.decide(state.pressure(ask.model), admission)
+        verdict = self._admission.decide(request, waits_for_prefill=is_apart)
         if verdict is not None:
             state.counts["shed"] += 1
             self._refuse(request, verdict.status, verdict.retry_after_s, verdict.why)
@@ -125,17 +125,6 @@ class RequestFlow:
             return PromptPath.HANDED_OVER if is_shared else PromptPath.NO_SHARED_STORE
         is_known = rates.stolen_s(ask.prompt_tokens) > handoff_s
         return PromptPath.IN_POOL if is_known else PromptPath.FASTER_LOCALLY
-
-    def _admission(self, request: Request, *, is_apart: bool) -> AdmissionRequest:
-        state, ask = self._state, request.ask
-        return AdmissionRequest(
-            prompt_tokens=ask.prompt_tokens,
-            uncached_tokens=request.uncached,
-            blocks=request.tokens / (state.table.block_size or DEFAULT_BLOCK_SIZE),
-            priority=ask.priority,
-            deadline_s=None if ask.deadline == float("inf") else ask.deadline - state.now,
-            waits_for_prefill=is_apart,
-        )
 
     def cancelled(self, request_id: RequestId) -> None:
         """The client has gone, and who serves it has given up its call, whose end is to come."""
@@ -227,7 +216,7 @@ class RequestFlow:
         if active.has_first_token:
             return
         replica.work.note_first_token(request_id, state.now)
-        state.started(request.ask.model)
+        self._admission.note_first_token(request.ask.model)
         if not is_seen:
             return
         self._remember_prompt(request, replica)
@@ -311,7 +300,7 @@ class RequestFlow:
         deadline = request.ask.deadline
         if request.attempts or request.avoid:
             return deadline
-        return min(deadline, self._state.now + self._state.shedder.overdue_s)
+        return min(deadline, self._state.now + self._admission.overdue_s)
 
     def migrate(self, request: Request, source: ReplicaId | None) -> None:
         """Into the migration queue; `source` puts its prompt into the pool, or is None."""
@@ -372,7 +361,7 @@ class RequestFlow:
         waited_s = state.now - request.arrived
         limit = "front.max_wait_s"
         if request.deadline < request.ask.deadline:
-            limit = f"twice overload.ttft_target_s ({state.shedder.overdue_s:g} s)"
+            limit = f"twice overload.ttft_target_s ({self._admission.overdue_s:g} s)"
         return f"it has waited {waited_s:.1f} s for a replica, longer than {limit}"
 
     def _note_failure(self, request: Request, replica: Replica, outcome: Outcome) -> bool:
