@@ -158,8 +158,9 @@ class PoolWorker:
         if plan is self._loads_posted:
             return
         if self._loads_posted is not None:
-            if self._loads_posted is not self._step_ended:  # vLLM's second runner says no more
-                self.fail_step()
+            ends = self._step_ended, self._saves_posted
+            if not any(self._loads_posted is end for end in ends):
+                self.fail_step()  # vLLM's second runner says no more of a step that fails
             self.start_saves(self._loads_posted)  # the end of its step may have told nothing
         self._loads_posted = plan
         if plan.generation > self._generation:
