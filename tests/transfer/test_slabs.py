@@ -3,13 +3,15 @@
 from tests.transfer.engine_bench import (
     DISK,
     FAILED,
+    SINGLE,
     Bench,
     load_job,
     save_job,
     words,
 )
 from vllm_kvpool.transfer.graph import Batch
-from vllm_kvpool.transfer.ops import DropSaves, LoadJob, SaveJob, TimePassed
+from vllm_kvpool.transfer.ops import DropSaves, LoadJob, OpKind, SaveJob, TimePassed
+from vllm_kvpool.transfer.saves import SAVE_STALL_S
 
 CELLS = "a0 a1 b0 b1"
 
@@ -64,6 +66,33 @@ def test_a_gather_waits_until_all_its_cells_have_a_slot() -> None:
     assert rig.slots() == "1 8 0"
     assert rig.save(2, "e0 e1") == []
     assert "saved 2: 2 done" in rig.run()
+    assert rig.is_clean
+
+
+def test_a_gather_that_gets_its_slots_one_by_one_is_not_dropped() -> None:
+    """A store takes puts slowly; each frees a slot, and none of them all that the gather needs."""
+    rig = Bench(DISK, slots=9, cells_per_chunk=2, lanes={OpKind.PUT: SINGLE})
+    rig.save(1, "a0 a1 b0 b1 c0 c1 d0 d1")
+    rig.ends(0)
+    rig.ends(1)
+    assert rig.save(2, "e0 e1") == []
+    rig.clock.advance(SAVE_STALL_S * 0.9)
+    rig.ends(min(rig.running))
+    assert rig.after(SAVE_STALL_S * 0.9) == []
+    assert "gather e0 e1" in words(rig.ends(min(rig.running)))
+    assert "saved 2: 2 done" in rig.run()
+    assert rig.is_clean
+
+
+def test_a_gather_that_gets_no_further_slot_is_dropped() -> None:
+    rig = Bench(DISK, slots=9, cells_per_chunk=2, lanes={OpKind.PUT: SINGLE})
+    rig.save(1, "a0 a1 b0 b1 c0 c1 d0 d1")
+    rig.ends(0)
+    rig.ends(1)
+    rig.save(2, "e0 e1")
+    rig.ends(min(rig.running))
+    assert rig.after(SAVE_STALL_S) == ["gathered 2", "saved 2: 2 full"]
+    rig.run()
     assert rig.is_clean
 
 

@@ -257,7 +257,11 @@ class Engine:
     def _bind_gather(self, op: Op) -> bool:
         """Give every cell a slot; those that have one keep it until the others have."""
         assign = self.context.host_cache.assign_slot
-        return all(assign(entry, SlotUse.SAVE) for _, entry in op.what.parts)
+        waiting = [entry for _, entry in op.what.parts if entry.slot is None]
+        is_whole = all(assign(entry, SlotUse.SAVE) for entry in waiting)
+        if op.ready_at < self.context.now and any(entry.slot is not None for entry in waiting):
+            self.saves.has_gained_slot = True
+        return is_whole
 
     def _start(self) -> list[Action]:
         batches = self.context.scheduler.take(self.context.now)

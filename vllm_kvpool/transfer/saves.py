@@ -106,6 +106,7 @@ class SaveManager:
         self._saves: dict[JobId, _Save] = {}
         self.progress = SaveProgress()
         self._stall_ends: float | None = None  # while saves wait for a slot: when they are dropped
+        self.has_gained_slot = False  # a gather that waits for several, since the last look
         self._stall_reported = False  # since the last save came
         self._may_stall = False  # the present stall is a full `SAVE_STALL_S`
         self._stalls_from = float("-inf")  # before that time no save waits
@@ -443,6 +444,7 @@ class SaveManager:
     def watch_stall(self) -> None:
         """Drop saves that have waited too long for a slot."""
         lane = self._gathers
+        has_gained, self.has_gained_slot = self.has_gained_slot, False
         if self._stall_ends is None and not lane.num_ready:
             return
         has_room = self._context.host_cache.has_room(SlotUse.SAVE)
@@ -452,7 +454,7 @@ class SaveManager:
         if not lane.num_ready:
             return  # the deadline stays, so that the next save does not wait anew
         now = self._context.now
-        if self._stall_ends is None:
+        if self._stall_ends is None or has_gained:
             self._may_stall = now >= self._stalls_from
             self._stall_ends = now + SAVE_STALL_S if self._may_stall else now
         if now >= self._stall_ends:
