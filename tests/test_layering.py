@@ -141,7 +141,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "threading": (
         *(
             "metrics.py",
-            "scheduler/lookup_service.py",
+            *("scheduler/aliases.py", "scheduler/lookup_service.py"),
             *("prefetch.py", "cli/serve.py", "cli/common/tokenizer.py"),
             "staging/arena.py",
             "storage/",

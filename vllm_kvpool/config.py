@@ -114,6 +114,9 @@ class KVPoolConfig:
     """A store call that takes longer counts as hung, and the store as away."""
     save_decode: bool = False
     """Save generated tokens, too, and let a `kv_consumer` save."""
+    alias_tokens: int = 0
+    """A hit may end inside a chunk if it has this many tokens of it; 64, for example. Each prompt's
+    end is stored, and an alias for every so many tokens of a chunk. 0: hits end with chunks."""
     drafts: Drafts = Drafts.PREFER
     """KV of a drafter (EAGLE, MTP, a draft model). `prefer`: store it, load what there is of it.
     `require`: a hit ends where it is missing. `off`: neither."""
@@ -430,6 +433,7 @@ _LIMITS = {
         f"choose {MIN_CHUNK_TOKENS} to {{most}}",
     ),
     "layer_span": (-1, math.inf, "choose 1 or more, or 0 for the default"),
+    "alias_tokens": (-1, math.inf, "choose 1 or more, or 0 for no aliases"),
     **dict.fromkeys(
         (
             *("lookup_timeout_ms", "load_timeout_s", "call_timeout_s", "shutdown_timeout_s"),

@@ -40,6 +40,7 @@ from vllm_kvpool.layout.topology import (
 )
 from vllm_kvpool.metrics import MetricsRegistry, StatsFile
 from vllm_kvpool.network.allowed_peers import AllowedPeers
+from vllm_kvpool.scheduler.aliases import Aliases
 from vllm_kvpool.scheduler.blocks import HELD_SHARE, GroupTables
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
@@ -51,6 +52,7 @@ from vllm_kvpool.staging.devices import Device, HostDevice, PageLock, page_lock_
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.storage.backends import capabilities_of, open_store
 from vllm_kvpool.storage.base import Buffer
+from vllm_kvpool.storage.contents.alias import alias_step
 from vllm_kvpool.storage.contents.manifest import MANIFEST_BYTES
 from vllm_kvpool.storage.contents.manifest_writer import ManifestWriter
 from vllm_kvpool.storage.eviction import POLICIES, Shares
@@ -312,6 +314,7 @@ class SchedulerSide:
         self.tiers = tuple(store.capabilities for store in self._tiers.stores)
         host_ranks = model.num_ranks if specs.host.nbytes else 0
         tables = GroupTables(model.groups)
+        aliases = open_aliases(config, model, specs.stores, self._tiers.stores, names)
         self._lookups = LookupService(
             self._tiers.stores,
             names,
@@ -323,6 +326,7 @@ class SchedulerSide:
             registry=self.registry,
             loses_cells=any(tier.loses_cells for tier in self.tiers),
             open_notices=partial(NoticeClient, AllowedPeers(config.allowed_peers), self.registry),
+            aliases=aliases,
         )
         least = sum(
             -(-(config.chunk_tokens + group.lookahead) // group.block_size) + 1
@@ -343,6 +347,7 @@ class SchedulerSide:
             stops_at_first=model.stops_at_first,
             in_lockstep=model.in_lockstep,
             has_ends=model.has_ends,
+            alias_step=0 if aliases is None else aliases.step,
             state_stride=state_stride(
                 model.layer_groups,
                 config.chunk_tokens,
@@ -697,6 +702,31 @@ def encrypted_cells(config: KVPoolConfig, stores: "Sequence[Store]") -> "Encrypt
             "pip install vllm-kvpool[encryption]"
         ) from error
     return EncryptedCells(CellCipher(read_keys(Path(config.encryption_key_file))), stores)
+
+
+def open_aliases(
+    config: KVPoolConfig,
+    model: ModelShape,
+    specs: Sequence[StoreSpec],
+    stores: Sequence[GuardedStore],
+    names: CellNames,
+) -> Aliases | None:
+    """Return the aliases in the scheduler's stores; None if hits end with whole chunks.
+
+    A store that takes none but a device's memory can have no aliases.
+    """
+    step = alias_step(config.alias_tokens, config.chunk_tokens)
+    if step and not model.has_ends:
+        logger.warning(
+            "kvpool: alias_tokens has no effect: this model's hits end with whole chunks, since it "
+            "has recurrent states, compressed rows or decode context parallelism"
+        )
+        return None
+    tiers = [number for number, spec in enumerate(specs) if not uses_device(spec)]
+    if not (step and tiers):
+        return None
+    encrypted = encrypted_cells(config, stores)
+    return Aliases(stores, tiers, names, config.chunk_tokens, step, encrypted)
 
 
 def stats_file(

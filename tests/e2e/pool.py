@@ -33,6 +33,11 @@ def cell_files(directory: Path) -> list[Path]:
     return sorted(filter(_is_cell, (directory / FORMAT_DIR / "objects").rglob("*")))
 
 
+def num_aliases(directory: Path) -> int:
+    """How many aliases such a store has."""
+    return sum(b"@kind:alias@" in path.read_bytes() for path in cell_files(directory))
+
+
 def _is_cell(path: Path) -> bool:
     try:
         with path.open("rb") as file:

@@ -43,6 +43,7 @@ def spec_of(rng: random.Random) -> RigSpec:
         "write_policy": rng.choice(["back", "through"]),
         "save_decode": rng.random() < 0.5,
         "prefetch": rng.random() < 0.7,
+        "alias_tokens": rng.choice([0, 8]),
         "staging_bytes": rng.choice(["128KiB", "1MiB"]),
         # What is stuck is given up soon, what is only late on a busy machine may be.
         "load_timeout_s": 0.3,
@@ -53,7 +54,7 @@ def spec_of(rng: random.Random) -> RigSpec:
 
 
 class Prompts:
-    """Paths of a small tree, whose inner nodes are whole chunks, and a tail of their own."""
+    """Paths of a small tree, whose inner nodes are mostly whole chunks, and a tail of their own."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -63,6 +64,8 @@ class Prompts:
         prompt = tokens(root, 2 * CHUNK)
         if self._rng.random() < 0.8:
             prompt += tokens(10 * root + branch + 100, 2 * CHUNK)
+        if self._rng.random() < 0.3:
+            prompt = prompt[: self._rng.randrange(len(prompt))]
         # Now and then the same tail: the whole prompt is stored.
         tail = self._rng.choice([0, 0, 1, 20, 32, self._rng.randrange(40)])
         seed = 7 if self._rng.random() < 0.3 else self._rng.randrange(10**6)

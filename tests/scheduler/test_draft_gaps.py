@@ -62,14 +62,14 @@ def bench() -> Iterator[Drafting]:
 
 def test_a_hit_ends_before_the_row_that_depends_on_the_next_token(bench: Drafting) -> None:
     """The model's cells decide how long it is: none of the drafter's is asked for."""
-    view = bench.add(num_tokens=PROMPT)
-    bench.hold(view.tokens(), range(3))
+    bench.hold(range(PROMPT), range(3))
+    bench.add(num_tokens=PROMPT)
     assert bench.match() == (3 * CHUNK - 1, True)
 
 
 def test_a_hit_of_the_engines_own_cache_up_to_that_row_is_not_loaded(bench: Drafting) -> None:
-    view = bench.add(num_tokens=PROMPT)
-    bench.hold(view.tokens(), range(3))
+    bench.hold(range(PROMPT), range(3))
+    bench.add(num_tokens=PROMPT)
     assert bench.match(num_computed=3 * CHUNK) == (0, False)
 
 
@@ -77,8 +77,8 @@ def test_a_hit_of_the_engines_own_cache_up_to_that_row_is_not_loaded(bench: Draf
 def test_loaded_tokens_count_by_whether_the_drafters_rows_were_there(
     bench: Drafting, cleared: tuple[int, ...], missing: int
 ) -> None:
-    view = bench.add(num_tokens=PROMPT)
-    bench.hold(view.tokens(), range(3))
+    bench.hold(range(PROMPT), range(3))
+    bench.add(num_tokens=PROMPT)
     bench.match()
     bench.load(3 * CHUNK - 1, *cleared)
     counted = bench.registry.snapshot()

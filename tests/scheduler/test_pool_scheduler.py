@@ -24,6 +24,7 @@ from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler import pool_scheduler as scheduler_module
+from vllm_kvpool.scheduler.aliases import Aliases
 from vllm_kvpool.scheduler.blocks import GroupTables, all_blocks
 from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
 from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome
@@ -82,13 +83,20 @@ class Bench:
         can_save: Callable[[], bool] = lambda: True,
         names: CellNames = NAMES,
         has_ends: bool = False,
+        alias_step: int = 0,
     ) -> None:
         self.block = block
         self.names = names
         self.num_replicas, self.num_ranks = num_replicas, num_ranks
         self.memory = MemoryStore("", 1 << 24)
         self.store = FaultyStore(self.memory)
-        self.lookups = PatientLookups((self.store,), names, CHUNK, num_ranks if host_tier else 0)
+        self.aliases = None
+        if alias_step:
+            self.aliases = Aliases((self.store,), (0,), names, CHUNK, alias_step)
+            for writer in self.aliases._writers:  # at once, so that a run can be repeated
+                writer.post = writer._perform  # type: ignore[method-assign]
+        host_ranks = num_ranks if host_tier else 0
+        self.lookups = PatientLookups((self.store,), names, CHUNK, host_ranks, aliases=self.aliases)
         self.clock = FakeClock(time.monotonic())
         self.registry = MetricsRegistry()
         self.pins = FakePins()
@@ -104,7 +112,8 @@ class Bench:
                 prefetches=host_tier,
                 stops_at_first=stops_at_first,
                 in_lockstep=in_lockstep,
-                has_ends=has_ends,
+                has_ends=has_ends or alias_step > 0,
+                alias_step=alias_step,
             ),
             self.lookups,
             self.registry,
@@ -132,12 +141,13 @@ class Bench:
         request_id: str = "a",
         num_tokens: int = 100,
         options: RequestOptions | None = None,
+        shared: int = 1 << 30,
         **traits: Any,
     ) -> View:
-        """A request whose prompt is 0, 1, 2, …"""
+        """A request whose prompt is 0, 1, 2, …, with other tokens behind the first `shared`."""
         view: View = FakeRequest(
             request_id,
-            list(range(num_tokens)),
+            [token if token < shared else 1000 + token for token in range(num_tokens)],
             options or RequestOptions(),
             RequestIdentity(),
             **traits,
@@ -1670,9 +1680,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare=st.integers(1, 8),
         save_decode=st.booleans(),
         role=st.sampled_from(KVRole),
+        alias_step=st.sampled_from((0, 8)),
     )
     def begin(
-        self, block: int, num_ranks: int, spare: int, save_decode: bool, role: KVRole
+        self,
+        block: int,
+        num_ranks: int,
+        spare: int,
+        save_decode: bool,
+        role: KVRole,
+        alias_step: int,
     ) -> None:
         self.bench = Bench(
             block,
@@ -1680,10 +1697,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_ranks,
             max_pinned=-(-CHUNK // block) + spare,
             config=KVPoolConfig(save_decode=save_decode),
+            alias_step=alias_step,
         )
+        self.tokens_of: dict[bytes, Sequence[int]] = {}  # of saved chunks and ends, from the start
         self.block, self.num_ranks = block, num_ranks
         self.saves_at_all = role is not KVRole.CONSUMER or save_decode
         self.live: dict[str, Live] = {}
+        self.ended: dict[str, Live] = {}
         self.ended_loads: list[str] = []
         self.saves: dict[int, tuple[SavePlan, int]] = {}  # and ranks that have not gathered
         self.expected_loads: list[tuple[str, int, int]] = []
@@ -1697,12 +1717,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         load=st.booleans(),
         save=st.booleans(),
         reads_cache=st.sampled_from((True, True, True, False)),
+        shared=st.sampled_from((200, 60, 30)),
     )
-    def arrive(self, length: int, load: bool, save: bool, reads_cache: bool) -> None:
+    def arrive(self, length: int, load: bool, save: bool, reads_cache: bool, shared: int) -> None:
         self.arrived += 1
         request_id = f"r{self.arrived}"
         options = RequestOptions(save=save, load=load)
-        view = self.bench.add(request_id, length, options, reads_cache=reads_cache)
+        view = self.bench.add(request_id, length, options, shared, reads_cache=reads_cache)
         self.live[request_id] = Live(view)
         if (load and reads_cache) or (save and self.saves_at_all):
             self.bench.lookups.wait(LIMIT_S)
@@ -1760,14 +1781,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         for load in plan.loads:
             live = self.live[load.request_id]
             first, last = load.token_start // CHUNK, -(-load.token_stop // CHUNK)
-            assert list(load.hashes) == hashes_of(live.view.tokens())[first:last]
+            hashes, tokens = list(load.hashes), live.view.tokens()
+            if load.is_last_other:
+                other = self.tokens_of[hashes.pop()]
+                assert other[: load.token_stop] == tokens[: load.token_stop]
+                assert load.end_tokens == len(other) % CHUNK
+                last -= 1
+            assert hashes == hashes_of(tokens)[first:last]
             start, stop = load.token_start // self.block, -(-load.token_stop // self.block)
             [pages] = load.pages
             assert (pages.token_start, pages.token_stop) == (load.token_start, load.token_stop)
             assert list(pages.block_ids) == self.bench.tables[load.request_id][start:stop]
         for save in plan.saves:
+            self.note_tokens(save)
             self.check_save(save, before, scheduled or {})
             self.saves[save.job_id] = (save, self.num_ranks)
+
+    def note_tokens(self, save: SavePlan) -> None:
+        """Note by its hash what each chunk holds."""
+        live = self.live.get(save.request_id) or self.ended[save.request_id]
+        for chunk, chunk_hash in enumerate(save.hashes, save.first_chunk):
+            stop = chunk * CHUNK + (save.end_tokens or CHUNK)
+            self.tokens_of[chunk_hash] = live.view.tokens()[:stop]
 
     def check_save(self, save: SavePlan, before: dict[str, int], scheduled: dict[str, int]) -> None:
         chunks = range(save.first_chunk, save.first_chunk + len(save.hashes))
@@ -1780,6 +1815,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert live.view.options.save
         assert self.saves_at_all
         computed = before[save.request_id] + scheduled[save.request_id]
+        if save.end_tokens:
+            stop = chunks.start * CHUNK + save.end_tokens
+            assert stop == live.view.num_prompt_tokens <= computed
+            chain = ChunkChain(CHUNK, RequestIdentity())
+            chain.extend(live.view.tokens()[:stop])
+            assert list(save.hashes) == [chain.end(live.view.tokens()[:stop])]
+            assert pages.token_stop == stop
+            return
         assert chunks.stop * CHUNK <= min(computed, live.view.num_tokens)
         assert list(save.hashes) == hashes_of(live.view.tokens())[chunks.start : chunks.stop]
         start, stop = chunks.start * CHUNK // self.block, -(-chunks.stop * CHUNK // self.block)
@@ -1824,6 +1867,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif is_stored:
             keys = [key for h in save.hashes for key in NAMES.of_chunk(h)]
             self.bench.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
+            self.bench.stored(save)
 
     @precondition(lambda self: self.with_state("running"))
     @rule(data=st.data())
@@ -1845,14 +1889,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.end(data.draw(st.sampled_from(sorted(self.live))))
 
     def end(self, request_id: str) -> None:
-        live = self.live.pop(request_id)
+        live = self.ended[request_id] = self.live.pop(request_id)
         answer = self.bench.finish(request_id)
         if live.state == "loading":
             self.ended_loads.append(request_id)
         if live.view.options.save and self.saves_at_all:
             assert answer is not None
             tokens = answer["kvpool"]["tokens"]
-            assert tokens % CHUNK == 0
+            is_end = self.bench.aliases is not None and tokens == live.view.num_prompt_tokens
+            assert tokens % CHUNK == 0 or is_end
             assert tokens <= live.view.num_tokens
         else:
             assert answer is None

@@ -93,7 +93,7 @@ def _(pool: PoolScheduler) -> None:
     assert pool._admitted | pool._waiting <= pool._requests.keys()
     for state in pool._requests.values():
         if state.chain is not None and state.answer is LookupOutcome.ANSWERED:
-            assert state.found_chunks <= len(state.chain) + (state.end is not None)
+            assert state.found_chunks <= len(state.chain) + (state.tail is not None)
     for request_id in pool._streams:
         assert pool._requests[request_id].load is not None
 

@@ -57,12 +57,20 @@ def _encoded(text: str) -> bytes:
     return text.encode(errors="surrogatepass")
 
 
-def _tokens_le(tokens: Sequence[int]) -> memoryview:
+def tokens_le(tokens: Sequence[int]) -> memoryview:
     """Token ids as u32, little endian, `TOKEN_BYTES` each."""
     encoded = array("I", tokens)
     if sys.byteorder == "big":
         encoded.byteswap()
     return memoryview(encoded).cast("B")
+
+
+def tokens_of_le(encoded: bytes) -> Sequence[int]:
+    """Return the token ids that `tokens_le` has encoded."""
+    tokens = array("I", encoded)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
 
 
 def tenant_of(cache_salt: str) -> str:
@@ -76,11 +84,11 @@ def tenant_of(cache_salt: str) -> str:
 class ChunkChain:
     """The hashes of a request's full chunks, extended as tokens become known."""
 
-    __slots__ = ("_chunk_tokens", "_has_extras", "_identity", "_link", "_root", "hashes")
+    __slots__ = ("_has_extras", "_identity", "_link", "_root", "chunk_tokens", "hashes")
 
     def __init__(self, chunk_tokens: int, identity: RequestIdentity) -> None:
         assert chunk_tokens > 0
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._identity = identity
         self._has_extras = bool(identity.media) or identity.embeds is not None
         root = b"".join(
@@ -103,7 +111,7 @@ class ChunkChain:
 
         Another thread may append to the sequence meanwhile.
         """
-        size = self._chunk_tokens
+        size = self.chunk_tokens
         stop = len(tokens) // size
         if not self.hashes and isinstance(tokens, list):  # as prompts are: nothing to copy
             self._extend(0, stop, tokens)
@@ -119,25 +127,42 @@ class ChunkChain:
         Args:
             prompt: all tokens of the prompt; `extend` has hashed its whole chunks.
         """
-        first = len(prompt) // self._chunk_tokens
-        start = first * self._chunk_tokens
+        first = len(prompt) // self.chunk_tokens
+        start = first * self.chunk_tokens
         if start == len(prompt):
             return None
-        encoded = self._encode(start, prompt[start:])
+        return self.hash_of_part(first, prompt[start:])
+
+    def hash_of_part(self, first: int, tokens: Sequence[int]) -> bytes:
+        """Return the hash of a prompt that ends inside a chunk, or with it.
+
+        Any thread may call while `extend` adds later chunks.
+
+        Args:
+            first: whole chunks before it, which are hashed.
+            tokens: the tokens behind them, at least one and at most a chunk.
+        """
+        start = first * self.chunk_tokens
+        encoded = self._encode(start, tokens)
         link = self._link.copy()
         parent = self.hashes[first - 1] if first else self._root
         link.update(parent + len(encoded).to_bytes(8, "little"))
         link.update(encoded)
         if self._has_extras:
-            link.update(self._extras(start, len(prompt) - start))
+            link.update(self._extras(start, len(tokens)))
         return link.digest()[:HASH_BYTES]
+
+    def has_extras(self, chunk: int) -> bool:
+        """Return True if media or embeddings shape a chunk, besides its token ids."""
+        size = self.chunk_tokens
+        return self._has_extras and bool(self._extras(chunk * size, size))
 
     def topic(self, prompt: Sequence[int]) -> bytes | None:
         """Return a hash that stands for the whole prompt; None for an empty one.
 
         Prefill and decode name a hand-over by it. Args as for `end`.
         """
-        first = len(prompt) // self._chunk_tokens
+        first = len(prompt) // self.chunk_tokens
         return self.end(prompt) or (self.hashes[first - 1] if first else None)
 
     def _encode(self, start: int, tokens: Sequence[int]) -> memoryview:
@@ -148,11 +173,11 @@ class ChunkChain:
             # between releases; it counts as zero.
             rows = embeds.digests[start : start + len(tokens)]
             tokens = [0 if i < len(rows) and rows[i] else token for i, token in enumerate(tokens)]
-        return _tokens_le(tokens)
+        return tokens_le(tokens)
 
     def _extend(self, first: int, stop: int, new: Sequence[int]) -> None:
         """Hash chunks [first, stop); `new` are the tokens from the first one on."""
-        size = self._chunk_tokens
+        size = self.chunk_tokens
         encoded = self._encode(first * size, new)
         chunk_bytes = size * TOKEN_BYTES
         length = chunk_bytes.to_bytes(8, "little")

@@ -6,8 +6,8 @@
 `h` is the global KV head (of a recurrent state the unit), `a-b` the half-open global layer range;
 with several layer groups it counts within one, and `@kind:{group}` follows. Where
 `per_head_storage` is off, a rank's heads are one cell, `@rank:{r}of{n}`. The hash is the chunk's; a
-state has that of the last chunk before it. The values behind a namespace are `{namespace}@manifest`
-(`contents/manifest.py`). Keys hold only `_SAFE` and `@:`, which every store takes as they are.
+state has that of the last chunk before it. A namespace's manifest is `{namespace}@manifest`, aliases
+are `{namespace}@kind:alias@{hash hex}`. Keys hold only `_SAFE` and `@:`, safe in every store.
 """
 
 import hashlib
@@ -76,6 +76,14 @@ def is_manifest(key: str) -> bool:
     """Whether a key is a namespace's manifest's: no cell, though it lies among them."""
     namespace = namespace_of(key)
     return namespace is not None and key == manifest_key(namespace)
+
+
+def alias_prefix(namespace: Namespace) -> str:
+    """The common beginning of the keys of a namespace's aliases.
+
+    To stores an alias is the cell of a chunk in a layer group of its own.
+    """
+    return f"{namespace}@kind:alias@"
 
 
 def with_weights(namespace: Namespace, weights_version: str) -> Namespace:

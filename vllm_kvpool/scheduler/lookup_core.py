@@ -5,6 +5,7 @@
 * `LookupCore` gives each tier one call at a time. It answers a lookup when all tiers have answered
   or the whole prompt is found, at `answer_by` with what is known. A lookup that expects chunks of a
   producer reports progress and asks again until they have come, or the producer has ended.
+* Inside the next chunk it may go on with a chunk that an alias leads to (`contents/alias.py`).
 * `TierPace`: lookups leave a tier alone that missed `answer_by` `FAILURES_TO_OPEN` times in a row,
   and use it again once it answers within `QUICK_SHARE` of the timeout.
 """
@@ -16,14 +17,25 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache, partial
 from itertools import compress, pairwise
+from typing import Any, NamedTuple
 
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.identity.keys import CellKey, Namespace
-from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch, HostCacheIndex, Question
+from vllm_kvpool.identity.keys import CellKey, Namespace, alias_prefix
+from vllm_kvpool.scheduler.prefix_search import (
+    CellNames,
+    HitSearch,
+    HostCacheIndex,
+    Question,
+    Search,
+    Tail,
+    TailSearch,
+)
 from vllm_kvpool.storage.breaker import Breaker
+from vllm_kvpool.storage.contents.alias import Alias, read_alias
 
 MAX_KEYS_PER_ROUND = 4096
 MAX_EXACT_KEYS = 8192  # of a lookup that asks for all cells of what it has found
+MAX_READ_ALIASES = 56  # in a call
 POLL_SHARE = 0.1  # of the time waited so far: the pause before missing chunks are asked for again
 POLL_MIN_S = 0.001
 POLL_MAX_S = 0.25
@@ -49,7 +61,8 @@ class Lookup:
     `expect_tokens` tokens, or the whole prompt if that is shorter. At `answer_by` it is answered
     with what is known. Chunks from `stop_chunk` on are not looked for. `exact`: a load of the
     request has failed, so all cells of what is found are asked for. `seeks_end`: `tokens` are a
-    prompt whose end, a partial chunk, is looked for as well.
+    prompt whose end, a partial chunk, is looked for as well. `seeks_tail`: aliases are read, so
+    that the hit may end inside a chunk.
     """
 
     lookup_id: int
@@ -64,6 +77,7 @@ class Lookup:
     stop_chunk: int | None = None
     exact: bool = False
     seeks_end: bool = False
+    seeks_tail: bool = False
     notices: tuple[str, ...] = ()
     """Endpoints of the producer, one of each rank, that tell which chunks are stored."""
     request_id: str = ""
@@ -75,10 +89,10 @@ class LookupResult:
     """The answer to a lookup, or its progress.
 
     `chain` belongs to the receiver, but the lookup thread reads the hashes of the lookup's tokens
-    until the final answer; None if the request cannot be shared. `end` is the hash of the prompt's
-    end if the lookup seeks it; `found_chunks` then counts the end as one more chunk. `miss_reason`
-    says why no more was found: `ANSWERED` if the tiers lack it. `attention_chunks` could be loaded
-    if there were no recurrent states.
+    until the final answer; None if the request cannot be shared. `tail` is the prompt's end if the
+    lookup seeks it, or the chunk inside which the hit ends; `found_chunks` counts it as one more
+    chunk once it is found. `miss_reason` says why no more was found: `ANSWERED` if the tiers lack
+    it. `attention_chunks` could be loaded if there were no recurrent states.
     """
 
     lookup_id: int
@@ -90,7 +104,7 @@ class LookupResult:
     attention_chunks: int = 0
     lacks_expected: bool = False
     """True if the lookup ended without all chunks that the request expects."""
-    end: bytes | None = None
+    tail: Tail | None = None
     is_final: bool = True
     """False while the lookup still waits for expected chunks."""
     expected_chunks: int = 0
@@ -119,7 +133,7 @@ class _Round:
 class _Level:
     """A search over the first tiers of an order, and its current round."""
 
-    search: HitSearch
+    search: Search
     round: _Round | None = None
 
 
@@ -134,7 +148,7 @@ class TieredSearch:
     def __init__(
         self,
         num_chunks: int,
-        make_search: Callable[[], HitSearch],
+        make_search: Callable[[], Search],
         keys_of: Callable[[Sequence[Question]], tuple[list[CellKey], list[int]]],
         tiers: Iterable[int],
         *,
@@ -310,6 +324,38 @@ class TierPace:
             self._breaker.tripped(now)
 
 
+class _Candidate(NamedTuple):
+    """A chunk that aliases lead to."""
+
+    tail: Tail
+    alias_keys: list[str]
+
+
+@dataclass(slots=True, eq=False)
+class _OpenTail:
+    """The search for an end of the hit inside the chunk behind the whole chunks found."""
+
+    index: int  # of that chunk
+    tokens: Sequence[int]  # the prompt's in it
+    aliases: tuple[tuple[int, str], ...]  # tokens before each, and its key; the longest first
+    unasked: set[int]  # tiers whose aliases are to be read
+    unread: set[int]  # those, and tiers that have not answered
+    found: dict[bytes, _Candidate] = field(default_factory=dict)  # by the chunk's hash
+    candidates: list[_Candidate] = field(default_factory=list)  # the longest first
+    search: TieredSearch | None = None  # for their cells, once all tiers have answered
+
+    @property
+    def num_missing(self) -> int:
+        """Candidates before the longest that is stored, as far as is known."""
+        return len(self.candidates) - (0 if self.search is None else self.search.found)
+
+    @property
+    def tail(self) -> Tail | None:
+        """The longest candidate that is stored, as far as is known."""
+        missing = self.num_missing
+        return self.candidates[missing].tail if missing < len(self.candidates) else None
+
+
 @dataclass(slots=True, eq=False)
 class _OpenLookup:
     lookup: Lookup
@@ -330,6 +376,18 @@ class _OpenLookup:
     is_told: bool = False  # the producer tells what it stores
     has_lost_producer: bool = False
     told: int = -1  # chunks of the last progress
+    tail: _OpenTail | None = None  # once the whole chunks are known
+
+    @property
+    def asking(self) -> TieredSearch:
+        """The search that asks for cells now."""
+        tail = None if self.tail is None else self.tail.search
+        return self.search if tail is None else tail
+
+    @property
+    def waits_for(self) -> list[int]:
+        """Tiers whose answers are missing."""
+        return [*self.asking.waits_for, *(self.tail.unread if self.tail is not None else ())]
 
     @property
     def has_expected(self) -> bool:
@@ -348,19 +406,21 @@ class _OpenLookup:
 
 
 Present = list[bool] | None
-"""What a call has returned: whether each key is stored, or nothing for a removal; None if it has
-failed."""
+Value = list[bool] | list[bytes | None] | None
+"""What a call has returned: whether each key is stored, its object (None if there is no sound one),
+or nothing for a removal; None if it has failed."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TierCall:
-    """A call to a tier: `exists` of `keys`, or the removal of `namespaces`."""
+    """A call to a tier: `exists` of `keys`, reading these aliases, or removing `namespaces`."""
 
     tier: int
-    returned: Callable[[Present, float], None]
+    returned: Callable[[Any, float], None]
     """Takes the outcome and the time, on the lookup thread."""
     began: float = math.inf
-    keys: Sequence[CellKey] = ()
+    keys: Sequence[str] = ()
+    reads: bool = False  # the objects of its keys, which are aliases
     namespaces: tuple[Namespace, ...] | None = None
     is_for_lookups: bool = False
     is_late: bool = False  # lookups have been answered without it
@@ -379,7 +439,8 @@ class LookupCore:
 
     `block`: loads begin and end at multiples of it, except at the end of a full hit. `timeout_s`:
     how long a request waits for its lookup. `on_pace(tier, is_left_alone)` is called when that
-    changes. `loses_cells`: single cells leave a tier, so every lookup is exact.
+    changes. `loses_cells`: single cells leave a tier, so every lookup is exact. `alias_step`:
+    tokens between the aliases of a chunk, which `alias_tiers` may hold; 0 for none.
     """
 
     def __init__(
@@ -393,8 +454,12 @@ class LookupCore:
         on_pace: Callable[[int, bool], None] = lambda tier, is_left_alone: None,
         *,
         loses_cells: bool = False,
+        alias_step: int = 0,
+        alias_tiers: Sequence[int] = (),
     ) -> None:
         self._tiers = [_Tier() for _ in range(num_tiers)]
+        self._alias_step = alias_step
+        self._alias_tiers = frozenset(alias_tiers)
         self._names = names
         self._names_of = lru_cache(maxsize=1)(names.with_weights)  # for the newest lookup
         self._chunk_tokens = chunk_tokens
@@ -409,12 +474,15 @@ class LookupCore:
         self._calls: list[TierCall] = []
         self.results: deque[LookupResult] = deque()
         """Answers, for the service to take."""
+        self.useless_aliases: list[str] = []
+        """Keys of aliases that lead nowhere, for the service to have removed."""
 
     # Inputs
 
     def open(self, lookup: Lookup, chain: ChunkChain, now: float, end: bytes | None = None) -> None:
         """Look for the chunks of a hashed prompt, and for its end."""
-        if not lookup.search or not (len(chain) or end):
+        seeks_tail = lookup.seeks_tail and len(lookup.tokens) >= self._alias_step > 0
+        if not lookup.search or not (len(chain) or end or seeks_tail):
             self.results.append(
                 LookupResult(
                     lookup.lookup_id, chain, 0, LookupOutcome.ANSWERED, lookup.weights_version
@@ -453,6 +521,7 @@ class LookupCore:
         """
         for opened in list(self._open.values()):  # cells that it has found may be removed by now
             opened.search = self._search_of(opened, self._usable(now))
+            opened.tail = None
             self._settle(opened, now)
         namespaces = tuple(self._names.with_weights(each).namespace for each in weights_versions)
         confirmed: list[bool] = []
@@ -511,7 +580,7 @@ class LookupCore:
         opened.looks_left -= 1
         opened.search.restart(self._usable(now))
 
-    def returned(self, call: TierCall, value: Present, now: float) -> None:
+    def returned(self, call: TierCall, value: Value, now: float) -> None:
         """A call has returned."""
         self._tiers[call.tier].call = None
         if value is not None and len(value) != len(call.keys):
@@ -606,7 +675,7 @@ class LookupCore:
         num_chunks: int,
         tiers: Sequence[int],
     ) -> TieredSearch:
-        hashes, host = chain.hashes, self._host
+        hashes = chain.hashes
         if end is not None:
             hashes = [*hashes, end]
         # The producer puts cells of several chunks at once: a later one may come first.
@@ -624,19 +693,118 @@ class LookupCore:
                 num_tokens=num_tokens,
             )
 
-        def keys_of(questions: Sequence[Question]) -> tuple[list[CellKey], list[int]]:
-            if not host.num_ranks:
-                return names.of_questions(questions, hashes)
-            keys: list[CellKey] = []
-            ends: list[int] = []
-            for question in questions:
-                if not host.has(names.chunk_id(hashes[question.chunk], question.layer_group)):
-                    keys += names.of_questions((question,), hashes)[0]
-                ends.append(len(keys))
-            return keys, ends
-
-        has_host = host.num_ranks > 0
+        keys_of = partial(self._keys_of, names, hashes)
+        has_host = self._host.num_ranks > 0
         return TieredSearch(num_chunks, make_search, keys_of, tiers, has_host=has_host)
+
+    def _keys_of(
+        self, names: CellNames, hashes: Sequence[bytes], questions: Sequence[Question]
+    ) -> tuple[list[CellKey], list[int]]:
+        """The cells of questions that are not in host memory; see `TieredSearch`."""
+        host = self._host
+        if not host.num_ranks:
+            return names.of_questions(questions, hashes)
+        keys: list[CellKey] = []
+        ends: list[int] = []
+        for question in questions:
+            if not host.has(names.chunk_id(hashes[question.chunk], question.layer_group)):
+                keys += names.of_questions((question,), hashes)[0]
+            ends.append(len(keys))
+        return keys, ends
+
+    def _begin_tail(self, opened: _OpenLookup, now: float) -> bool:
+        """Look for an end of the hit inside the chunk behind those found.
+
+        Returns False if there can be none.
+        """
+        lookup, chain, step = opened.lookup, opened.chain, self._alias_step
+        if not step or not lookup.seeks_tail:
+            return False
+        index = opened.search.found
+        start = index * self._chunk_tokens
+        tokens = lookup.tokens[start : start + self._chunk_tokens - 1]
+        tiers = self._alias_tiers.intersection(self._usable(now))
+        if len(tokens) < step or not tiers or chain.has_extras(index):
+            return False
+        prefix = alias_prefix(opened.names.namespace)
+        ends = range(len(tokens) - len(tokens) % step, 0, -step)
+        aliases = tuple(
+            (end, prefix + chain.hash_of_part(index, tokens[:end]).hex()) for end in ends
+        )
+        opened.tail = _OpenTail(index, tokens, aliases, set(tiers), set(tiers))
+        return True
+
+    def _aliases_read(
+        self,
+        number: int,
+        asked: Sequence[tuple[_OpenLookup, _OpenTail]],
+        values: list[bytes | None] | None,
+        now: float,
+    ) -> None:
+        """A tier has read the aliases of these lookups."""
+        start = 0
+        for opened, tail in asked:
+            stop = start + len(tail.aliases)
+            contents = [None] * len(tail.aliases) if values is None else values[start:stop]
+            start = stop
+            tail.unread.remove(number)
+            for (end, key), content in zip(tail.aliases, contents, strict=True):
+                if content is None:
+                    continue
+                alias = read_alias(content)
+                found = None if alias is None else self._tail_of(opened.chain, tail, end, alias)
+                if found is None:
+                    self.useless_aliases.append(key)
+                else:
+                    candidate = _Candidate(found, [])
+                    keys = tail.found.setdefault(found.chunk_hash, candidate).alias_keys
+                    keys.append(key)
+            # A reset may have begun another search meanwhile.
+            if opened.tail is tail and opened.lookup.lookup_id in self._open:
+                self._settle(opened, now)
+
+    def _tail_of(self, chain: ChunkChain, tail: _OpenTail, end: int, alias: Alias) -> Tail | None:
+        """Return the chunk that an alias leads to.
+
+        None unless the chunk begins with the prompt's `end` tokens, and its tokens have its hash.
+        """
+        own, other = tail.tokens, alias.tokens
+        shorter = min(len(own), len(other))
+        pairs = zip(own, other, strict=False)
+        common = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+        if common < end or chain.hash_of_part(tail.index, other) != alias.chunk_hash:
+            return None
+        is_whole = len(other) == self._chunk_tokens
+        return Tail(tail.index, alias.chunk_hash, common, 0 if is_whole else len(other))
+
+    def _settle_tail(self, opened: _OpenLookup, tail: _OpenTail, now: float) -> None:
+        """Answer once it is known which of the candidates are stored."""
+        if tail.unread:
+            return
+        if tail.search is None:
+            tail.candidates = sorted(tail.found.values(), key=lambda each: -each.tail.tokens)
+            count, groups = len(tail.candidates), opened.names.layer_groups
+            hashes = [each.tail.chunk_hash for each in tail.candidates]
+            tail.search = TieredSearch(
+                count,
+                lambda: TailSearch(count, groups),
+                partial(self._keys_of, opened.names, hashes),
+                self._usable(now) if count else (),
+                has_host=self._host.num_ranks > 0,
+            )
+        search = tail.search
+        if search.done:
+            if not search.has_failed and search.num_tiers == len(self._tiers):
+                for each in tail.candidates[: tail.num_missing]:
+                    self.useless_aliases += each.alias_keys
+            self._answer(opened)
+
+    def _answer(self, opened: _OpenLookup) -> None:
+        """Answer a lookup whose searches have ended."""
+        search = opened.search
+        for tier in search.answered:
+            self._tiers[tier].pace.in_time()
+        self._finish(opened, self._outcome(search), self._miss_reason(search))
 
     def _try_tiers(self, opened: _OpenLookup, now: float) -> None:
         """Try tiers whose pause is over; the lookup does not wait for them."""
@@ -668,19 +836,21 @@ class LookupCore:
             self._settle(opened, now)
         elif now >= opened.defer_at:
             # The tier that is asked instead may be late as well.
-            is_late = bool(opened.search.waits_for)
+            is_late = bool(opened.waits_for)
             opened.defer_at = now + self._timeout_s * PUT_OFF_SHARE if is_late else math.inf
-            opened.search.defer()
+            opened.asking.defer()
             self._settle(opened, now)
 
     def _settle(self, opened: _OpenLookup, now: float) -> None:
         """Answer if the search has ended, or search again later if more is expected."""
         lookup, search = opened.lookup, opened.search
+        if opened.tail is not None:
+            self._settle_tail(opened, opened.tail, now)
+            return
         expects_more = opened.expects_more(now)
         if search.done and not expects_more:
-            for tier in search.answered:
-                self._tiers[tier].pace.in_time()
-            self._finish(opened, self._outcome(search), self._miss_reason(search))
+            if not self._begin_tail(opened, now):
+                self._answer(opened)
             return
         if 0 < opened.expected <= search.found:
             self._finish(opened, LookupOutcome.ANSWERED)
@@ -716,7 +886,7 @@ class LookupCore:
 
     def _answer_late(self, opened: _OpenLookup, now: float) -> None:
         """`answer_by` is over: answer with what is known, and note the late tiers."""
-        for number in opened.search.waits_for:
+        for number in opened.waits_for:
             tier = self._tiers[number]
             if (
                 tier.call is not None
@@ -751,16 +921,23 @@ class LookupCore:
         is_final: bool = True,
     ) -> LookupResult:
         is_answered = outcome is LookupOutcome.ANSWERED
+        found = opened.search.found
+        tail = None if opened.tail is None else opened.tail.tail
+        if tail is not None:
+            found = tail.position + 1
+        elif opened.end is not None:
+            end_tokens = len(opened.lookup.tokens) - len(opened.chain) * opened.chain.chunk_tokens
+            tail = Tail(len(opened.chain), opened.end, end_tokens, end_tokens)
         return LookupResult(
             opened.lookup.lookup_id,
             opened.chain,
-            opened.search.found if is_answered else 0,
+            found if is_answered else 0,
             outcome,
             opened.lookup.weights_version,
             miss_reason,
             opened.search.attention if is_answered else 0,
             lacks_expected=not opened.has_expected,
-            end=opened.end,
+            tail=tail,
             is_final=is_final,
             expected_chunks=opened.expected,
             has_lost_producer=opened.has_lost_producer,
@@ -773,18 +950,41 @@ class LookupCore:
             removal = tier.removals.popleft()
             removal.began = now
             return removal
+        if self._alias_step and (call := self._read_call(number, now)) is not None:
+            return call
         keys: list[CellKey] = []
         asked = []
         for opened in self._open.values():
             if len(keys) >= MAX_KEYS_PER_ROUND:
                 break
-            if wanted := opened.search.take_wanted(number):
+            search = opened.asking
+            if wanted := search.take_wanted(number):
                 keys += wanted
-                asked.append((opened, opened.search, len(wanted)))
+                asked.append((opened, search, len(wanted)))
         if not keys:
             return None
         returned = partial(self._exists_returned, number, asked)
         return TierCall(tier=number, returned=returned, began=now, keys=keys, is_for_lookups=True)
+
+    def _read_call(self, number: int, now: float) -> TierCall | None:
+        """A call that reads the aliases of lookups in a tier; None if none are to be read."""
+        keys: list[str] = []
+        asked: list[tuple[_OpenLookup, _OpenTail]] = []
+        for opened in self._open.values():
+            tail = opened.tail
+            if tail is None or number not in tail.unasked:
+                continue
+            if len(keys) + len(tail.aliases) > MAX_READ_ALIASES:
+                break
+            tail.unasked.remove(number)
+            keys += [key for _, key in tail.aliases]
+            asked.append((opened, tail))
+        if not keys:
+            return None
+        returned = partial(self._aliases_read, number, asked)
+        return TierCall(
+            tier=number, returned=returned, began=now, keys=keys, reads=True, is_for_lookups=True
+        )
 
     def _exists_returned(
         self,
@@ -802,5 +1002,5 @@ class LookupCore:
             else:
                 search.take_answer(number, present[start:stop])
             start = stop
-            if opened.search is search and opened.lookup.lookup_id in self._open:
+            if opened.asking is search and opened.lookup.lookup_id in self._open:
                 self._settle(opened, now)

@@ -17,11 +17,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.scheduler.aliases import Aliases
 from vllm_kvpool.scheduler.lookup_core import (
     QUICK_SHARE,
     Lookup,
@@ -30,11 +31,15 @@ from vllm_kvpool.scheduler.lookup_core import (
     LookupResult,
     Present,
     TierCall,
+    Value,
 )
 from vllm_kvpool.scheduler.prefix_search import CellNames, HostCacheIndex
+from vllm_kvpool.scheduler.save_outcomes import EndedSave
 from vllm_kvpool.storage.base import Store
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 LOOKUP_TIMEOUT_S = 0.5
 JOIN_S = 0.5
@@ -67,7 +72,7 @@ class LookupService:
     `host_ranks`: how many ranks have a host tier; 0 where there is none. `block`: loads begin and
     end at multiples of it, except at the end of a full hit. `timeout_s`: how long a request waits
     for its lookup. `tier_names` are for messages and metrics. `loses_cells`: single cells leave a
-    store. `open_notices` opens the connections to producers.
+    store. `open_notices` opens the connections to producers. `aliases` are those in the stores.
     """
 
     def __init__(
@@ -83,8 +88,10 @@ class LookupService:
         *,
         loses_cells: bool = False,
         open_notices: Callable[[OnNotice, OnLost], Notices] | None = None,
+        aliases: Aliases | None = None,
     ) -> None:
         self._stores = stores
+        self._aliases = aliases
         self._chunk_tokens = chunk_tokens
         self._timeout_s = timeout_s
         self._tier_names = tier_names or [str(number) for number in range(len(stores))]
@@ -94,6 +101,8 @@ class LookupService:
         self.core = LookupCore(
             *(len(stores), names, chunk_tokens, self.host, block, timeout_s, self._pace_changed),
             loses_cells=loses_cells,
+            alias_step=0 if aliases is None else aliases.step,
+            alias_tiers=() if aliases is None else aliases.tiers,
         )
         self._inbox: SimpleQueue[_Task | None] = SimpleQueue()
         self._changed = threading.Condition()
@@ -105,12 +114,12 @@ class LookupService:
             threading.Thread(target=self._read_adapters, name="kvpool-adapters", daemon=True),
             *(
                 threading.Thread(
-                    target=partial(self._serve, store, inbox),
+                    target=partial(self._serve, number, store, inbox),
                     name=f"kvpool-lookup-{name}",
                     daemon=True,
                 )
-                for store, inbox, name in zip(
-                    stores, self._tier_inboxes, self._tier_names, strict=True
+                for number, (store, inbox, name) in enumerate(
+                    zip(stores, self._tier_inboxes, self._tier_names, strict=True)
                 )
             ),
         ]
@@ -137,12 +146,19 @@ class LookupService:
     ) -> None:
         """Remove the own namespace from all tiers; see `LookupCore.remove_all`."""
         self.host.clear()
+        if self._aliases is not None:
+            self._aliases.drop()
         self._inbox.put(
             _Task(
                 lambda: self.core.remove_all(done, weights_versions, time.monotonic()),
                 lambda: done(False),
             )
         )
+
+    def write_aliases(self, save: EndedSave) -> None:
+        """Have the aliases of a save's chunks written. Never blocks."""
+        if self._aliases is not None:
+            self._aliases.write(save)
 
     def take_results(self) -> list[LookupResult]:
         if not self._results:  # most steps need no lock
@@ -171,7 +187,8 @@ class LookupService:
         deadline = time.monotonic() + JOIN_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        has_ended = not any(thread.is_alive() for thread in self._threads)
+        return (self._aliases is None or self._aliases.close()) and has_ended
 
     # The lookup thread
 
@@ -267,6 +284,9 @@ class LookupService:
             for result in self.core.results:
                 if result.is_final:
                     self._unwatch(result.lookup_id)
+        if self._aliases is not None and self.core.useless_aliases:
+            self._aliases.remove(self.core.useless_aliases)
+            self.core.useless_aliases.clear()
         if self.core.results:
             with self._changed:
                 self._results.extend(self.core.results)
@@ -294,12 +314,18 @@ class LookupService:
         while (lookup := self._adapter_inbox.get()) is not None:
             self._post_lookup(lookup, partial(self._begin, lookup, _identity_of(lookup)))
 
-    def _serve(self, store: Store, inbox: "SimpleQueue[TierCall | None]") -> None:
+    def _serve(self, number: int, store: Store, inbox: "SimpleQueue[TierCall | None]") -> None:
         while (call := inbox.get()) is not None:
-            value = _present(store, call) if call.namespaces is None else _removed(store, call)
+            value: Value
+            if call.reads and self._aliases is not None:
+                value = _answer(partial(self._aliases.read, number, call.keys))
+            elif call.namespaces is None:
+                value = _answer(partial(store.exists, call.keys))
+            else:
+                value = _removed(store, call)
             self._inbox.put(_Task(partial(self._returned, call, value), self.core.fail_all))
 
-    def _returned(self, call: TierCall, value: Present) -> None:
+    def _returned(self, call: TierCall, value: Value) -> None:
         self.core.returned(call, value, time.monotonic())
 
 
@@ -321,10 +347,10 @@ def _identity_of(lookup: Lookup) -> RequestIdentity | None:
     return None
 
 
-def _present(store: Store, call: TierCall) -> Present:
-    """Which keys are stored; None if the call failed."""
+def _answer(call: Callable[[], Answer]) -> Answer | None:
+    """The value of a call to a store; None if it failed."""
     try:
-        return store.exists(call.keys)
+        return call()
     except StoreError as error:
         logger.debug("kvpool: lookup failed: %s", error)
     except Exception:

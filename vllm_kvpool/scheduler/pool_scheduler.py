@@ -199,7 +199,7 @@ class PoolScheduler:
         state.preemptions = state.view.num_preemptions
         state.weights_version = self.weights_version
         state.found_chunks = state.attention_chunks = state.expected_chunks = 0
-        state.end = None
+        state.tail = None
         state.asks_again = False
         self.saves.release_held(state.view.request_id)
         # Tokens that have not come in time are computed: a preemption does not wait for them again.
@@ -227,6 +227,8 @@ class PoolScheduler:
                 else state.limit_tokens // self._shape.chunk_tokens,
                 exact=has_failed,
                 seeks_end=self._expects_end(state, expect_tokens),
+                # A load that has failed counts whole chunks, and so does one of expected tokens.
+                seeks_tail=self._shape.alias_step > 0 and not (has_failed or expect_tokens),
                 notices=options.notices if expect_tokens else (),
             )
         )
@@ -288,7 +290,7 @@ class PoolScheduler:
         """Have the workers fetch what was found while the request waits for its turn."""
         assert state.chain is not None
         request_id = state.view.request_id
-        hashes = tuple(state.chain.hashes[: state.found_chunks])
+        hashes = tuple(state.chain.hashes[: state.whole_chunks(state.found_chunks)])
         self._prefetches[request_id] = PrefetchPlan(
             request_id, hashes, self.weights_version, state.view.tenant
         )
@@ -308,14 +310,16 @@ class PoolScheduler:
         state.chain = answer.chain
         if is_in_time:
             state.found_chunks, state.attention_chunks = found, attention
-            state.end, state.expected_chunks = answer.end, answer.expected_chunks
+            state.tail, state.expected_chunks = answer.tail, answer.expected_chunks
         # What is stored need not be saved, unless a load of it has failed, or it is pinned: a put
         # pins what is stored already. vLLM offers a state that it has loaded.
         pins = bool(state.retention.pinned_until_ns)
-        num_whole = state.view.num_prompt_tokens // self._shape.chunk_tokens
         known = 0 if pins else max(found, attention)
-        if answer.end is not None and known > num_whole:
-            state.has_saved_end, known = True, num_whole
+        tail = answer.tail
+        if tail is not None and known > tail.position:
+            known = tail.position
+            stop = known * self._shape.chunk_tokens + tail.tokens
+            state.has_saved_end |= tail.is_end and stop == state.view.num_prompt_tokens
         if found and not pins:
             state.saved_states.add(found * self._shape.chunk_tokens)
         if state.limit_tokens is not None:
@@ -500,7 +504,7 @@ class PoolScheduler:
         return self._has_given_way
 
     def _span_of_lookup(self, state: RequestState, outcome: LookupOutcome, found: int) -> None:
-        tokens = found * self._shape.chunk_tokens
+        tokens = state.tokens_of(found, self._shape.chunk_tokens)
         attributes = {"kvpool.outcome": outcome.value, "kvpool.found_tokens": tokens}
         state.view.record_span("kvpool.lookup", self._clock() - state.asked_at, attributes)
 
@@ -550,13 +554,14 @@ class PoolScheduler:
         state.offer, state.load, state.own_tokens = None, (start, stop), stop
         state.cleared = frozenset()
         state.load_began = self._clock()
-        chunk, num_prompt = self._shape.chunk_tokens, state.view.num_prompt_tokens
+        chunk, tail = self._shape.chunk_tokens, state.tail
         first, last = start // chunk, -(-stop // chunk)
         job_id, hashes = JobId(self._take_id()), state.chain.hashes
-        has_end = state.end is not None and last * chunk > num_prompt
-        if has_end:
-            assert state.end is not None
-            hashes = [*hashes[: last - 1], state.end]
+        end_tokens = 0
+        if tail is not None and last > tail.position:
+            hashes, end_tokens = [*hashes[: tail.position], tail.chunk_hash], tail.cell_tokens
+        else:
+            tail = None
         is_stored = last <= state.found_chunks
         if not is_stored:
             num_blocks = self._tables.num_blocks(start, stop)
@@ -580,7 +585,8 @@ class PoolScheduler:
                 before=tuple(state.chain.hashes[max(0, first - self._shape.num_replicas) : first]),
                 tenant=state.view.tenant,
                 landed_stop=None if is_stored else state.found_chunks,
-                end_tokens=num_prompt % chunk if has_end else 0,
+                end_tokens=end_tokens,
+                is_last_other=tail is not None,
             )
         )
 
@@ -799,6 +805,9 @@ class PoolScheduler:
         self.saves.gathered(report.gathered)
         outcomes = self.saves.outcomes
         ended = [outcomes.ended(job_id, how) for job_id, how in report.stored.items()]
+        for save in ended:
+            if save is not None and save.prompt is not None and save.how.tiers:
+                self._lookups.write_aliases(save)
         for request_id, tokens in report.load_stops.items():
             self._layered.stopped(request_id, tokens)
             state = self._requests.get(request_id)

@@ -12,7 +12,7 @@ states, to the largest boundary that has a state of every layer.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 from vllm_kvpool.identity.keys import (
     CellKey,
@@ -110,6 +110,66 @@ class Question(NamedTuple):
     chunk: int
     layer_group: int
     whole: bool = True
+
+
+class Tail(NamedTuple):
+    """The last chunk of a hit that ends inside a chunk: an end, or another prompt's chunk.
+
+    `position` counts the whole chunks before it. Its first `tokens` tokens are the prompt's.
+    `cell_tokens`: tokens of an end, which has fewer than a chunk; 0: a whole chunk.
+    """
+
+    position: int
+    chunk_hash: bytes
+    tokens: int
+    cell_tokens: int
+
+    @property
+    def is_end(self) -> bool:
+        """True if all its tokens are the prompt's: it is named by them."""
+        return self.tokens == self.cell_tokens
+
+
+class Search(Protocol):
+    """What a lookup asks next, and what it has found by the answers so far."""
+
+    @property
+    def found(self) -> int: ...
+    @property
+    def attention(self) -> int: ...
+    @property
+    def done(self) -> bool: ...
+    def questions(self) -> "tuple[Question, ...]": ...
+    def answer(self, questions: "Sequence[Question]", present: Sequence[bool]) -> None: ...
+
+
+class TailSearch:
+    """Searches for the first of a few chunks that is stored whole; `found` counts it and those
+    behind it.
+
+    A question's `chunk` is an index here. Layer groups whose cells are optional are left out.
+    """
+
+    def __init__(self, num_chunks: int, layer_groups: Sequence[LayerGroup]) -> None:
+        needed = [i for i, each in enumerate(layer_groups) if not each.is_optional]
+        self._width = len(needed)
+        self._questions = tuple(Question(c, i) for c in range(num_chunks) for i in needed)
+        self.found = 0
+        self.done = False
+
+    @property
+    def attention(self) -> int:
+        return self.found
+
+    def questions(self) -> "tuple[Question, ...]":
+        return () if self.done else self._questions
+
+    def answer(self, questions: "Sequence[Question]", present: Sequence[bool]) -> None:
+        """Take the answers to `questions`."""
+        width = self._width
+        whole = [all(present[i : i + width]) for i in range(0, len(present), width)]
+        self.found = len(whole) - whole.index(True) if any(whole) else 0
+        self.done = True
 
 
 def largest_boundary(bound: int, step: int, is_missing: Callable[[int], bool]) -> int:
@@ -322,6 +382,12 @@ class CellNames:
             for span in layer_group.topology.all_spans():
                 for shard in layer_group.topology.all_shards():
                     yield keys.key_prefix(shard, span), span
+
+    @property
+    def anchor(self) -> int:
+        """The layer group that stands for a chunk: its layers read the whole prompt, if any do."""
+        needed = [i for i, each in enumerate(self.layer_groups) if not each.is_optional]
+        return min(needed, key=lambda i: not self.layer_groups[i].window.is_full)
 
     def with_weights(self, weights_version: str) -> "CellNames":
         """The same cells under another version of the weights."""

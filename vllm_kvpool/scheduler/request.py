@@ -9,6 +9,7 @@ from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.topology import KVCacheGroup
 from vllm_kvpool.scheduler.lookup_core import LookupOutcome
+from vllm_kvpool.scheduler.prefix_search import Tail
 from vllm_kvpool.storage.base import NO_RETENTION, Retention
 
 
@@ -26,6 +27,7 @@ class PoolShape:
     stops_at_first: bool = False  # a request without blocks holds up those behind it
     in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
     has_ends: bool = False  # the end of a prompt can be a cell of its own
+    alias_step: int = 0  # tokens between the ends of hits inside a chunk; 0: hits end with chunks
     state_stride: int = (
         0  # tokens between the recurrent states of an answer that are asked for; 0: none
     )
@@ -146,9 +148,9 @@ class RequestState:
     has_expected: bool = False  # a lookup has waited for the tokens it expects, and has ended
     answer: LookupOutcome | None = None  # None while the lookup is pending
     chain: ChunkChain | None = None
-    end: bytes | None = None  # hash of the prompt's end, if the newest lookup seeks it
+    tail: Tail | None = None  # in which its hit ends, or may end once it is stored
     expected_chunks: int = 0  # that the newest lookup waits for
-    found_chunks: int = 0  # the prompt's end counts as one
+    found_chunks: int = 0  # the tail counts as one
     attention_chunks: int = 0  # found, if there were no recurrent states
     miss_reason: LookupOutcome = LookupOutcome.ANSWERED  # why the lookup has found no more
     limit_tokens: int | None = None  # a load has failed here: ask for no more
@@ -175,9 +177,15 @@ class RequestState:
     weights_version: str = ""  # of the weights, when the newest lookup was asked
 
     def tokens_of(self, chunks: int, chunk_tokens: int) -> int:
-        """Return the tokens of the request's first chunks; the last one may be the prompt's end."""
-        tokens = chunks * chunk_tokens
-        return tokens if self.end is None else min(tokens, self.view.num_prompt_tokens)
+        """Return the tokens of the request's first chunks; the last one may be the tail."""
+        tail = self.tail
+        if tail is None or chunks <= tail.position:
+            return chunks * chunk_tokens
+        return tail.position * chunk_tokens + tail.tokens
+
+    def whole_chunks(self, chunks: int) -> int:
+        """Return how many of the request's first chunks are whole ones of its own."""
+        return chunks if self.tail is None else min(chunks, self.tail.position)
 
     def usable_tokens(
         self,
@@ -202,7 +210,7 @@ class RequestState:
             limit = min(limit, num_tokens - 1)
             return tokens if tokens <= limit and tokens % block_size == 0 else 0
         tokens = min(tokens, limit)
-        if tokens < num_tokens or self.end is None:
+        if tokens < num_tokens or self.tail is None:
             tokens -= tokens % block_size
         return min(tokens, num_tokens - 1, max(0, found - lookahead))
 

@@ -7,10 +7,11 @@ is counted by that save alone.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vllm_kvpool.identity.chunk_hash import ChunkChain
 from vllm_kvpool.metrics import MetricsRegistry, NameLabels
 from vllm_kvpool.scheduler.messages import Stored
 from vllm_kvpool.scheduler.request import PoolShape
@@ -20,17 +21,23 @@ END_WAIT_S = 2.0
 """How long an engine without requests makes steps after its last save, to learn of its end."""
 
 
+HashedPrompt = tuple[ChunkChain, Sequence[int]]
+"""The chain of a request, and its tokens, of which more may become known."""
+
+
 @dataclass(slots=True)
 class _OpenSave:
     plan: SavePlan
+    prompt: HashedPrompt | None = None
     how: Stored | None = None  # of the ranks that have reported
 
 
 class EndedSave(NamedTuple):
-    """A save that has ended in every rank."""
+    """A save that has ended in every rank. `prompt`: of a save whose chunks get aliases."""
 
     plan: SavePlan
     how: Stored
+    prompt: HashedPrompt | None = None
 
 
 class SaveOutcomes:
@@ -58,9 +65,9 @@ class SaveOutcomes:
         """True if a further step is likely to bring an outcome."""
         return bool(self._open) and self._clock() < self._planned_at + END_WAIT_S
 
-    def planned(self, plan: SavePlan) -> None:
+    def planned(self, plan: SavePlan, prompt: HashedPrompt | None = None) -> None:
         """A save has been planned; `ended` follows for every rank, or `dropped`."""
-        self._open[plan.job_id] = _OpenSave(plan)
+        self._open[plan.job_id] = _OpenSave(plan, prompt)
         self._planned_at = self._clock()
         self._pend(len(plan.hashes))
 
@@ -75,7 +82,7 @@ class SaveOutcomes:
         del self._open[job_id]
         self._pend(-len(save.plan.hashes))
         self._count(save.plan, save.how)
-        return EndedSave(save.plan, save.how)
+        return EndedSave(save.plan, save.how, save.prompt)
 
     def dropped(self, job_id: JobId) -> None:
         """The save is not sent to the ranks."""

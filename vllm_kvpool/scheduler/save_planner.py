@@ -5,7 +5,8 @@
 * Where layers read only the last tokens, the blocks of an incomplete chunk are held: the engine
   frees them before the chunk is complete.
 * Recurrent states are saved from the blocks that a step offers; without room an offer is lost.
-* The end of a prompt, a partial chunk, is saved only if the request is handed over.
+* An end, a partial chunk, is saved where a prompt that is handed over ends. With aliases, which
+  lead other prompts to it, every prompt's end is saved, or with `save_decode` every answer's.
 * A request's last save goes with the plan of the step after its end. Scheduler's thread.
 """
 
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 END_TTL_S = 120.0
 """Time to live of a prompt's end: the engine that the request is handed to loads it at once."""
+ALIASED_END_TTL_S = 3600.0
+"""The same where aliases lead to it: the next turn of a conversation begins with it. By then its
+chunk is mostly stored whole."""
 
 
 @dataclass(slots=True)
@@ -224,7 +228,7 @@ class SavePlanner:
         save = None
         if final // chunk > state.next_save:
             save = self._plan(state, final, partial(block_tables, request_id), before)
-        end = self._plan_end(state, computed, partial(block_tables, request_id), before)
+        end = self._plan_prompt_end(state, computed, partial(block_tables, request_id), before)
         if self._all_saved(state):
             if state.stale:
                 self.end_hand_over(state)
@@ -288,42 +292,63 @@ class SavePlanner:
 
     def _seeks_end(self, state: RequestState) -> bool:
         """Return True if the prompt has an end that is still to be saved."""
-        return (
-            self._shape.has_ends
-            and state.view.options.hand_over
-            and not state.has_saved_end
-            and state.view.num_prompt_tokens % self._shape.chunk_tokens > 0
-        )
+        shape = self._shape
+        rest = state.view.num_prompt_tokens % shape.chunk_tokens
+        if not (shape.has_ends and rest) or state.has_saved_end:
+            return False
+        if state.view.options.hand_over:
+            return True
+        if self._save_decode or not 0 < shape.alias_step <= rest:
+            return False
+        # An end that begins like a stored chunk would get no alias of its own.
+        tail = state.tail
+        is_found = tail is not None and tail.position == self._prompt_chunks(state)
+        is_found &= tail is not None and state.found_chunks > tail.position
+        found = tail.tokens if tail is not None and is_found else 0
+        return found // shape.alias_step < rest // shape.alias_step
 
-    def _plan_end(
+    def _plan_prompt_end(
         self,
         state: RequestState,
         computed: int,
         block_tables: Callable[[], Sequence[BlockTable]],
         freed_at: int,
     ) -> SavePlan | None:
-        """Return the save of the prompt's end; None if nothing is due or no block can be pinned.
-
-        `freed_at` tokens had been computed when the engine last freed blocks.
-        """
+        """Return the save of the prompt's end; None if nothing is due or no block can be pinned."""
         prompt = state.view.num_prompt_tokens
-        is_due = self._seeks_end(state) and computed >= prompt
-        if not is_due or state.stale or self._reset.pending or state.chain is None:
+        if computed < prompt or not self._seeks_end(state):
             return None
-        first = self._prompt_chunks(state)
+        save = self._plan_end(state, prompt, block_tables, freed_at)
+        state.has_saved_end = save is not None
+        return save
+
+    def _plan_end(
+        self,
+        state: RequestState,
+        stop: int,
+        block_tables: Callable[[], Sequence[BlockTable]],
+        freed_at: int,
+    ) -> SavePlan | None:
+        """Return the save of the tokens before `stop` behind the last whole chunk.
+
+        `freed_at` tokens had been computed when the engine last freed blocks. None if no block can
+        be pinned.
+        """
+        if state.stale or self._reset.pending or state.chain is None:
+            return None
+        first = stop // self._shape.chunk_tokens
         start = first * self._shape.chunk_tokens
-        if self._tables.num_blocks(start, prompt) > self.ledger.room:
+        if self._tables.num_blocks(start, stop) > self.ledger.room:
             return None
-        tokens = state.view.tokens()[:prompt]
+        tokens = state.view.tokens()[:stop]
         if len(state.chain) < first:
             state.chain.extend(tokens)
-        end_hash = state.chain.end(tokens)
         held = self.ledger.held(state.view.request_id)
-        pages = self._tables.of_save(block_tables(), start, prompt, freed_at, held)
-        if pages is None or end_hash is None:
+        pages = self._tables.of_save(block_tables(), start, stop, freed_at, held)
+        if pages is None:
             return None
-        state.has_saved_end = True
-        return self._pinned(state, first, first + 1, pages, end_hash=end_hash)
+        end_hash = state.chain.hash_of_part(first, tokens[start:])
+        return self._pinned(state, first, first + 1, pages, end=(end_hash, stop - start))
 
     def _plan(
         self,
@@ -367,20 +392,21 @@ class SavePlanner:
         pages: tuple[JobPages, ...],
         *,
         is_state: bool = False,
-        end_hash: bytes | None = None,
+        end: tuple[bytes, int] | None = None,
     ) -> SavePlan:
         """Return the save of chunks [first, stop), whose blocks are pinned from now on.
 
-        With `end_hash` the only chunk is the prompt's end.
+        `end`: hash and tokens of the only chunk, if it is an end.
         """
         assert state.chain is not None
         job_id, hashes = JobId(self._take_id()), state.chain.hashes
         retention, end_tokens = state.retention, 0
-        if end_hash is not None:
+        if end is not None:
+            end_hash, end_tokens = end
             hashes = [*hashes[:first], end_hash]
-            expires_ns = self._wall_ns() + int(END_TTL_S * 1e9)
+            ttl_s = ALIASED_END_TTL_S if self._shape.alias_step else END_TTL_S
+            expires_ns = self._wall_ns() + int(ttl_s * 1e9)
             retention = Retention(0, min(expires_ns, retention.expires_ns or expires_ns))
-            end_tokens = state.view.num_prompt_tokens % self._shape.chunk_tokens
         if state.first_save is None and not is_state:
             state.first_save = min(first, state.next_save)
         topic = topic_of(state)
@@ -406,7 +432,9 @@ class SavePlanner:
             found=(state.first_save or 0) if topic else 0,
             draft_stop=draft_stop,
         )
-        self.outcomes.planned(plan)
+        is_aliased = self._shape.alias_step > 0 and not is_state
+        prompt = (state.chain, state.view.tokens()) if is_aliased else None
+        self.outcomes.planned(plan, prompt)
         return plan
 
     def finish(
@@ -427,13 +455,30 @@ class SavePlanner:
             final = min(computed, self._savable_tokens(state))
             # These tables are the engine's own, in which empty places are marked.
             save = self._plan(state, final, lambda: tables, 0)
-            end = self._plan_end(state, computed, lambda: tables, 0)
+            end = self._plan_prompt_end(state, computed, lambda: tables, 0)
             saves = [each for each in (save, end) if each is not None]
+            answer_end = self._plan_answer_end(state, final, lambda: tables)
+            if answer_end is not None:
+                saves.append(answer_end)
             if saves and is_loading:
                 self._unconfirmed[state.view.request_id] = saves
             else:
                 self._late += saves
         self.forget(state.view.request_id)
+
+    def _plan_answer_end(
+        self,
+        state: RequestState,
+        final: int,
+        block_tables: Callable[[], Sequence[BlockTable]],
+    ) -> SavePlan | None:
+        """Return the save of the end of an answer with `final` tokens; None without any."""
+        chunks, rest = divmod(final, self._shape.chunk_tokens)
+        is_aliased = self._shape.has_ends and 0 < self._shape.alias_step <= rest
+        is_wanted = is_aliased and self._save_decode and state.next_save == chunks
+        if not is_wanted or (state.has_saved_end and final == state.view.num_prompt_tokens):
+            return None
+        return self._plan_end(state, final, block_tables, 0)
 
     def end_hand_over(self, state: RequestState) -> None:
         """A request that is handed over saves nothing beyond what is planned: tell the workers.

@@ -116,7 +116,10 @@ class LoadPlan:
     """Chunks from this index on are not stored yet: a `Landed` follows for each group of chunks
     that another engine has stored. None: every chunk is stored."""
     end_tokens: int = 0
-    """Tokens of the last chunk, if it is the prompt's end; 0: all chunks are whole."""
+    """Tokens of the last chunk, if it is a prompt's end; 0: all chunks are whole."""
+    is_last_other: bool = False
+    """The last chunk is none of the request's own: an end, or another prompt's chunk of which only
+    the first rows are loaded."""
 
     @property
     def stop_chunk(self) -> int:

@@ -130,7 +130,7 @@ class KVEvents:
             self._weights_version = weights_version
         if self._host.num_ranks:
             for load in plan.loads:
-                self._learn(load, load.first_chunk)
+                self._learn(load, load.first_chunk, but_last=load.is_last_other)
             for prefetch in plan.prefetches:
                 self._learn(prefetch, 0)
         for save in plan.saves:
@@ -145,12 +145,15 @@ class KVEvents:
         namespace = with_weights(self._namespace, self._weights_version)
         return chunk_id_of(namespace, chunk_hash.hex(), self._layer_group)
 
-    def _learn(self, plan: SavePlan | LoadPlan | PrefetchPlan, first: int) -> None:
+    def _learn(
+        self, plan: SavePlan | LoadPlan | PrefetchPlan, first: int, *, but_last: bool = False
+    ) -> None:
         """Learn the blocks of the plan's chunks, unless the plan is of other weights."""
         live = self._requests.get(plan.request_id)
         if live is None or plan.weights_version != self._weights_version:
             return
-        for chunk, name in enumerate(map(self._name, plan.hashes), first):
+        hashes = plan.hashes[:-1] if but_last else plan.hashes
+        for chunk, name in enumerate(map(self._name, hashes), first):
             live.names[chunk] = name
             if not self._tracker.knows(name):
                 blocks = self._blocks_of(live, chunk)
@@ -200,7 +203,7 @@ class KVEvents:
 
     def apply(self, report: StepReport, ended: Iterable[EndedSave]) -> None:
         """Take the workers' report and the saves that ended with it, after the scheduler side."""
-        for plan, how in ended:
+        for plan, how, _ in ended:
             if _is_told(plan) and plan.weights_version == self._weights_version:
                 names = list(map(self._name, plan.hashes))
                 self._tracker.saved(plan.job_id, plan.first_chunk, names, how)
