@@ -39,6 +39,21 @@ def test_every_link_leads_to_a_file(path: str) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize(
+    "path", ["ARCHITECTURE.md", "SECURITY.md", "docs/decisions.md", "docs/failures.md"]
+)
+def test_every_file_of_ours_that_a_document_names_is_there(path: str) -> None:
+    ours = [
+        str(each.relative_to(ROOT))
+        for folder in ("vllm_kvpool", "tests", "benchmarks", "examples", "configs", "scripts")
+        for each in (ROOT / folder).rglob("*.*")
+    ]
+    named = re.findall(r"`([\w./-]+\.(?:py|sh|yaml))\b[^`]*`", (ROOT / path).read_text())
+    assert named
+    missing = {name for name in named if not any(f"/{each}".endswith(f"/{name}") for each in ours)}
+    assert not missing
+
+
 def commands(program: str) -> list[tuple[str, list[str]]]:
     """Each command of `program` in a document's code, with the document's name."""
     found = []
