@@ -53,6 +53,13 @@ def queries() -> Iterator[Query]:
             yield Query(f"alerts: {rule['alert']}", rule["expr"], str(rule["annotations"]))
 
 
+@pytest.mark.parametrize("name", ["pool", "router"])
+def test_each_panel_has_a_description(name: str) -> None:
+    panels = json.loads((CONFIGS / "grafana" / f"{name}.json").read_text())["panels"]
+    bare = [each["title"] for each in panels if each["type"] != "row" and not each["description"]]
+    assert not bare
+
+
 @pytest.mark.parametrize("query", list(queries()), ids=lambda query: query.where)
 def test_a_query_asks_for_what_there_is(query: Query) -> None:
     metrics = known()
