@@ -124,7 +124,7 @@ def of_kvpool(words: Sequence[str], directory: Path) -> None:
 
 
 ELSEWHERE = re.compile(r"http://engine|10\.0\.0\.\d+:")  # what no test's machine has
-RUN = frozenset({"doctor", "explain", "pin", "purge"})
+RUN = frozenset({"doctor", "explain", "inspect", "pin", "purge"})
 NOT_RUN = {
     "kvpool prefetch": "needs S3 or Mooncake: tests/prefetch/test_command.py",
     "kvpool router": "needs engines: tests/deploy/test_two_each.py",
