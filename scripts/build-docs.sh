@@ -8,6 +8,6 @@ SOURCE=build/site-source
 rm -rf "$SOURCE"
 mkdir -p "$SOURCE"
 # Documents, the files of examples and configurations, and pictures.
-git ls-files -z -- '*.md' configs examples 'docs/*.svg' 'benchmarks/*.svg' \
+git ls-files -z -- '*.md' configs examples 'docs/*.svg' docs/site.css 'benchmarks/*.svg' \
     ':!examples/demo_guide.md' ':!tests' | xargs -0 cp --parents -t "$SOURCE"
 NO_MKDOCS_2_WARNING=1 "${TOOLS_VENV:-.venv-tools}/bin/mkdocs" build
