@@ -32,6 +32,7 @@ found = helm_python.lint(chart, values, strict=True, namespace="kvpool", kube_ve
 rendered = helm_python.Chart.load(chart).render(values, name="kvpool", namespace="kvpool")
 print(json.dumps({"lint": found, "files": rendered}))
 """
+WORKLOAD_KINDS = ("Deployment", "StatefulSet")
 S3 = {"store": "s3://bucket/kvpool?region=eu-west-1"}
 
 
@@ -112,10 +113,68 @@ def test_other_values_are_valid_too() -> None:
     assert (read.planner.mode, read.overload.ttft_target_s) == (Mode.DRY_RUN, 3)
 
 
+def test_pods_are_placed_and_have_what_the_values_add() -> None:
+    placed: dict[str, Any] = {
+        "nodeSelector": {"gpu": "h200"},
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    }
+    added: dict[str, Any] = {
+        "extraEnv": [{"name": "HF_HUB_OFFLINE", "value": "1"}],
+        "extraVolumes": [{"name": "tier", "hostPath": {"path": "/mnt/nvme"}}],
+        "extraVolumeMounts": [{"name": "tier", "mountPath": "/var/cache/kvpool"}],
+    }
+    secrets = [{"name": "registry"}]
+    rendered = render(
+        {
+            "imagePullSecrets": secrets,
+            "weightsStorageClass": "fast",
+            **{role: placed | added for role in ("prefill", "decode")},
+            **{part: placed for part in ("router", "mooncakeMaster")},
+        }
+    )
+    pods = {name: each for (kind, name), each in rendered.items() if kind in WORKLOAD_KINDS}
+    assert len(pods) == 4
+    for name, document in pods.items():
+        assert kubernetes_validate.validate(document, RELEASES[-1], strict=True)
+        spec = document["spec"]["template"]["spec"]
+        assert spec["imagePullSecrets"] == secrets
+        assert {key: spec[key] for key in placed} == placed
+        if name in ("kvpool-prefill", "kvpool-decode"):
+            (engine,) = spec["containers"]
+            assert added["extraEnv"][0] in engine["env"]
+            assert added["extraVolumes"][0] in spec["volumes"]
+            assert added["extraVolumeMounts"][0] in engine["volumeMounts"]
+            (claim,) = document["spec"]["volumeClaimTemplates"]
+            assert claim["spec"]["storageClassName"] == "fast"
+
+
+def test_prometheus_finds_each_service_and_the_policies_admit_it() -> None:
+    values = {
+        "networkPolicy": {"prometheusNamespace": "monitoring"},
+        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    }
+    rendered = render(values)
+    monitor = rendered["ServiceMonitor", "kvpool"]
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    selector = monitor["spec"]["selector"]["matchLabels"].items()
+    scraped = {each["port"] for each in monitor["spec"]["endpoints"]}
+    for (kind, name), document in rendered.items():
+        if kind == "Service":
+            assert selector <= document["metadata"]["labels"].items()
+            assert scraped & {each["name"] for each in document["spec"]["ports"]}, name
+        if kind == "NetworkPolicy":
+            assert kubernetes_validate.validate(document, RELEASES[-1], strict=True)
+    for name, port in (("kvpool-engines", "http"), ("kvpool-mooncake-master", "metrics")):
+        rules = rendered["NetworkPolicy", name]["spec"]["ingress"]
+        namespace = {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
+        assert {"from": [{"namespaceSelector": namespace}], "ports": [{"port": port}]} in rules
+
+
 @pytest.mark.parametrize(
     "values",
     [
         {"replica": 3},
+        {"router": {"tolerations": "all"}},
         {"prefill": {"replicas": "two"}},
         {"router": {"planner": "always"}},
         {"pool": {"store": None}},
