@@ -15,6 +15,9 @@ model has 8 layers, random weights and 16 KiB of KV a token.
   servers and their engines a request, prefill included; Mooncake's master is not counted.
 * `decode` names what decode is started with: as prefill (blocks of 128 tokens, one rank), with
   blocks of 256, with two ranks, which share the cores with prefill.
+* A worker of vLLM polls for a second after each step, and the pool's decode makes steps from the
+  first chunk that lands: with `no spinning` the workers of both servers, of all ways, poll for
+  10 ms.
 * Prefill killed: all of its processes end right after its answer; `first token` is decode's, of one
   request, beside that of a prompt of the same length that decode computes alone.
 * NIXL (UCX, its own choice of transports) polls in a thread of each engine without a pause; here
@@ -86,6 +89,7 @@ SHAPE = LlamaShape(
 )
 CHUNK, BLOCK = 256, 128
 SAME = Shape(BLOCK)
+STILL = Shape(BLOCK, spins=False)
 OTHERS = (Shape(2 * BLOCK), Shape(BLOCK, ranks=2))
 SHORT, MIDDLE, LONG = 512, 2048, 6144
 BATCHED_TOKENS = 2048
@@ -233,14 +237,16 @@ async def kill_prefill(pair: Pair, limit_s: float) -> Row:
 
 
 @contextlib.contextmanager
-def prefill_servers() -> Iterator[tuple[Servers, list[Way], list[Server], list[Row]]]:
+def prefill_servers(
+    shape: Shape = SAME,
+) -> Iterator[tuple[Servers, list[Way], list[Server], list[Row]]]:
     """A prefill of each way, and a row for each way that there is none of."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench")))
         servers = Servers(add_tokenizer(make_model(directory, SHAPE)), directory, SERVER)
         master = stack.enter_context(MooncakeMaster())
         some, missing = ways(master.address, directory, SEGMENT)
-        prefills = stack.enter_context(started(servers, some, SAME, is_decode=False))
+        prefills = stack.enter_context(started(servers, some, shape, is_decode=False))
         yield (
             servers,
             some,
@@ -265,6 +271,19 @@ def measure_engines(quick: bool, result: Result) -> None:
             result.rows += take_turns(pairs, SAME, tokens, 1, count, LIMIT_S)
         result.rows += take_turns(pairs, SAME, MIDDLE, TOGETHER, rounds, LIMIT_S)
         result.rows += kill_prefills(pairs, LIMIT_S)
+
+
+def measure_still(quick: bool, result: Result) -> None:
+    """No worker polls between its steps: the processor time of what is done."""
+    requests = QUICK_REQUESTS if quick else REQUESTS
+    with (
+        prefill_servers(STILL) as (servers, some, prefills, _),
+        started(servers, some, STILL, is_decode=True) as decodes,
+    ):
+        pairs = [Pair(*each) for each in zip(some, prefills, decodes, strict=True)]
+        for tokens in (SHORT, MIDDLE):
+            warm_up(pairs, tokens, LIMIT_S)
+            result.rows += take_turns(pairs, STILL, tokens, 1, requests, LIMIT_S)
 
 
 def measure_shapes(quick: bool, result: Result) -> None:
@@ -358,7 +377,12 @@ def measure_hops(quick: bool, result: Result) -> None:
                 result.rows += hop_rows(store, prefill, decode, repeats, lengths)
 
 
-PARTS = {"engines": measure_engines, "shapes": measure_shapes, "hops": measure_hops}
+PARTS = {
+    "engines": measure_engines,
+    "still": measure_still,
+    "shapes": measure_shapes,
+    "hops": measure_hops,
+}
 
 
 def measure(quick: bool, part: str) -> Result:

@@ -31,6 +31,8 @@ REQUIREMENTS = Path(__file__).parents[1] / "requirements" / "nixl.txt"
 INSTALL_LIMIT_S = 300.0
 NIXL_PAUSE_US = 1000
 """Pause of NIXL's progress thread between two polls; NIXL's default is none."""
+STILL_AFTER_S = 0.01
+"""With 0 workers miss notices at times, and wait for 5 s."""
 DECODE_TOKENS = 4
 ABORT_S = 60
 """After which MooncakeConnector's prefill gives up a request that decode has not fetched, and makes
@@ -102,6 +104,16 @@ def prepare_nixl(folder: Path, pause_us: int) -> None:
 def prepare_mooncake_connector() -> None:
     """Let vLLM's MooncakeConnector, which asks for its GPU's number, start without a GPU."""
     torch.accelerator.current_device_index = lambda: 0
+
+
+def prepare_without_spin(prepare: Callable[[], None] | None) -> None:
+    """Let vLLM's workers poll for their next step for `STILL_AFTER_S`, not for a second."""
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    start = functools.partialmethod(SpinCondition.__init__, busy_loop_s=STILL_AFTER_S)
+    SpinCondition.__init__ = start  # type: ignore[method-assign, assignment]
+    if prepare is not None:
+        prepare()
 
 
 WHOLE_PROMPT = 1 << 30  # tokens; the engine takes the prompt's own number
@@ -234,9 +246,12 @@ class Shape:
 
     block: int
     ranks: int = 1
+    spins: bool = True
+    """Whether its worker polls for its next step for a second, as vLLM has it."""
 
     def __str__(self) -> str:
-        return f"blocks of {self.block}" + (f", TP {self.ranks}" if self.ranks > 1 else "")
+        ranks = f", TP {self.ranks}" if self.ranks > 1 else ""
+        return f"blocks of {self.block}{ranks}" + ("" if self.spins else ", no spinning")
 
 
 @dataclass
@@ -290,7 +305,10 @@ class Servers:
         )
         core = "|".join("01") if shape.ranks > 1 else str(int(is_decode))
         log = self.directory / f"{uuid.uuid4().hex}.log"
-        return Server(self.model, core, options, way.env(), log, way.prepare)
+        prepare = way.prepare
+        if not shape.spins:
+            prepare = functools.partial(prepare_without_spin, way.prepare)
+        return Server(self.model, core, options, way.env(), log, prepare)
 
 
 def ways(
