@@ -87,8 +87,8 @@ def test_loaded_tokens_count_by_whether_the_drafters_rows_were_there(
 
 
 def test_rows_behind_missing_ones_are_not_saved(bench: Drafting) -> None:
-    view = bench.add(num_tokens=5 * CHUNK + 1)
-    bench.hold(view.tokens(), range(3))
+    bench.hold(range(5 * CHUNK + 1), range(3))
+    bench.add(num_tokens=5 * CHUNK + 1)
     bench.match()
     bench.load(3 * CHUNK - 1, 2)
     [save] = bench.step(a=2 * CHUNK + 2).saves
@@ -98,8 +98,8 @@ def test_rows_behind_missing_ones_are_not_saved(bench: Drafting) -> None:
 def test_a_request_behind_gaps_of_the_own_cache_saves_no_rows_until_it_is_reset(
     bench: Drafting,
 ) -> None:
+    bench.hold(range(4 * CHUNK), range(2))
     view = bench.add(num_tokens=4 * CHUNK)
-    bench.hold(view.tokens(), range(2))
     bench.match()
     bench.load(2 * CHUNK - 1, 1)
     bench.step(a=2 * CHUNK + 1)
@@ -116,8 +116,8 @@ def test_a_request_behind_gaps_of_the_own_cache_saves_no_rows_until_it_is_reset(
 
 
 def test_a_chunk_that_is_computed_anew_closes_its_gap(bench: Drafting) -> None:
-    view = bench.add(num_tokens=3 * CHUNK)
-    bench.hold(view.tokens(), range(2))
+    bench.hold(range(3 * CHUNK), range(2))
+    bench.add(num_tokens=3 * CHUNK)
     bench.match()
     bench.load(2 * CHUNK - 1, 1)
     gaps, state = bench.scheduler.saves.draft_gaps, bench.scheduler._requests["a"]
@@ -144,8 +144,8 @@ def test_answers_behind_missing_rows_count_against_loading() -> None:
     bench = Drafting(config=KVPoolConfig(load_policy=LoadPolicy.AUTO))
     costs = bench.scheduler._load_costs
     for name, cleared, token_s in (("b", (), 1.0), ("a", (0, 1, 2), 3.0)):
+        bench.hold(range(PROMPT), range(3))
         view = bench.add(name, num_tokens=PROMPT)
-        bench.hold(view.tokens(), range(3))
         bench.match(name)
         bench.load(3 * CHUNK - 1, *cleared, name=name)
         bench.step(**{name: PROMPT - 3 * CHUNK + 1})
