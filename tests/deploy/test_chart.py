@@ -128,8 +128,8 @@ def test_pods_are_placed_and_have_what_the_values_add() -> None:
         {
             "imagePullSecrets": secrets,
             "weightsStorageClass": "fast",
-            **{role: placed | added for role in ("prefill", "decode")},
-            **{part: placed for part in ("router", "mooncakeMaster")},
+            **dict.fromkeys(("prefill", "decode"), placed | added),
+            **dict.fromkeys(("router", "mooncakeMaster"), placed),
         }
     )
     pods = {name: each for (kind, name), each in rendered.items() if kind in WORKLOAD_KINDS}
