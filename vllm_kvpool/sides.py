@@ -699,7 +699,7 @@ def encrypted_cells(config: KVPoolConfig, stores: "Sequence[Store]") -> "Encrypt
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"encryption of cells needs cryptography ({error}); run: "
-            "pip install vllm-kvpool[encryption]"
+            "pip install 'vllm-kvpool[encryption]'"
         ) from error
     return EncryptedCells(CellCipher(read_keys(Path(config.encryption_key_file))), stores)
 

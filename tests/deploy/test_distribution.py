@@ -104,7 +104,7 @@ def test_the_wheel_alone_says_what_its_commands_lack(
         ("serve", ("serve", "--store", store)),
         ("top", ("top", "http://127.0.0.1:1")),
     ):
-        assert f"pip install vllm-kvpool[{extra}]" in call(kvpool, *arguments, status=1)
+        assert f"pip install 'vllm-kvpool[{extra}]'" in call(kvpool, *arguments, status=1)
 
 
 def test_the_wheel_with_extras_runs_the_router(files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def missing(library: str) -> ImportError:
         (
             (),
             ModuleNotFoundError("No module named 'mooncake'"),
-            "pip install vllm-kvpool[mooncake]",
+            "pip install 'vllm-kvpool[mooncake]'",
         ),
         ((CUDA,), missing("libcudart.so.12"), "pip install 'vllm-kvpool[mooncake-cpu]'"),
         ((CUDA,), missing("libcuda.so.1"), f"pip uninstall {CUDA}"),

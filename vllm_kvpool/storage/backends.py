@@ -49,7 +49,7 @@ def _s3(options: S3Options, segment: bool) -> Backend:
         from vllm_kvpool.storage import s3
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"s3:// needs obstore ({error}); run: pip install vllm-kvpool[s3]"
+            f"s3:// needs obstore ({error}); run: pip install 'vllm-kvpool[s3]'"
         ) from error
     return s3.CAPABILITIES, lambda: s3.S3Store(options)
 

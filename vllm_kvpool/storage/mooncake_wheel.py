@@ -13,9 +13,7 @@ from vllm_kvpool.config import environment
 DISTRIBUTION = "mooncake-transfer-engine"
 FORCE_TCP_NAME = "MC_FORCE_TCP"
 
-_KINDS = (
-    "vllm-kvpool[mooncake] (CUDA 12), [mooncake-cuda13], [mooncake-npu] (Ascend) or [mooncake-cpu]"
-)
+_KINDS = "'vllm-kvpool[mooncake]' (CUDA 12), [mooncake-cuda13], [mooncake-npu] or [mooncake-cpu]"
 _PACKAGES = {
     "libibverbs": "libibverbs1",
     "librdmacm": "librdmacm1",

@@ -77,4 +77,4 @@ def extra(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error}; run: pip install vllm-kvpool[{name}]") from None
+        raise ConfigError(f"{error}; run: pip install 'vllm-kvpool[{name}]'") from None
