@@ -111,6 +111,24 @@ def test_cells_that_one_gather_moves_fail_together() -> None:
     assert rig.is_clean
 
 
+def test_cells_of_a_gather_are_sealed_by_one_op_and_put_one_by_one() -> None:
+    rig = bench(DISK)
+    rig.save(1, CELLS)
+    assert f"seal {CELLS}" in words(rig.ends(0))
+    assert sizes(rig.running[1]) == [2, 2]
+    rig.ends(1)
+    assert sizes(rig.running[2]) == [1, 1, 1, 1]
+    assert "saved 1: 4 done" in rig.run()
+
+
+def test_cells_that_one_op_seals_fail_together() -> None:
+    rig = bench(DISK)
+    rig.save(1, "a0 a1")
+    rig.ends(0)
+    assert "saved 1: 2 failed" in rig.ends(1, FAILED)
+    assert rig.is_clean
+
+
 def test_the_first_cells_move_before_the_others_are_named() -> None:
     rig = filled()
     assert words(rig.step(in_two(load_job(1, CELLS)))) == ["scatter a0 a1"]

@@ -20,7 +20,6 @@ from vllm_kvpool.transfer.ops import (
     Cell,
     CellOutcome,
     HandOverProgress,
-    LaneName,
     Lent,
     LoanEnded,
     OpKind,
@@ -150,7 +149,7 @@ class TransferContext:
         return int(self.now * 1e9)
 
     def lane(self, kind: OpKind, tier: int = HOST) -> Lane:
-        return self.scheduler.lanes[LaneName(kind, tier)]
+        return self.scheduler.lanes[kind, tier]  # equal to a `LaneName`
 
     def wait_for(self, fence: Fence | None) -> tuple[Op, ...]:
         """The op after which a job may touch pages; empty without a fence.
@@ -181,8 +180,12 @@ class TransferContext:
 
     def tiers_writable(self, first: int = 0) -> list[int]:
         """Those of them that may be written to."""
+        return [tier for tier in range(first, len(self.tiers)) if self.is_writable(tier)]
+
+    def is_writable(self, tier: int) -> bool:
+        """Return True if a tier may be written to now."""
         now = self.now
-        return [t for t in self.tiers_up(first) if self.write_breakers[t].closed_at <= now]
+        return self.breakers[tier].closed_at <= now and self.write_breakers[tier].closed_at <= now
 
     def try_again(self, op: Op, tier: int, outcome: CellOutcome, lane: Lane | None = None) -> bool:
         """Try a failed op again if that may help; `lane` is that of a get, which a check may have

@@ -30,7 +30,6 @@ from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
 from vllm_kvpool.transfer.loads import Loads, Scatter
 from vllm_kvpool.transfer.loans import Loans, ReplicaSet
 from vllm_kvpool.transfer.ops import (
-    COPIES,
     HOST,
     REPLICA,
     WRITES,
@@ -55,7 +54,7 @@ from vllm_kvpool.transfer.ops import (
     TierHealth,
     TimePassed,
 )
-from vllm_kvpool.transfer.saves import Copy, Gather, SaveManager
+from vllm_kvpool.transfer.saves import Copies, Copy, SaveManager
 
 
 class HungCalls:
@@ -306,12 +305,11 @@ class Engine:
         if lane.tier >= 0:
             self._watch_tier(lane, outcomes)
         if lane.kind is OpKind.GET:
-            self.context.hits[lane.tier] += sum(
-                outcome is CellOutcome.DONE and op.priority == Priority.LOAD
-                for op, outcome in zip(batch.ops, outcomes, strict=True)
-            )
+            ended = zip(batch.ops, outcomes, strict=True)
+            found = [op.priority for op, outcome in ended if outcome is CellOutcome.DONE]
+            self.context.hits[lane.tier] += found.count(Priority.LOAD)
         handle = self._handlers[lane.kind]
-        if lane.kind not in COPIES:
+        if len(batch.ops) == len(outcomes):
             for op, outcome in zip(batch.ops, outcomes, strict=True):
                 handle(op, outcome)
             return
@@ -404,7 +402,7 @@ class Engine:
                     op.what.on_lost()
                 elif isinstance(op.what, Scatter):
                     self.loads.lost(op, _why(cause))
-                elif isinstance(op.what, Gather):
+                elif isinstance(op.what, Copies):
                     self.saves.lost(op, _why(cause))
                 elif isinstance(op.what, Copy):
                     self.saves.settle(op.what)
@@ -419,6 +417,6 @@ def _why(cause: Op) -> CellOutcome:
         return what.trouble
     if isinstance(what, FenceOp):
         return CellOutcome.FAILED
-    if isinstance(what, Copy | Gather) and what.outcome is not None:
+    if isinstance(what, Copy | Copies) and what.outcome is not None:
         return what.outcome
     return CellOutcome.CANCELLED

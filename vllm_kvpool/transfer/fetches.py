@@ -47,12 +47,12 @@ class Fetches:
     def begin(self, cell: Cell, owner: Owner) -> CacheEntry | None:
         """Start to fetch a cell that is not in host memory; None if no tier can be asked."""
         context = self._context
-        tiers = [REPLICA] if cell.fetcher is not None else self._tiers_of(cell)
-        if not tiers:
+        tier = REPLICA if cell.fetcher is not None else self._next_tier(cell)
+        if tier is None:
             return None
         entry = context.host_cache.begin(cell.key, cell.chunk, cell.nbytes)
-        lane = context.lane(OpKind.GET, tiers[0])
-        entry.op = context.scheduler.add(owner, lane, Fetch(cell, entry, tiers[0]), cell.nbytes)
+        lane = context.lane(OpKind.GET, tier)
+        entry.op = context.scheduler.add(owner, lane, Fetch(cell, entry, tier), cell.nbytes)
         return entry
 
     def release(self, entry: CacheEntry) -> None:
@@ -96,9 +96,10 @@ class Fetches:
         if fetch.cell.fetcher is not None and host_cache.capacity:
             host_cache.forget(entry)  # another rank's host tier keeps it
         host_cache.arrived(entry, self._context.now_ns)
-        nearer = [t for t in self._context.tiers_writable() if t < fetch.tier]
-        if nearer:
-            self._copy_up(entry, nearer)
+        if fetch.tier > 0:
+            nearer = [t for t in range(fetch.tier) if self._context.is_writable(t)]
+            if nearer:
+                self._copy_up(entry, nearer)
         self._context.scheduler.finish(op)
         host_cache.unpin(entry)
 
@@ -116,7 +117,7 @@ class Fetches:
     def remove(self, cell: Cell, tier: int, owner: Owner) -> None:
         """Remove a bad cell from a tier, so that no reader meets it again."""
         lane = self._context.lane(OpKind.REMOVE, tier)
-        is_down = tier not in self._context.tiers_writable(tier)
+        is_down = not self._context.is_writable(tier)
         is_leaving = (tier, cell.key) in self._removing
         if lane.num_ready < MAX_WAITING_REMOVES and not is_down and not is_leaving:
             removal = self._context.scheduler.add(owner, lane, CellOp(cell, None))
@@ -137,12 +138,12 @@ class Fetches:
         wanted = set(keys)
         return [op for (_, key), op in self._removing.items() if key in wanted]
 
-    def _tiers_of(self, cell: Cell, first: int = 0) -> list[int]:
-        """The tiers from `first` on that can be asked for a cell."""
-        tiers = self._context.tiers_up(first)
-        if not self._removing:  # as nearly always
-            return tiers
-        return [tier for tier in tiers if (tier, cell.key) not in self._removing]
+    def _next_tier(self, cell: Cell, first: int = 0) -> int | None:
+        """Return the nearest tier from `first` on that can be asked for a cell."""
+        for tier in self._context.tiers_up(first):
+            if (tier, cell.key) not in self._removing:
+                return tier
+        return None
 
     def _try_elsewhere(self, op: Op, outcome: CellOutcome) -> None:
         """The tier did not give the cell: try again, or the next tier, or fail."""
@@ -165,11 +166,11 @@ class Fetches:
         context, fetch = self._context, op.what
         if fetch.trouble is CellOutcome.MISSING and fetch.tier != REPLICA:
             fetch.trouble = outcome
-        further = self._tiers_of(fetch.cell, max(0, fetch.tier + 1))
-        if not further:
+        further = self._next_tier(fetch.cell, max(0, fetch.tier + 1))
+        if further is None:
             self._fail(op, fetch.trouble)
             return
-        fetch.tier = further[0]
+        fetch.tier = further
         op.attempts = 0
         context.scheduler.move(op, context.lane(OpKind.GET, fetch.tier))
 

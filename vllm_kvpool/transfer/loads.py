@@ -213,7 +213,7 @@ class Loads:
                 self._on_wanted(cell, entry, owner)
             if is_here and not entry.prefetched:
                 hits[cell.chunk.id] = None
-            if not is_here:
+            if entry.op is not None:
                 self._scatter(load, [(cell, entry)], (*load.fence, entry.op))
                 continue
             if not slab.takes(place):
@@ -235,7 +235,7 @@ class Loads:
         self,
         load: _Load,
         parts: list[tuple[Cell, CacheEntry | None]],
-        after: Sequence[Op | None],
+        after: Sequence[Op],
     ) -> None:
         """Add the op that moves cells of one chunk into the pages; none without cells."""
         if not parts:
@@ -246,10 +246,10 @@ class Loads:
         if load.job.plan.layered:
             span = scatter.span
             load.open_by_span[span] = load.open_by_span.get(span, 0) + 1
-        self._add_op(scatter, [op for op in after if op is not None])
+        self._add_op(scatter, after)
 
     def _add_op(self, scatter: Scatter, after: Sequence[Op]) -> None:
-        nbytes = sum(cell.nbytes for cell, _ in scatter.parts)
+        nbytes = sum([cell.nbytes for cell, _ in scatter.parts])
         owner, size = scatter.load.owner, len(scatter.parts)
         add = self._context.scheduler.add
         scatter.op = add(owner, self._scatters, scatter, nbytes, after, size=size)

@@ -1,6 +1,6 @@
 """Saves, and every other copy of a cell into a tier (pure; the engine thread's).
 
-A chunk's cells are one GATHER; each is a SEAL then, and a PUT for each tier it goes to.
+A chunk's cells are one GATHER, a batch of them one SEAL, and each one PUT for each tier it goes to.
 `SaveGathered` frees the pages. `SaveDone` follows when every cell is in the nearest durable tier
 that took it, or was given up; puts to tiers further away go on. Write-through puts into every tier
 that can be asked. Write-back keeps cells in host memory and puts them into every such tier before
@@ -23,7 +23,7 @@ from vllm_kvpool.transfer.context import (
     TransferContext,
     tier_of,
 )
-from vllm_kvpool.transfer.graph import OVER, Op, OpState, Owner, Priority
+from vllm_kvpool.transfer.graph import OVER, Lane, Op, OpState, Owner, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
     HOST,
@@ -78,10 +78,10 @@ class Copy(CellOp):
 
 
 @dataclass(slots=True, eq=False)
-class Gather:
-    """Cells of one chunk of a save that one op moves."""
+class Copies:
+    """Copies whose cells one op moves or seals: all are done, or none."""
 
-    copies: list[Copy]
+    copies: Sequence[Copy]
 
     @property
     def parts(self) -> Sequence[Part]:
@@ -204,16 +204,19 @@ class SaveManager:
         """Add the op that moves cells of one chunk out of the pages, and what comes after it."""
         if not begun:
             return
-        gather = Gather([copy for copy, _ in begun])
-        nbytes = sum(copy.cell.nbytes for copy, _ in begun)
-        op = self._context.scheduler.add(
-            save.owner, self._gathers, gather, nbytes, save.fence, size=len(begun)
-        )
+        op = self._add(save.owner, self._gathers, [copy for copy, _ in begun], save.fence)
         save.gathers.append(op)
-        for copy, tiers in begun:
+        for copy, _ in begun:
             copy.entry.op = op
+        self._add_puts(save.owner, begun, (op,))
+
+    def _add(self, owner: Owner, lane: Lane, copies: Sequence[Copy], after: Sequence[Op]) -> Op:
+        """Add an op that moves or seals the cells of copies."""
+        nbytes, size = sum([copy.cell.nbytes for copy in copies]), len(copies)
+        op = self._context.scheduler.add(owner, lane, Copies(copies), nbytes, after, size=size)
+        for copy in copies:
             copy.ops.append(op)
-            self._add_puts(save.owner, copy, tiers, (op,))
+        return op
 
     def _pin(self, entry: CacheEntry, cell: Cell, up: Sequence[int]) -> None:
         """Pin a cell that is in host memory there, and in tiers by putting it again."""
@@ -229,16 +232,19 @@ class SaveManager:
         return back and cell.stored and bool(context.tiers)
 
     def _add_puts(
-        self, owner: Owner, copy: Copy, tiers: Sequence[int], after: tuple[Op, ...]
+        self, owner: Owner, begun: Sequence[tuple[Copy, Sequence[int]]], after: Sequence[Op]
     ) -> None:
-        context, cell = self._context, copy.cell
-        if not tiers:
-            return
-        seal = context.scheduler.add(owner, self._seals, copy, cell.nbytes, after)
-        copy.ops.append(seal)
-        for tier in tiers:
-            lane = context.lane(OpKind.PUT, tier)
-            copy.ops.append(context.scheduler.add(owner, lane, copy, cell.nbytes, (seal,)))
+        """Add what seals cells, a batch by one op, and puts each into its tiers."""
+        add, lane_of = self._context.scheduler.add, self._context.lane
+        limits, stored = self._seals.limits, [each for each in begun if each[1]]
+        while stored:
+            most = min(limits.batch_ops, limits.batch_bytes // stored[0][0].cell.nbytes) or 1
+            some, stored = stored[:most], stored[most:]
+            seal = self._add(owner, self._seals, [copy for copy, _ in some], after)
+            for copy, tiers in some:
+                for tier in tiers:
+                    lane = lane_of(OpKind.PUT, tier)
+                    copy.ops.append(add(owner, lane, copy, copy.cell.nbytes, (seal,)))
 
     def gathered(self, op: Op, outcome: CellOutcome) -> None:
         copies, context = op.what.copies, self._context
@@ -265,11 +271,19 @@ class SaveManager:
     # Copies
 
     def sealed(self, op: Op, outcome: CellOutcome) -> None:
-        copy, up = op.what, self._context.tiers_writable()
-        for put in copy.ops:
-            if put.state is OpState.WAITING and tier_of(put) not in up:  # down since the start
-                self._end(put, copy, CellOutcome.UNREACHABLE)
-        self._end(op, copy, outcome)
+        copies, is_writable = op.what.copies, self._context.is_writable
+        for copy in copies:
+            for put in copy.ops:
+                if put.state is OpState.WAITING and not is_writable(tier_of(put)):
+                    self._end(put, copy, CellOutcome.UNREACHABLE)  # down since the start
+        if outcome is CellOutcome.DONE:
+            self._context.scheduler.finish(op)
+        else:
+            for copy in copies:
+                copy.outcome = outcome
+            self._context.scheduler.fail(op)
+        for copy in copies:
+            self.settle(copy)
 
     def put(self, op: Op, outcome: CellOutcome) -> None:
         copy, tier = op.what, tier_of(op)
@@ -325,7 +339,7 @@ class SaveManager:
         self._context.host_cache.pin(entry)
         copy = Copy(Cell(entry.key, entry.chunk, entry.nbytes), entry, None)
         self._copies[copy] = None
-        self._add_puts(Owner(Priority.COPY), copy, tiers, ())
+        self._add_puts(Owner(Priority.COPY), [(copy, tiers)], ())
         self.settle(copy)
 
     def _end(self, op: Op, copy: Copy, outcome: CellOutcome) -> None:
@@ -339,7 +353,7 @@ class SaveManager:
         self.settle(copy)
 
     def lost(self, op: Op, outcome: CellOutcome) -> None:
-        """A gather was cancelled, since its fence has failed."""
+        """A gather or seal was cancelled, since its fence or gather has failed."""
         for copy in op.what.copies:
             self._context.host_cache.failed(copy.entry)
             copy.outcome = copy.outcome or outcome
@@ -347,7 +361,7 @@ class SaveManager:
 
     def settle(self, copy: Copy) -> None:
         """If the last op of a copy has ended, unpin its entry."""
-        if copy not in self._copies or any(op.state not in OVER for op in copy.ops):
+        if copy not in self._copies or not OVER.issuperset([op.state for op in copy.ops]):
             return
         del self._copies[copy]
         tier = _nearest_tier(copy)
@@ -478,6 +492,8 @@ class SaveManager:
 
 
 def _nearest_tier(copy: Copy) -> int | None:
-    """The nearest tier that has taken the cell."""
-    done = [tier_of(op) for op in copy.ops if op.state is OpState.DONE]
-    return min((tier for tier in done if tier != HOST), default=None)
+    """Return the nearest tier that has taken the cell."""
+    for op in copy.ops:  # puts are in the order of tiers
+        if op.state is OpState.DONE and (tier := tier_of(op)) != HOST:
+            return tier
+    return None
