@@ -6,8 +6,8 @@
 `h` is the global KV head (of a recurrent state the unit), `a-b` the half-open global layer range;
 with several layer groups it counts within one, and `@kind:{group}` follows. Where
 `per_head_storage` is off, a rank's heads are one cell, `@rank:{r}of{n}`. The hash is the chunk's; a
-state has that of the last chunk before it. A namespace's manifest is `{namespace}@manifest`, aliases
-are `{namespace}@kind:alias@{hash hex}`. Keys hold only `_SAFE` and `@:`, safe in every store.
+state has that of the last chunk before it. A namespace's manifest is `{namespace}@manifest`;
+aliases are `{namespace}@kind:alias@{hash hex}`. Keys hold `_SAFE` and `@:`, safe in every store.
 """
 
 import hashlib
