@@ -20,7 +20,6 @@ from vllm_kvpool.router.dataplane.resume.stream_resumer import Refusal, Resume, 
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    pytest.importorskip("vllm.entrypoints.generate.base.serving", reason="an older vLLM")
     from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
     from tests.router.front_half import FrontHalf, NextToken, make_tokenizer, scripted

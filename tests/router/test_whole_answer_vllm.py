@@ -12,7 +12,6 @@ from vllm_kvpool.router.dataplane.resume.whole_answer import WholeAnswer, is_str
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    pytest.importorskip("vllm.entrypoints.generate.base.serving", reason="an older vLLM")
     from tests.router.test_stream_resumer_vllm import (
         FIELDS,
         LOGPROBS,

@@ -12,9 +12,6 @@ import pytest
 
 from tests.support.buffers import make_buffer
 from vllm_kvpool.storage.base import GetOutcome
-
-pytest.importorskip("obstore", reason="the client of s3:// is not installed")
-
 from vllm_kvpool.storage.s3 import S3Store
 from vllm_kvpool.storage.url import S3Options
 

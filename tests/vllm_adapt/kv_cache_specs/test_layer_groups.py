@@ -312,8 +312,10 @@ def test_states_of_different_forms_in_a_group_are_refused(
 # What cannot
 
 
-@pytest.mark.skipif(compat.offers_states(), reason="this release says when states are complete")
-def test_older_releases_refuse_recurrent_states(make_config: Callable[..., VllmConfig]) -> None:
+def test_older_releases_refuse_recurrent_states(
+    make_config: Callable[..., VllmConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "offers_states", lambda: False)
     mamba = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
     cache = by_hand(([name_of(0)], FULL), ([name_of(1)], mamba))
     with pytest.raises(ConfigError, match=r"use vLLM 0\.32"):
