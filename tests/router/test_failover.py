@@ -32,6 +32,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, State
+from vllm_kvpool.router.dataplane.calls import AnswerCall
 from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
 from vllm_kvpool.router.dataplane.responses import TokenCounts
@@ -651,8 +652,8 @@ async def test_cached_tokens_of_an_answer_are_those_that_its_prompts_call_found(
         exchange.enqueue(Prefill(ONE, ReplicaId("r")))
         assert exchange._resumer is not None
         assert exchange._resumer.max_cached_tokens == 0
-        prefilling = exchange._prefilling
-        assert prefilling is not None
+        assert exchange._prompt_call is not None
+        prefilling = exchange._prompt_call.task
         prefilling.cancel()
         exchange._report_prefill(outcome, TokenCounts(cached_tokens=7))
         assert exchange._resumer.max_cached_tokens == most
@@ -692,8 +693,8 @@ def _at_call(told: list[Event]) -> tuple[RequestHandler, asyncio.Event, asyncio.
         await asyncio.Event().wait()
         return True
 
-    exchange._call = Decode(ONE, ReplicaId("r"), 0)
-    return exchange, begun, asyncio.ensure_future(exchange._attempt(call))
+    exchange._call = AnswerCall(Decode(ONE, ReplicaId("r"), 0))
+    return exchange, begun, asyncio.ensure_future(exchange._attempt(exchange._call, call))
 
 
 ORDERS = ("abort gone", "gone abort", "abort turn gone", "gone turn abort")
@@ -730,7 +731,7 @@ async def test_what_is_given_up_as_it_has_been_reported_is_sent_to_its_end(is_ea
 
     told: list[Event] = []
     exchange = _exchange(told)
-    exchange._call = Decode(ONE, ReplicaId("r"), 0)
+    exchange._call = made = AnswerCall(Decode(ONE, ReplicaId("r"), 0))
 
     async def call() -> bool:
         if is_early:
@@ -741,5 +742,5 @@ async def test_what_is_given_up_as_it_has_been_reported_is_sent_to_its_end(is_ea
         await asyncio.sleep(0.01)
         return True
 
-    assert await exchange._attempt(call)
+    assert await exchange._attempt(made, call)
     assert [each.outcome for each in told if isinstance(each, DecodeEnded)] == [Outcome.OK]

@@ -33,6 +33,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId
+from vllm_kvpool.router.dataplane.calls import AnswerCall, AnswerStream, PromptCall
 from vllm_kvpool.router.dataplane.control_plane import ControlPlane, Directive
 from vllm_kvpool.router.dataplane.headers import (
     EVENT_STREAM,
@@ -76,7 +77,7 @@ from vllm_kvpool.router.dataplane.resume.whole_answer import (
     is_streamable,
     streamed,
 )
-from vllm_kvpool.router.dataplane.sse import Events, frames
+from vllm_kvpool.router.dataplane.sse import frames
 from vllm_kvpool.router.dataplane.upstream import (
     EngineBroke,
     EngineResponse,
@@ -120,19 +121,17 @@ class RequestHandler:
         self._upstream = upstream
         self._config = config
         self._clock = clock
-        self._directives: deque[Decode | Refuse] = deque()
+        self._calls: deque[AnswerCall | Refuse] = deque()
+        """Calls to be made, or the refusal to be sent, in order."""
         self._wake = asyncio.Event()
-        self._prefill: Prefill | None = None
+        self._prompt_call: PromptCall | None = None
         """The prompt's call, while it runs."""
-        self._prefilling: asyncio.Task[None] | None = None
         self._cached_tokens: int | None = None
         """What the prompt's call found of the prompt, 0 while it runs; None without such a call."""
         self._notices: tuple[str, ...] = ()
         """Endpoints that the prompt's call has answered."""
-        self._call: Decode | None = None
-        self._calling: asyncio.Task[None] | None = None
-        """The task of `run`, while it makes a call that can be aborted and has not been."""
-        self._is_aborted = False
+        self._call: AnswerCall | None = None
+        """The present call, until its end has been reported."""
         self._is_over = False
         """Whether the controller knows that it is."""
         self._has_failed = False
@@ -143,12 +142,6 @@ class RequestHandler:
             self._request = streamed(request)
         self._resumer = self._new_resumer()
         self._resume: Resume | None = None
-        self._num_payloads = self._num_delivered = 0
-        """Of streams: events so far, and tokens before the present call."""
-        self._is_in_one_piece = False
-        """True once an engine was asked for an answer without a stream."""
-        self._begins = False
-        """Whether the first event is in the bytes in hand, and the controller does not know yet."""
         self._most_bytes = request.most_answer_bytes(headers.get(REQUEST_ID, ""))
         """Limit of the bytes of each engine's answer."""
         self._failure: EngineResponse | None = None
@@ -167,8 +160,7 @@ class RequestHandler:
         if isinstance(directive, Prefill):
             self._begin_prefill(directive)
             return
-        self._is_aborted = False
-        self._directives.append(directive)
+        self._calls.append(AnswerCall(directive) if isinstance(directive, Decode) else directive)
         self._wake.set()
 
     def abort(self, replica: ReplicaId) -> None:
@@ -176,32 +168,27 @@ class RequestHandler:
 
         Without effect on an answer that has been read to its end, or a call that has been reported.
         """
-        if self._prefill is not None and self._prefill.replica == replica:
+        prompt_call = self._prompt_call
+        if prompt_call is not None and prompt_call.directive.replica == replica:
             log.info("%s: %s is lost: given up by the router", self.request_id, replica)
             self._end_prefill(Outcome.LOST)
             return
         if self._resumer is not None and self._resumer.ended:
             return
-        call = self._call or next(iter(self._directives), None)
-        if not isinstance(call, Decode) or call.replica != replica:
-            return
-        self._abort_decode()
+        call = self._next_call()
+        if call is not None and call.directive.replica == replica:
+            call.abort()
 
-    def _abort_decode(self) -> None:
-        if self._calling is not None and not self._is_aborted:
-            # Not from here, which may be that task itself: it might get past the call uncancelled.
-            self._calling.get_loop().call_soon(self._cancel_call)
-        self._is_aborted = True
-
-    def _cancel_call(self) -> None:
-        if self._calling is not None and self._is_aborted and self._call is not None:
-            self._calling.cancel()
-            self._calling = None
+    def _next_call(self) -> AnswerCall | None:
+        """Return the call that is made or will be made next, if there is one."""
+        call = self._call or next(iter(self._calls), None)
+        return call if isinstance(call, AnswerCall) else None
 
     def fail(self) -> None:
         """The router has a bug; the client is told so, if it waits."""
         self._has_failed = True
-        self._abort_decode()
+        if (call := self._next_call()) is not None:
+            call.abort()
         self._wake.set()
 
     # The task
@@ -222,21 +209,21 @@ class RequestHandler:
     async def _serve(self) -> None:
         is_answered = False
         while not is_answered:
-            directive = await self._next()
-            if isinstance(directive, Refuse):
+            call = await self._next()
+            if isinstance(call, Refuse):
                 self._is_over = is_answered = True
-                await self._refuse(directive)
+                await self._refuse(call)
                 continue
-            self.log.asks(directive, self._clock())
-            is_answered = await self._decode(directive)
+            self.log.asks(call.directive, self._clock())
+            is_answered = await self._decode(call)
 
-    async def _next(self) -> Decode | Refuse:
-        while not self._directives:
+    async def _next(self) -> AnswerCall | Refuse:
+        while not self._calls:
             if self._has_failed:
                 raise RuntimeError("the controller has failed with it")
             self._wake.clear()
             await self._wake.wait()
-        return self._directives.popleft()
+        return self._calls.popleft()
 
     async def _tell_failure(self) -> None:
         try:
@@ -250,8 +237,8 @@ class RequestHandler:
             self._control.post(Cancelled(self.request_id))
         if self._call is not None:
             self._report(Outcome.CANCELLED)
-        while self._directives:
-            call = self._directives.popleft()
+        while self._calls:
+            call = self._calls.popleft()
             if not isinstance(call, Refuse):
                 self._call = call
                 self._report(Outcome.CANCELLED)
@@ -261,17 +248,17 @@ class RequestHandler:
         """The call that decodes has ended."""
         call, self._call = self._call, None
         assert call is not None
+        call.is_reported = True
         self._is_over |= outcome in ANSWERED
-        event = call_ended(call, outcome, counts or TokenCounts(), began=self._begins)
+        event = call_ended(call.directive, outcome, counts or TokenCounts(), began=call.begins)
         now = self._clock()
-        if self._begins:
-            self._begins = False
+        if call.begins:
             self.log.decode_has_begun(now)
         self.log.call_ended(event, now)
         self._control.post(event)
 
-    def _post_began(self) -> None:
-        self._begins = False
+    def _post_began(self, call: AnswerCall) -> None:
+        call.begins = False
         self.log.decode_has_begun(self._clock())
         self._control.post(DecodeBegan(self.request_id))
 
@@ -279,28 +266,28 @@ class RequestHandler:
         """Tell that a call counts as decoding: the time of its first token will not be known."""
         self._control.post(DecodeBegan(self.request_id, is_seen=False))
 
-    async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _attempt(self, call: AnswerCall, make: Callable[[], Awaitable[T]]) -> T:
         """Make a call that can be aborted; EngineBroke if it is."""
         # A scope of asyncio.timeout would do the same, at a hundredth of a short request's CPU.
-        self._calling = task = asyncio.current_task()
+        call.task = task = asyncio.current_task()
         try:
-            if not self._is_aborted:
-                return await call()
+            if not call.is_aborted:
+                return await make()
         except asyncio.CancelledError:
-            if self._calling is not None or task is None or task.uncancel():
+            if call.task is not None or task is None or task.uncancel():
                 raise  # its client has gone
         finally:
-            self._calling = None
+            call.task = None
         raise EngineBroke("given up by the router")
 
     # Prefill
 
     def _begin_prefill(self, directive: Prefill) -> None:
-        assert self._prefill is None, directive
-        self._prefill = directive
+        assert self._prompt_call is None, directive
         self._limit_cached(0)
         self.log.asks(directive, self._clock())
-        self._prefilling = asyncio.get_running_loop().create_task(self._run_prefill(directive))
+        task = asyncio.get_running_loop().create_task(self._run_prefill(directive))
+        self._prompt_call = PromptCall(directive, task)
 
     async def _run_prefill(self, directive: Prefill) -> None:
         counts = TokenCounts()
@@ -327,19 +314,20 @@ class RequestHandler:
 
     def _end_prefill(self, outcome: Outcome) -> None:
         """Give up the prompt's call, if it runs."""
-        if self._prefilling is not None:
-            self._prefilling.cancel()
+        if self._prompt_call is not None:
+            self._prompt_call.task.cancel()
             self._report_prefill(outcome, TokenCounts())
 
     def _report_prefill(self, outcome: Outcome, counts: TokenCounts) -> None:
-        call, self._prefill, self._prefilling = self._prefill, None, None
-        assert call is not None
+        prompt_call, self._prompt_call = self._prompt_call, None
+        assert prompt_call is not None
         self._limit_cached(counts.cached_tokens if outcome is Outcome.OK else None)
         self._notices = counts.notices
-        event = call_ended(call, outcome, counts)
+        event = call_ended(prompt_call.directive, outcome, counts)
         self.log.call_ended(event, self._clock())
         self._control.post(event)
-        if self._is_in_one_piece and self._call is not None and outcome is Outcome.OK:
+        call = self._call
+        if call is not None and call.is_in_one_piece and outcome is Outcome.OK:
             self._post_unseen()
 
     def _limit_cached(self, most: int | None) -> None:
@@ -350,44 +338,45 @@ class RequestHandler:
 
     # Decode
 
-    async def _decode(self, directive: Decode) -> bool:
+    async def _decode(self, call: AnswerCall) -> bool:
         """Whether the client has been answered; if not, another engine is to go on."""
-        self._call = directive
+        self._call = call
+        directive = call.directive
         resumer = self._resumer
         if resumer is not None:
             resumer.max_cached_tokens = self._cached_tokens
         try:
             if resumer is not None:
-                return await self._attempt(partial(self._answer_stream, directive, resumer))
+                return await self._attempt(call, partial(self._answer_stream, call, resumer))
             if self._request.stream:
-                return await self._attempt(partial(self._pass_on, directive))
-            return await self._attempt(partial(self._answer_whole, directive))
+                return await self._attempt(call, partial(self._pass_on, call))
+            return await self._attempt(call, partial(self._answer_whole, call))
         except NotAssembled as error:
             log.info("%s: asked again without a stream: %s", self.request_id, error)
             self._whole = self._resumer = self._resume = None
-            if self._begins:
-                self._post_began()
+            if call.begins:
+                self._post_began(call)
             self._request = self._client_request
-            return await self._decode(directive)
+            return await self._decode(call)
         except EngineLost as error:
             log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
             if self._request.is_passed_on and self._http.status:
                 log.warning("%s breaks off: no other engine can go on with it", self.request_id)
-                self._report(Outcome.HOPELESS, self._stream_counts())
+                self._report(Outcome.HOPELESS, self._stream_counts(call))
                 self._http.abort()
                 return True
-            return await self._lost(directive, outcome_of_error(error))
+            return await self._lost(call, outcome_of_error(error))
 
-    async def _lost(self, directive: Decode, outcome: Outcome, *, rejected: bool = False) -> bool:
+    async def _lost(self, call: AnswerCall, outcome: Outcome, *, rejected: bool = False) -> bool:
         """The engine is gone: another one goes on, or the client is told that none can.
 
         `rejected`: it is there, and does not take what the stream would go on from.
         """
-        counts = self._stream_counts()
+        counts = self._stream_counts(call)
         after = self._resumer.lost(rejected=rejected) if self._resumer is not None else None
         if isinstance(after, Detokenize):
             assert self._resumer is not None
-            urls = self._control.others(directive.replica)
+            urls = self._control.others(call.directive.replica)
             after = await self._detokenize(self._resumer, after, urls)
         if isinstance(after, Finish | Refusal) and self._begin_anew(after):
             self._report(outcome, counts)
@@ -425,7 +414,7 @@ class RequestHandler:
         if not directive.expect_tokens:
             return self._request.whole_body(track=track)
         timeout_ms = self._config.expect_timeout_ms
-        if self._prefill is not None:
+        if self._prompt_call is not None:
             # As long as the prompt may take: where its call fails, this one is given up.
             timeout_ms += math.ceil(1000 * self._config.answer_timeout_s)
         notices = directive.notices
@@ -437,20 +426,20 @@ class RequestHandler:
             notices=None if notices is None else self._notices or notices,
         )
 
-    def _awaits_prompt(self) -> bool:
+    def _awaits_prompt(self, call: AnswerCall) -> bool:
         """Return True while the engine that is to answer may wait for the prompt's."""
-        return self._prefill is not None and not self._num_payloads
+        return self._prompt_call is not None and not call.num_payloads
 
-    async def _answer_whole(self, directive: Decode) -> bool:
-        url = self._url(directive)
-        body = self._whole_body(directive, track=False)
-        self._is_in_one_piece = True
-        if self._prefill is None:
+    async def _answer_whole(self, call: AnswerCall) -> bool:
+        url = self._url(call.directive)
+        body = self._whole_body(call.directive, track=False)
+        call.is_in_one_piece = True
+        if self._prompt_call is None:
             self._post_unseen()
         most_bytes = min(self._most_bytes, MAX_ANSWER_BYTES)
         answer = await self._upstream.post(url, body, self._headers, most_bytes=most_bytes)
         if outcome_of(answer.status) is not Outcome.OK:
-            return await self._answer_error(directive, answer)
+            return await self._answer_error(call, answer)
         read = read_usage if self._request.is_passed_on else read_reply
         counts = read(answer.body)
         self._report(Outcome.OK, counts)
@@ -460,89 +449,93 @@ class RequestHandler:
         await self._http.send(answer.status, answer_headers(answer.headers), body)
         return True
 
-    async def _pass_on(self, directive: Decode) -> bool:
+    async def _pass_on(self, call: AnswerCall) -> bool:
         """Send the client a stream as it comes.
 
         Once it has begun no other engine can go on: if it breaks off, the client's stream does.
         """
         http = self._http
-        url = self._url(directive)
-        self._num_payloads = 0
+        url = self._url(call.directive)
         body = self._request.whole_body()
         with await self._upstream.open(url, body, self._headers, self._most_bytes) as engine:
             if engine.status != OK:
-                return await self._answer_error(directive, await engine.read())
+                return await self._answer_error(call, await engine.read())
             headers = answer_headers(engine.headers)
-
-            def take(data: bytes) -> bool:
-                if self._is_aborted:
-                    return True  # as in `_answer_stream`
-                if not self._num_payloads:
-                    self._post_began()
-                self._num_payloads += data.count(b"data:") or 1
-                return http.put(data, headers)
-
-            while not await engine.pump(take):
+            while not await engine.pump(partial(self._forward, call, headers)):
                 await http.drain()
-        self._report(Outcome.OK, self._stream_counts())
+        self._report(Outcome.OK, self._stream_counts(call))
         await http.end(b"", headers)
         return True
 
-    async def _answer_stream(self, directive: Decode, resumer: StreamResumer) -> bool:
+    def _forward(self, call: AnswerCall, headers: Mapping[str, str], data: bytes) -> bool:
+        """Send the client bytes of a stream that is not read; False while it takes no more."""
+        if call.is_aborted:
+            return True  # as in `_send_on`
+        if not call.num_payloads:
+            self._post_began(call)
+        call.num_payloads += data.count(b"data:") or 1
+        return self._http.put(data, headers)
+
+    async def _answer_stream(self, call: AnswerCall, resumer: StreamResumer) -> bool:
         resume = self._resume
         if resume is None or resume.mode is ResumeMode.REPEAT:
-            body = self._whole_body(directive, track=self._request.trackable)
+            body = self._whole_body(call.directive, track=self._request.trackable)
         else:
             body = resume.body
-        url = self._url(directive)
-        self._num_payloads, self._num_delivered = 0, resumer.answer.num_delivered
+        url = self._url(call.directive)
+        call.num_delivered = resumer.answer.num_delivered
+        awaits_prompt = partial(self._awaits_prompt, call)
         with await self._upstream.open(
-            url, body, self._headers, self._most_bytes, self._awaits_prompt
+            url, body, self._headers, self._most_bytes, awaits_prompt
         ) as engine:
             if engine.status != OK:
-                return await self._answer_error(directive, await engine.read())
+                return await self._answer_error(call, await engine.read())
             if not engine.headers.get("Content-Type", "").startswith(EVENT_STREAM):
                 raise EngineLost("answers what is no stream of events")
             headers = answer_headers(engine.headers)
-            events, whole, http = Events(), self._whole, self._http
+            whole = self._whole
             if whole is not None:
                 headers["Content-Type"] = JSON
-            last: list[bytes] = []
-
-            def take(data: bytes) -> bool:
-                if self._is_aborted:
-                    return True  # its task learns of it in the loop's next turn
-                out, lost = self._feed(resumer, events.feed(data))
-                if self._begins and not resumer.ended:
-                    self._post_began()
-                if whole is not None:
-                    for payload in out:
-                        whole.add(payload)
-                if resumer.ended:
-                    last.extend(out)
-                    return False
-                goes_on = True
-                if whole is None:
-                    # Comments are for proxies, which close what is silent for too long.
-                    data = frames(out) or events.take_comment()
-                    if data:
-                        goes_on = http.put(data, headers)
-                if lost is not None:
-                    raise lost
-                return goes_on
-
+            stream = AnswerStream(call, resumer, headers)
             while not resumer.ended:
-                if await engine.pump(take):
+                if await engine.pump(partial(self._send_on, stream)):
                     break
-                await http.drain()
+                await self._http.drain()
             if resumer.ended:
                 if whole is not None and not whole.is_complete:
                     raise NotAssembled("the stream has no usage")
-                self._report(Outcome.OK, self._stream_counts())
-                await self._end(last, headers)
+                self._report(Outcome.OK, self._stream_counts(call))
+                await self._end(stream.last, headers)
                 engine.finish()
                 return True
         raise EngineLost("its stream has no end")
+
+    def _send_on(self, stream: AnswerStream, data: bytes) -> bool:
+        """Send the client an engine's bytes; False to stop reading. EngineLost.
+
+        Called by the engine's connection, also while the request's task is elsewhere.
+        """
+        call, resumer, whole = stream.call, stream.resumer, self._whole
+        if call.is_aborted:
+            return True  # the request's task learns of the abort in the loop's next turn
+        out, lost = stream.feed(data)
+        if call.begins and not resumer.ended:
+            self._post_began(call)
+        if whole is not None:
+            for payload in out:
+                whole.add(payload)
+        if resumer.ended:
+            stream.last.extend(out)
+            return False
+        goes_on = True
+        if whole is None:
+            # Comments keep proxies from closing a silent connection.
+            data = frames(out) or stream.events.take_comment()
+            if data:
+                goes_on = self._http.put(data, stream.headers)
+        if lost is not None:
+            raise lost
+        return goes_on
 
     async def _end(
         self, payloads: Sequence[bytes], headers: Mapping[str, str] | None = None
@@ -554,43 +547,28 @@ class RequestHandler:
             status, body = self._whole.answer()
             await self._http.send(status, headers or JSON_HEADERS, body)
 
-    def _feed(
-        self, resumer: StreamResumer, payloads: list[bytes]
-    ) -> tuple[list[bytes], EngineLost | None]:
-        """What the client is sent, which it must be also if the engine is lost after that."""
-        out: list[bytes] = []
-        for payload in payloads:
-            try:
-                out += resumer.feed(payload)
-            except EngineLost as error:
-                return out, error
-            self._begins |= self._num_payloads == 0
-            self._num_payloads += 1
-            if resumer.ended:
-                break  # what an engine says after its end is for nobody
-        return out, None
-
-    def _stream_counts(self) -> TokenCounts:
-        """What the present call's stream has brought."""
+    def _stream_counts(self, call: AnswerCall) -> TokenCounts:
+        """Return the tokens that the call's stream has brought."""
         if self._request.is_passed_on:
-            return TokenCounts(output_tokens=self._num_payloads)  # mostly one token each
+            return TokenCounts(output_tokens=call.num_payloads)  # mostly one token each
         if self._resumer is None:
             return TokenCounts()
         prompt_tokens = self._resumer.prompt_tokens or 0
         if not self._request.trackable:
             # Without a usage: mostly one token each; the last one is the end.
             counted = self._resumer.output_tokens
-            tokens = max(0, self._num_payloads - 1) if counted is None else counted
+            tokens = max(0, call.num_payloads - 1) if counted is None else counted
             return TokenCounts(prompt_tokens, tokens)
-        return TokenCounts(prompt_tokens, self._resumer.answer.num_delivered - self._num_delivered)
+        return TokenCounts(prompt_tokens, self._resumer.answer.num_delivered - call.num_delivered)
 
-    async def _answer_error(self, directive: Decode, answer: EngineResponse) -> bool:
+    async def _answer_error(self, call: AnswerCall, answer: EngineResponse) -> bool:
         """An engine has refused the request, or has failed with it, and says so."""
         outcome = outcome_of(answer.status)
         has_tokens = self._resumer is not None and self._resumer.has_begun
         if outcome is Outcome.REJECTED and has_tokens:
-            log.info("%s: %s does not go on: %s", self.request_id, directive.replica, answer.status)
-            return await self._lost(directive, Outcome.FAILED, rejected=True)
+            replica = call.directive.replica
+            log.info("%s: %s does not go on: %s", self.request_id, replica, answer.status)
+            return await self._lost(call, Outcome.FAILED, rejected=True)
         if outcome is not Outcome.REJECTED:
             if answer.status >= SERVER_ERROR and outcome is Outcome.FAILED:
                 self._failure = answer
