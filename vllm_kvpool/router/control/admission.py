@@ -1,4 +1,4 @@
-"""Whether a request is let in, by what waits before it (pure).
+"""Admission of requests, by the requests that wait before them (pure).
 
 `Shedder` has the rules; here is what they are told of the fleet.
 """

@@ -1,6 +1,6 @@
 """Carries plans out: what the planner is told of the fleet, and the steps of a plan (pure).
 
-Up, the cheapest first: revive a replica of the role that is shutting, use a warm standby, flip one
+Up, the cheapest first: revive a replica of the role that is draining, use a warm standby, flip one
 that the other role spares, wake or start one that rests.
 Down: give a standby back if there is one, else drain the one with the least to lose, never the last
 one that serves a role. In `manual` mode and in a dry run the plan is made and shown all the same.
@@ -45,7 +45,7 @@ _SHUTTING = {Role.PREFILL: State.SHUTTING_PREFILL, Role.DECODE: State.SHUTTING_D
 
 
 class ScalingAction(Enum):
-    """What is done with a replica."""
+    """An action of the autoscaler on one replica."""
 
     REVIVE = "revive"  # its shutting is taken back
     USE_STANDBY = "use standby"
@@ -57,7 +57,7 @@ class ScalingAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing to do. Steps up name the role that is served afterwards."""
+    """One action on one replica. A step up names the role that the replica will serve."""
 
     action: ScalingAction
     replica: ReplicaId
@@ -95,7 +95,7 @@ def _idle_since(replica: Replica) -> tuple[float, str]:
 
 
 def _warmest(replica: Replica) -> tuple[float, float, str]:
-    """What its cache is worth, and the shorter idle of equals."""
+    """Return a sort key: the fullest cache first, then the shortest idle time."""
     return -replica.cache.num_held, -_idle_since(replica)[0], replica.replica_id
 
 
@@ -163,13 +163,13 @@ EVERY_S = 1.0
 
 @dataclass(slots=True)
 class _Lasting:
-    """What of a quantity that comes and goes has lasted."""
+    """An exponential mean of a quantity, over `LASTING_S`."""
 
     value: float = 0.0
     _at: float = 0.0
 
     def read(self, now: float, value: float) -> float:
-        """It is so much now; what it was fades with `LASTING_S`."""
+        """Take in the value at `now` and return the mean."""
         share = 1.0 - math.exp((self._at - now) / LASTING_S)
         self.value, self._at = self.value + share * (value - self.value), now
         return self.value
@@ -196,11 +196,11 @@ class Autoscaler:
         self.plan: Plan | None = None
         """The last one."""
         self.steps: list[Step] = []
-        """What it takes, or would take."""
+        """Steps of the last plan, carried out or not."""
         self.planned_at: float | None = None
 
     def preview(self) -> tuple[Plan, list[Step]]:
-        """What the plan would be now, and what it would take; nothing follows of it."""
+        """Return the plan that would be made now, and its steps; nothing is carried out."""
         made, steps, _ = self._make()
         return made, steps
 

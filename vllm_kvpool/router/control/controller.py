@@ -79,7 +79,7 @@ class Controller:
         self._locked_moves = 0
 
     def step(self, event: Event, now: float) -> list[Action]:
-        """One event; what is to be done then, in this order. `now` never goes back.
+        """Apply one event and return the actions to perform, in order. `now` never goes back.
 
         What is due by time alone is done at the next event: a `Tick`, if nothing else comes.
         ConfigError where people ask for what cannot be; then nothing has changed.
@@ -151,7 +151,7 @@ class Controller:
                 self.lifecycle.give(replica, event.role, ASKED_BY_ADMIN)
 
     def _lock(self) -> None:
-        """Not for each of many events at once: locks are for what lasts longer."""
+        """Update the locks, at most every LOCK_EVERY_S unless a replica has moved."""
         state, moves = self.state, self.state.fleet.num_moves
         if moves == self._locked_moves and state.now < self._lock_due:
             return

@@ -1,4 +1,4 @@
-"""What the parts of the controller share: its state, its settings and what it wants done (pure)."""
+"""The state that the parts of the controller share, and the actions of the present step (pure)."""
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
@@ -26,7 +26,7 @@ MAX_WAITS = 1024
 RATES_EVERY_S = 0.01
 """They are means of a minute: one more sample moves them little."""
 RATE_WINDOW_S = 60.0
-"""Of arrivals: in a shorter one a few long prompts look like another load."""
+"""Window of arrival rates: in a shorter window a few long prompts look like another load."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class ControllerState:
     pool: PrefixIndex = field(default_factory=PrefixIndex)
     """Beginnings of prompts that the pool should have."""
     counts: Counter[str] = field(default_factory=Counter)
-    """What has happened to requests, for the metrics."""
+    """Counts of requests by event, for the metrics."""
     refusals: Counter[int] = field(default_factory=Counter)
     """Requests refused, by HTTP status."""
     prompts: Counter[PromptPath] = field(default_factory=Counter)
@@ -130,7 +130,7 @@ class ControllerState:
         return self._rates
 
     def collapse(self) -> PromptPath | None:
-        """Why all prompts are computed where they are decoded; None if they are not."""
+        """Return why all prompts are computed where they are decoded; None if they are not."""
         if not self.settings.hands_over:
             return PromptPath.SWITCHED_OFF
         if not self.pool_is_up:
@@ -193,7 +193,7 @@ class ControllerState:
         return taker == source or self.fleet.handovers.may_hand_over(source, taker, self.now)
 
     def servers(self) -> Sequence[Replica]:
-        """Who may be given a request whole, or to decode."""
+        """Return the replicas that may be given a request whole, or to decode."""
         prefillers, decoders = self.fleet.prefillers(), self.fleet.decoders()
         if not prefillers or (decoders and self.collapse() is None):
             return decoders
@@ -213,7 +213,7 @@ class ControllerState:
         return ask.prompt_tokens + ask.num_sequences * output
 
     def loads(self) -> Collection[dict[ReplicaId, BlockLoad]]:
-        """Of the decoders that have said how large they are; those of each group of models."""
+        """Return the load of each model group, over decoders whose capacity is known."""
         groups: dict[frozenset[str], dict[ReplicaId, BlockLoad]] = {}
         of_models: dict[frozenset[str], dict[ReplicaId, BlockLoad]] = {}
         fresh_from = self.now - self.settings.stale_after_s
@@ -241,6 +241,6 @@ class ControllerState:
         return self.queue.uncached_tokens + sum(each.uncached for each in bound) + sum(behind)
 
     def is_stale(self, replica: Replica) -> bool:
-        """Whether its metrics are too old to say anything, or have never come."""
+        """Return True if a replica's metrics are too old, or have never come."""
         at = replica.sampled_at
         return at is None or self.now - at > self.settings.stale_after_s

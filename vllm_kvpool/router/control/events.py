@@ -1,4 +1,4 @@
-"""What the controller is told, and what it wants done (values only).
+"""Events that the controller takes, and actions that it returns (values only).
 
 `Controller.step(event) -> actions`: the router's loop performs actions and posts what comes of them
 as events. Every `Prefill` and `Decode` is answered by exactly one `PrefillEnded` or `DecodeEnded`,
@@ -20,7 +20,7 @@ from vllm_kvpool.router.control.states import ReplicaId, Role
 
 
 class Outcome(Enum):
-    """How a call to an engine has ended."""
+    """The end of a call to an engine."""
 
     OK = "ok"
     BUSY = "busy"  # it refuses work now (429, 503)
@@ -49,7 +49,7 @@ class ReplicaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What an engine's metrics say. Counts since its start only grow, until it restarts."""
+    """One reading of an engine's metrics. Counters grow until the engine restarts."""
 
     running: int = 0
     waiting: int = 0
@@ -62,9 +62,9 @@ class Sample:
     bytes_out: float = 0.0
     pool_is_up: bool = True
     has_connector: bool = True
-    """Whether KVPoolConnector runs in it."""
+    """True if KVPoolConnector runs in the engine."""
     namespace: str = ""
-    """What its cells are called, and below how long a chunk is; empty until it has said so."""
+    """Namespace of the engine's cells; empty until the engine has reported it."""
     chunk_tokens: int = 0
     pending_save_tokens: int | None = None
     """Tokens of unfinished saves; None if the engine's release does not count them."""
@@ -99,7 +99,7 @@ class PrefillEnded(RequestMessage, frozen=True, kw_only=True):
     outcome: Outcome
     prompt_tokens: int = 0
     saved_tokens: int = 0
-    """What the engine says that it is saving."""
+    """Prompt tokens that the engine saves, by its answer."""
     cached_tokens: int = 0
 
 
@@ -116,9 +116,9 @@ class DecodeEnded(RequestMessage, frozen=True, kw_only=True):
     outcome: Outcome
     prompt_tokens: int = 0
     output_tokens: int = 0
-    """Of this call; those of calls before it not again."""
+    """Tokens of this call alone."""
     began: bool = False
-    """Whether its first token came with its end: no `DecodeBegan` was sent."""
+    """True if the first token came with the end, so that no `DecodeBegan` was sent."""
 
 
 # Of replicas
@@ -137,14 +137,14 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """It is healthy and has answered a request."""
+    """A loading replica passed its health check and answered a test request."""
 
     replica: ReplicaId
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It does not answer, has exited, or could not be loaded."""
+    """A replica does not answer, has exited, or could not be loaded."""
 
     replica: ReplicaId
     why: str
@@ -198,7 +198,7 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class SetRole:
-    """Whatever it does now. Without effect on one that is being removed."""
+    """Give a replica a role, whatever state it is in; without effect while it is being removed."""
 
     replica: ReplicaId
     role: Role
@@ -208,7 +208,7 @@ ASKED_BY_ADMIN = "asked for by the administrator"
 
 
 class Mode(Enum):
-    """Whether plans are carried out."""
+    """Mode of the planner: manual and dry run make plans and do not carry them out."""
 
     MANUAL = "manual"
     DRY_RUN = "dry_run"

@@ -58,7 +58,7 @@ class Shared:
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One engine process. Owned by the controller."""
+    """An engine process as the controller knows it. Owned by the controller."""
 
     spec: ReplicaSpec
     replica_id: ReplicaId = field(init=False)
@@ -79,7 +79,7 @@ class Replica:
     health: Health = field(default_factory=Health)
     last_work: float = 0.0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Of what its engine did first, samples that the rates do without."""
+    """Numbers of first samples, by rate, that are not counted: a new engine is slower."""
     shared: Shared = field(default_factory=Shared)
     cache: Holder = field(init=False)
     """Its engine's, as `Shared.prefixes` has it."""
@@ -107,12 +107,12 @@ class Replica:
         self.shared.prefixes.add(prefix, self.cache)
 
     def serves(self, model: str) -> bool:
-        """As far as is known: an engine that has not listed its models may."""
+        """Return True if the replica lists a model, or has not listed its models yet."""
         return not model or not self.models or model in self.models
 
     @property
     def used_share(self) -> float:
-        """Of its blocks."""
+        """Share of the replica's blocks in use."""
         return self.work.used_blocks / (self.sample.total_blocks or 1 << 30)
 
     def forget_engine(self) -> None:
@@ -144,7 +144,7 @@ def _groups_of(sets: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
 
 
 class Fleet:
-    """All replicas, in the order in which they were added."""
+    """The replicas, in the order in which they were added."""
 
     def __init__(self, health: HealthConfig | None = None) -> None:
         self._replicas: dict[ReplicaId, Replica] = {}
@@ -215,7 +215,7 @@ class Fleet:
         self._in_states.clear()
 
     def in_states(self, states: frozenset[State] | State) -> Sequence[Replica]:
-        """Those in one, or in one of several; what is moved meanwhile stays in the answer."""
+        """Return the replicas in one or several states; later moves do not change the answer."""
         found = self._in_states.get(states)
         if found is None:
             wanted = (states,) if isinstance(states, State) else states
@@ -233,12 +233,12 @@ class Fleet:
         return model if model in self._all_listed() else ""
 
     def is_of_one_model(self) -> bool:
-        """Whether all replicas list the same names, as far as they have listed any."""
+        """Return True if all replicas that have listed models list the same names."""
         self._all_listed()
         return self._is_of_one_model
 
     def group_of(self, models: Collection[str]) -> frozenset[str]:
-        """All models that share replicas with these, directly or by others; empty for none."""
+        """Return the models that share replicas with these, directly or through other models."""
         if self._listed is None:
             self._all_listed()
         for each in models:
@@ -247,7 +247,7 @@ class Fleet:
         return NO_MODELS
 
     def share_of(self, model: str, other: str) -> float:
-        """Of the replicas that serve the other model, those that serve this one as well."""
+        """Return the share of the other model's replicas that serve this model as well."""
         if model in ("", other) or self.is_of_one_model():
             return 1.0
         self._all_listed()
@@ -268,14 +268,14 @@ class Fleet:
         return self._listed
 
     def holders(self, ask: Ask, most: int) -> dict[Replica, int]:
-        """Those with the longest beginnings of a prompt, by the tokens of these."""
+        """Return the replicas with the longest beginnings of a prompt, and the tokens of each."""
         found = self._shared.prefixes.holders(ask.prefix, most) if ask.prefix else {}
         return {each.owner: spans_of(depth) * ask.prefix_tokens for each, depth in found.items()}
 
     def prefillers(self) -> Sequence[Replica]:
-        """Those that may be given prompts."""
+        """Return the replicas that may be given prompts."""
         return self.in_states(TAKES_PREFILL)
 
     def decoders(self) -> Sequence[Replica]:
-        """Those that may be handed requests."""
+        """Return the replicas that may be given requests to decode."""
         return self.in_states(TAKES_DECODE)

@@ -14,7 +14,7 @@ HALF_OPEN_S = 10.0
 
 @dataclass(slots=True)
 class ReplicaBreaker:
-    """Of one replica: closed, open (in quarantine), half open.
+    """The circuit breaker of one replica: closed, open (in quarantine), half open.
 
     So many failures within WINDOW_S open it, for a time that doubles with each round up to
     LONGEST_QUARANTINE_S. Then it is half open: one failure is enough for the next round, and a
@@ -23,7 +23,7 @@ class ReplicaBreaker:
 
     config: HealthConfig
     rounds: int = 0
-    """Of quarantine, since all was well: 0 says that it is closed."""
+    """Quarantines since the breaker was last closed; 0 while it is closed."""
     until: float = 0.0
     """The end of the quarantine."""
     _proved_at: float | None = None
@@ -60,7 +60,7 @@ class ReplicaBreaker:
 
 @dataclass(slots=True, eq=False)
 class Health:
-    """What is known of a replica's answers beside its state. Owned by the controller."""
+    """The health of a replica, beside its state. Owned by the controller."""
 
     breaker: ReplicaBreaker = field(default_factory=lambda: ReplicaBreaker(HealthConfig()))
     busy_until: float = 0.0

@@ -1,4 +1,4 @@
-"""How too much load is met: locks of full decoders, and refusals at arrival (pure).
+"""Locks of full decoders, and refusals of requests at their arrival (pure).
 
 `Overload` locks act on hand-overs, `Shedder` refuses requests that would wait too long. What counts
 as used of a decoder is the greater of what the engine says and what the router has committed: the
@@ -37,7 +37,7 @@ class BlockLoad(NamedTuple):
 
 
 class LockReason(Enum):
-    """Why a replica is full, and locked unless it is the last one of its group."""
+    """A reason for which a decoder is full: it is locked then, unless it is its group's last."""
 
     WATERMARK = "over the watermark"
     MEAN = "over twice the mean"
@@ -73,11 +73,11 @@ class Overload:
 
     @property
     def full(self) -> Collection[ReplicaId]:
-        """Those that are full, whether locked or open all the same."""
+        """The full decoders, locked or not."""
         return self._full.keys()
 
     def why(self, replica: ReplicaId) -> LockReason | None:
-        """Why it is locked; None if it is not."""
+        """Return why a replica is locked; None if it is not."""
         return self._full[replica].why if replica in self.locked else None
 
     def step(self, now: float, *groups: Mapping[ReplicaId, BlockLoad]) -> Set[ReplicaId]:
@@ -186,7 +186,7 @@ class AdmissionRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class RejectionReason(Enum):
-    """Why a request is refused."""
+    """A reason for which a request is refused."""
 
     QUEUE_FULL = "too many requests wait"
     PREFILL_WAIT = "prompts would wait too long to be computed"
@@ -198,7 +198,7 @@ class RejectionReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """It is not let in: an HTTP status, and when to come again."""
+    """A refusal: its HTTP status, and the seconds after which to try again."""
 
     status: int  # 429: ask less often; 503: nothing can take it
     retry_after_s: int  # 1 or more
@@ -241,7 +241,7 @@ class Shedder:
 
     @property
     def overdue_s(self) -> float:
-        """How long a request may wait for others before it."""
+        """Seconds that a request may wait for the requests before it."""
         return OVERDUE * self._config.ttft_target_s
 
     def decide(self, pressure: Pressure, ask: AdmissionRequest) -> Rejection | None:

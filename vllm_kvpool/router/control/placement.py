@@ -1,4 +1,4 @@
-"""Which replica computes a prompt, and which one decodes (pure).
+"""The choice of a replica for a prompt, and for a request to decode (pure).
 
 A prompt goes where it is computed soonest, by the tokens that the replica has been given and those
 that it has not cached. A request goes to the decoder that has most of its prompt, of those with at
@@ -51,7 +51,7 @@ def choose_prefill(
     now: float,
     held: Mapping[Replica, int] = NONE_HELD,
 ) -> PrefillChoice | None:
-    """Where the prompt is computed soonest; None while every replica has enough to do.
+    """Return the replica that computes the prompt soonest; None while every replica is full.
 
     `held`: tokens of the prompt that replicas have.
     """
@@ -117,7 +117,7 @@ def choose_decode(
 
 
 def choose_to_clear(tokens: int, decoders: Sequence[Replica], settings: Settings) -> Replica:
-    """Who is to get nothing else until so many tokens fit, too many for all of them now.
+    """Return the decoder that gets nothing else until a request fits for which none has room.
 
     The first of them that is large enough.
     """
@@ -128,12 +128,12 @@ def choose_to_clear(tokens: int, decoders: Sequence[Replica], settings: Settings
 
 
 def _share(replica: Replica, blocks: int) -> float:
-    """Of its blocks, in use with so many more."""
+    """Return the share of a replica's blocks in use with some more."""
     return (replica.work.used_blocks + blocks) / (replica.sample.total_blocks or 1 << 30)
 
 
 MAX_TRIED = 32
-"""Of a ranking, when nothing suitable is found: replicas are about equally large."""
+"""Entries of a ranking that are looked at: replicas are about equally large."""
 
 Key = tuple[float, int, ReplicaId]
 
@@ -177,18 +177,18 @@ class Totals(msgspec.Struct, gc=False):
 
     replicas: int = 0
     prefill_replicas: int = 0
-    """Of them, those that take prompts."""
+    """Replicas that take prompts."""
     decode_replicas: int = 0
-    """Of them, those that take requests whole or to decode, locked ones too."""
+    """Replicas that take requests whole or to decode, locked decoders included."""
     prefill_tokens: int = 0
     committed_blocks: int = 0
     committed_requests: int = 0
     starting_requests: int = 0
-    """Those without a token that wait for no prefill replica."""
+    """Requests without a token that wait for no prefill replica."""
     room_blocks: int = 0
-    """Of decoders that are not locked, up to the headroom."""
+    """Free blocks of decoders that are not locked, up to the headroom."""
     num_unsized: int = 0
-    """Of these, those that have not said how large they are."""
+    """Decoders that are not locked and whose capacity is not known."""
     num_behind: int = 0
     """Decoders in whose engines requests wait; their queue alone may have been emptied since."""
 
@@ -221,9 +221,9 @@ class LoadTable:
         self._locked: Collection[ReplicaId] = frozenset()
         self._is_collapsed = False
         self.prefillers = Ranking()
-        """Those that may be given one more prompt, by the tokens that they have to compute."""
+        """Replicas that may be given one more prompt, by the tokens that they have to compute."""
         self.decoders = Ranking()
-        """Those that may be given one more request, by the share of their blocks in use."""
+        """Replicas that may be given one more request, by the share of their blocks in use."""
         self.block_size = 0
         """The largest of all engines so far."""
 
@@ -249,7 +249,7 @@ class LoadTable:
         return found
 
     def models_behind(self) -> list[frozenset[str]]:
-        """What decoders list in whose engines requests wait."""
+        """Return the models of decoders in whose engines requests wait."""
         return [models for models, each in self._totals.items() if each.num_behind]
 
     def _take_in(self, replica: Replica) -> None:
@@ -328,7 +328,7 @@ LIMIT_FALLS_EVERY_S = 0.2
 
 
 def limit(replica: Replica, now: float) -> int:
-    """How many requests a loading replica may be bound to."""
+    """Return the number of requests that a loading replica may be bound to."""
     fallen = int((now - replica.since) / LIMIT_FALLS_EVERY_S)
     return max(LEAST_LIMIT, FIRST_LIMIT - fallen)
 
@@ -352,7 +352,7 @@ def next_bound(fleet: Fleet) -> tuple[Replica, Request] | None:
 
 
 def pair(fleet: Fleet, now: float) -> None:
-    """As many old replicas as there are new ones, where there are so many."""
+    """Pair each new replica with an old one, as far as prefill replicas suffice."""
     wanted, old = len(fleet.in_states(HAS_BOUND)), fleet.in_states(State.OLD_PREFILL)
     for replica in fleet.in_states(State.PREFILL)[: max(0, wanted - len(old))]:
         fleet.move(replica, Cause.PAIR, "a new replica is bound to requests", now)

@@ -92,7 +92,7 @@ PREFILL_BAND, DECODE_BAND, HANDOFF_BAND = Band(0.4, 0.8), Band(0.45, 0.8), Band(
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """One demand and the numbers of replicas that follow from it."""
+    """A demand, and the numbers of replicas that follow from it."""
 
     name: str
     role: Role
@@ -187,13 +187,13 @@ MAX_METRICS_AGE_S = 10.0
 
 @dataclass(slots=True)
 class RoleMemory:
-    """What earlier plans left behind, for one role."""
+    """The memory of earlier plans for one role."""
 
     up_at: float = LONG_AGO
     down_at: float = LONG_AGO
     too_many_since: float | None = None
     patience: int = 0
-    """How often hold and flip cooldown are doubled."""
+    """Number of times that hold and flip cooldown have been doubled."""
 
     def longer(self, seconds: float) -> float:
         """A hold or cooldown, as patient as the role has become."""
@@ -212,7 +212,7 @@ class RoleMemory:
 
 @dataclass(slots=True)
 class PlanMemory:
-    """What earlier plans left behind."""
+    """The memory of earlier plans."""
 
     prefill: RoleMemory = field(default_factory=RoleMemory)
     decode: RoleMemory = field(default_factory=RoleMemory)
@@ -225,7 +225,7 @@ class PlanMemory:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One role's replicas, as they are and as they should be."""
+    """The replicas of a role: present and wanted."""
 
     have: int
     wanted: int
@@ -237,7 +237,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What should be, and why."""
+    """The wanted replicas of each role, and the reasons."""
 
     prefill: Wanted
     decode: Wanted
@@ -250,7 +250,7 @@ class Plan:
 
 
 class _Bounds(NamedTuple):
-    """How many replicas a role has, and between which numbers it should have them."""
+    """The replicas of a role, and the least and most that it should have."""
 
     counts: Counts
     floor: int
@@ -267,7 +267,10 @@ class _Bounds(NamedTuple):
         return self.counts.all < self.floor
 
     def can_give(self, urgently: bool) -> bool:
-        """Whether one that serves could go. While others come, what they do is to be seen first."""
+        """Return True if a serving replica may be removed.
+
+        Wait while other replicas start, until their effect is measured.
+        """
         if urgently:
             return self.counts.serving > self.floor
         return self.counts.is_settled and not self.up and self.counts.all > self.target

@@ -1,4 +1,4 @@
-"""Which replicas, or the pool, are likely to have the beginning of a prompt (pure).
+"""An index of the replicas, or of the pool, that are likely to have a prompt's beginning (pure).
 
 A prompt is known by the hashes of its beginnings, `Ask.prefix`, shortest first: one each SPAN_BYTES
 up to LINEAR_SPANS, then each longer than the one before by a share of GROWTH. So a prompt of any
@@ -16,7 +16,7 @@ LINEAR_SPANS = 32
 GROWTH = 0.0625
 MAX_SPANS = 1 << 16
 MAX_HOLDERS = 16
-"""Of one beginning, those remembered: the last to get it. What all have helps no choice."""
+"""Holders kept for a beginning, the last ones first. A beginning that all have helps no choice."""
 MAX_HASHES = 1 << 18
 
 
@@ -28,7 +28,7 @@ def _segment_ends() -> Iterator[int]:
 
 
 SEGMENT_ENDS = tuple(_segment_ends())
-"""Where the beginnings of a prompt end, in spans."""
+"""Ends of the beginnings of a prompt, in spans."""
 
 
 def spans_of(depth: int) -> int:
@@ -76,7 +76,7 @@ class PrefixIndex:
                 gone.num_held -= 1
 
     def depth(self, prefix: Sequence[int]) -> int:
-        """How many of the prompt's beginnings any has."""
+        """Return the number of the prompt's beginnings that any holder has."""
         low, high = 0, len(prefix)
         while low < high:
             middle = (low + high + 1) // 2
@@ -87,7 +87,7 @@ class PrefixIndex:
         return low
 
     def holders(self, prefix: Sequence[int], most: int) -> dict[Holder, int]:
-        """Who has the longest beginnings, with how many of them; so many at most."""
+        """Return at most `most` holders of the longest beginnings, and the number that each has."""
         found: dict[Holder, int] = {}
         for depth in range(self.depth(prefix), 0, -1):
             for holder in self._holders.get(prefix[depth - 1], ()):

@@ -1,4 +1,4 @@
-"""What the deployment's rates are, learned while it serves (pure; time comes in as `now`).
+"""Rates of the deployment, learned while it serves (pure; time comes in as `now`).
 
 A rate is a sum of amounts over a sum of what they took, both fading with a half-life, and never a
 mean of single rates. Time without work is in neither sum, so an idle night does not pull it down.
@@ -29,7 +29,7 @@ FORGET_STARTS_S = 60.0  # without any waiting: the next burst may be of other re
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """All rates at one moment.
+    """The rates at one moment.
 
     The defaults are assumed until there are measurements; what is only assumed refuses no request.
     """
@@ -218,7 +218,7 @@ class StartRate:
     """`_seconds` at each start, and at the beginning."""
 
     def watch(self, now: float, *, is_waiting: bool) -> None:
-        """Whether requests wait, from now on."""
+        """Note whether requests wait from now on."""
         self._pass(now)
         if is_waiting and not self._is_waiting and now - self._at > FORGET_STARTS_S:
             self._starts.clear()
@@ -316,7 +316,7 @@ class RateEstimator:
             self._prompt.add(now, prompt_tokens, body_bytes)
 
     def snapshot(self, now: float) -> Rates:
-        """What is known at `now`."""
+        """Return the rates at `now`."""
         overhead_s, s_per_token = self._handoff.aged(now)
         local_overhead_s, local_s_per_token = self._local_line.value
         step_base_s, step_s_per_request = self._step.value

@@ -104,7 +104,7 @@ class RequestFlow:
         return request
 
     def path(self, request: Request, uncached: int) -> PromptPath:
-        """Where a request's prompt should be computed, of which the pool has all but so much.
+        """Return where a prompt should be computed; the pool lacks `uncached` tokens of the prompt.
 
         On a prefill replica if that costs less than what it keeps from the decoders.
         """
@@ -351,7 +351,7 @@ class RequestFlow:
             self._refuse(request, UNAVAILABLE, LATE_RETRY_S, self._why_late(request))
 
     def _why_late(self, request: Request) -> str:
-        """How long a request has waited, and which limit that has passed."""
+        """Return a sentence: how long a request has waited, and the limit that has passed."""
         state = self._state
         if request.first_token is not None:
             limit = f"{state.settings.resume_within_s:g} s"
@@ -408,7 +408,7 @@ class RequestFlow:
         self._end(request, Phase.REFUSED)
 
     def _end(self, request: Request, end: Phase) -> None:
-        """It is over; calls in flight end by themselves."""
+        """End a request; calls in flight end by themselves."""
         self._state.enter(request, end)
         del self._state.requests[request.ask.request_id]
 
@@ -423,7 +423,7 @@ NOWHERE = -1.0
 LOOK_AHEAD = 32
 """Requests that may pass some in front of them that fit nowhere."""
 RETRY_EVERY_S = 0.05
-"""What waits for a decoder is tried when there is more room, and for what time alone changes."""
+"""Pause between two tries of requests that wait for room, while no replica has gained any."""
 MAX_PASSED_S = 2.0
 """A request that has waited longer is not passed any more: a decoder is cleared for it, whether it
 finds its prompt or has to compute it."""

@@ -19,7 +19,7 @@ RequestId = NewType("RequestId", str)
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One request of a client."""
+    """A request as its client sent it."""
 
     request_id: RequestId
     prompt_tokens: int
@@ -37,7 +37,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prefix_tokens: int = 0
     """Tokens that one entry of `prefix` stands for."""
     hands_over: bool = True
-    """Whether one replica may compute its prompt and another one decode."""
+    """True if one replica may compute the prompt and another one decode."""
     priority: int = 0
     """Lower goes first, as in vLLM."""
     deadline: float = float("inf")
@@ -45,7 +45,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class PromptPath(Enum):
-    """Where a prompt is computed, and why there."""
+    """The place where a prompt is computed, with the reason."""
 
     __hash__ = object.__hash__  # much faster than Enum's, which is Python
 
@@ -87,7 +87,7 @@ class Request(msgspec.Struct, eq=False, gc=False):
     number: int
     """Order of arrival."""
     tokens: int
-    """That it will take at a decoder: its prompt, and the answer expected."""
+    """Tokens at a decoder: the prompt, and the expected answer."""
     phase: Phase = Phase.ARRIVED
     replica: ReplicaId | None = None
     """The replica that computes or decodes it, or will once it is loaded."""
@@ -102,7 +102,7 @@ class Request(msgspec.Struct, eq=False, gc=False):
     attempts: int = 0
     """Replicas that have been given it, for whatever, and have failed."""
     num_lost: int = 0
-    """Those of them that were lost with it before it had a token."""
+    """Attempts in which the replica was lost before the request had a token."""
     began: float = 0.0
     """When the present phase began."""
     deadline: float = float("inf")
@@ -128,7 +128,7 @@ class Request(msgspec.Struct, eq=False, gc=False):
 
 @dataclass(slots=True)
 class Waiting:
-    """What requests that wait ask for, in sum."""
+    """Sums over waiting requests."""
 
     requests: float = 0
     prompt_tokens: float = 0
@@ -163,7 +163,7 @@ class RequestQueue:
 
     @property
     def uncached_tokens(self) -> int:
-        """Those of them to be computed."""
+        """Prompt tokens of all waiting requests that are to be computed."""
         return int(sum(each.uncached_tokens for each in self.by_model.values()))
 
     def __len__(self) -> int:
@@ -173,7 +173,7 @@ class RequestQueue:
         return bool(self._sorted)
 
     def __iter__(self) -> Iterator[Request]:
-        """All, those of one model in their order."""
+        """Iterate over the requests, each model's in order."""
         for entries in self._sorted.values():
             for _, request in entries:
                 yield request
@@ -199,7 +199,7 @@ class RequestQueue:
         return min(heads)[1] if heads else None
 
     def first(self, most: int | None = None) -> list[Request]:
-        """All requests, or the first `most` of each model, in their order."""
+        """Return all requests, or the first `most` of each model, in order."""
         groups = [entries[:most] for entries in self._sorted.values()]
         entries = groups[0] if len(groups) == 1 else sorted(chain.from_iterable(groups))
         return [request for _, request in entries]

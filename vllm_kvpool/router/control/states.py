@@ -1,4 +1,4 @@
-"""What a replica can be, and the only ways from one state to another (pure).
+"""The states of a replica, and the edges between them (pure).
 
 Everything that changes a replica's state goes through `EDGES`; what is not in it is illegal, raises
 and changes nothing. States and edges are those of BlitzScale's replicas (OSDI 2025) as far as stock
@@ -10,12 +10,12 @@ from enum import Enum
 from typing import NewType
 
 MAX_REPLICAS = 1024
-"""Of one router."""
+"""Limit of one router."""
 ReplicaId = NewType("ReplicaId", str)
 
 
 class Role(Enum):
-    """What a replica is wanted for. It is the router's choice alone: the engine does not know."""
+    """The work that a replica is for. The router alone chooses it: the engine does not know."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -26,7 +26,7 @@ class Role(Enum):
 
 
 class Goal(Enum):
-    """What people or the plan want of a replica, whatever state it is in."""
+    """The wish of people or of the plan for a replica, whatever its state."""
 
     __hash__ = object.__hash__  # much faster than Enum's, which is Python
 
@@ -76,7 +76,7 @@ class State(Enum):
 
 
 class Cause(Enum):
-    """Why a replica changes its state."""
+    """A cause for which a replica changes its state."""
 
     LOAD_PREFILL = "load_prefill"
     LOAD_DECODE = "load_decode"

@@ -17,16 +17,16 @@ from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.ops.request_log import Observation
 
 Directive = Prefill | Decode | Refuse
-"""What the controller wants of a request's handler."""
+"""An order of the controller to a request's handler."""
 RequestEvent = Cancelled | PrefillEnded | DecodeBegan | DecodeEnded
 
 
 class ControlPlane(Protocol):
-    """What a data plane needs decided; called in its loop."""
+    """The decisions that a data plane asks for, in its loop."""
 
     @property
     def tokens_per_byte(self) -> float:
-        """What was learned of prompts."""
+        """Prompt tokens by byte of a request's body, as learned."""
 
     def model_length(self, model: str) -> int | None:
         """The most tokens of a sequence of a model, as engines list it; None if it is unknown."""
@@ -53,7 +53,7 @@ class ControlPlane(Protocol):
         """URLs of engines for what is only passed on, the least busy first."""
 
     def models(self) -> list[dict[str, Any]]:
-        """What engines list."""
+        """Return the models that engines list."""
 
     def health(self) -> tuple[int, bytes]:
         """Status and body for `/health`."""
@@ -63,7 +63,7 @@ class ControlPlane(Protocol):
 
 
 class Handler(Protocol):
-    """What performs the directives of one request."""
+    """The performer of one request's directives."""
 
     def enqueue(self, directive: Directive) -> None:
         """Perform a directive, after those before it."""

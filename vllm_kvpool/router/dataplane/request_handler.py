@@ -114,7 +114,7 @@ class RequestHandler:
         self.request_id = request_id
         self.log = RequestLog(clock())
         self._client_request = self._request = request
-        """As it came, and as engines are asked."""
+        """The request as the client sent it, and as engines are sent it."""
         self._headers = headers
         self._http = http
         self._control = control
@@ -127,16 +127,16 @@ class RequestHandler:
         self._prompt_call: PromptCall | None = None
         """The prompt's call, while it runs."""
         self._cached_tokens: int | None = None
-        """What the prompt's call found of the prompt, 0 while it runs; None without such a call."""
+        """Cached tokens by the prompt's call: 0 while the call runs, None without such a call."""
         self._notices: tuple[str, ...] = ()
         """Endpoints that the prompt's call has answered."""
         self._call: AnswerCall | None = None
         """The present call, until its end has been reported."""
         self._is_over = False
-        """Whether the controller knows that it is."""
+        """True once the controller knows that the request is over."""
         self._has_failed = False
         self._whole: WholeAnswer | None = None
-        """What is assembled for a client that has asked for no stream."""
+        """The answer that is assembled for a client without a stream."""
         if not (request.stream or request.is_passed_on) and is_streamable(request):
             self._whole = WholeAnswer(request.api_path)
             self._request = streamed(request)
@@ -145,7 +145,7 @@ class RequestHandler:
         self._most_bytes = request.most_answer_bytes(headers.get(REQUEST_ID, ""))
         """Limit of the bytes of each engine's answer."""
         self._failure: EngineResponse | None = None
-        """What an engine has said of its own failure."""
+        """The answer of an engine that has failed."""
 
     def _new_resumer(self) -> StreamResumer | None:
         request = self._request
@@ -331,7 +331,7 @@ class RequestHandler:
             self._post_unseen()
 
     def _limit_cached(self, most: int | None) -> None:
-        """Of the tokens that an engine has cached, count no more as cached for the client."""
+        """Bound the number of cached tokens that the client is told."""
         self._cached_tokens = most
         if self._resumer is not None:
             self._resumer.max_cached_tokens = most
@@ -339,7 +339,7 @@ class RequestHandler:
     # Decode
 
     async def _decode(self, call: AnswerCall) -> bool:
-        """Whether the client has been answered; if not, another engine is to go on."""
+        """Make a call; return True if the client has been answered, else another engine goes on."""
         self._call = call
         directive = call.directive
         resumer = self._resumer
@@ -645,7 +645,7 @@ def _is_json(answer: EngineResponse) -> bool:
 
 
 def outcome_of_error(error: EngineLost) -> Outcome:
-    """What it means to the request that an engine has not answered as one."""
+    """Return the outcome of a call whose engine has broken off or cannot be reached."""
     match error:
         case EngineUnreached():
             return Outcome.UNREACHED
