@@ -116,7 +116,7 @@ class Router:
         log.info("administration and status page: %s", _url(admin.listen, self.admin_port))
 
     def reloads(self, read: Callable[[], RouterConfig]) -> Sequence[Callable[[], None]]:
-        """What SIGHUP has read again: replicas (by `read`) and keys. Each raises ConfigError."""
+        """Return what SIGHUP does: read replicas (by `read`) and keys again. Raise ConfigError."""
         of_keys = () if self._tenants is None else (self._tenants.reload,)
         return (lambda: self._take_replicas(read()), *of_keys)
 
@@ -194,7 +194,7 @@ class Router:
         self._last_refusal = why
 
     def _log_refusals(self) -> None:
-        """One line for all since the last one: under overload they are many."""
+        """Log one line for all refusals since the last line: under overload they are many."""
         if not self._unlogged or self._clock() < self._refusals_due:
             return
         counts = sorted(self._unlogged.items())
@@ -246,7 +246,7 @@ class Router:
             self.telemetry.observe(each)
 
     def url_of(self, replica: ReplicaId) -> str:
-        """Of a replica that there is."""
+        """Return the URL of a replica of the fleet."""
         return self.controller.state.fleet[replica].spec.url
 
     def others(self, replica: ReplicaId) -> list[str]:
@@ -277,7 +277,7 @@ class Router:
         return self._lengths.get(model)
 
     def models(self) -> list[dict[str, Any]]:
-        """What engines list."""
+        """Return the models that engines list."""
         found: dict[str, dict[str, Any]] = {}
         for each in self.controller.state.fleet.in_states(UP):
             found = {**self.replicas.monitors[each.replica_id].models, **found}

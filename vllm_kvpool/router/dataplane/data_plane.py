@@ -82,7 +82,7 @@ def upstream_of(config: RouterConfig) -> Upstream:
 def ask_of(
     request_id: RequestId, request: ClientRequest, tokens_per_byte: float, deadline: float
 ) -> Ask:
-    """What the controller is told; numbers that only an engine can refuse are cut to 64 bits."""
+    """Return the controller's form of a request. Numbers are cut to 64 bits; engines judge them."""
     return Ask(
         request_id=request_id,
         prompt_tokens=max(1, request.prompt_tokens(tokens_per_byte)),
@@ -292,7 +292,7 @@ class DataPlane:
         return response._replace(headers=with_headers(response.headers, more))
 
     def _engine_headers(self, http: HttpRequest) -> CIMultiDict[str]:
-        """What an engine is sent of a client's headers."""
+        """Return the headers of a client's request that an engine is sent."""
         headers = request_headers(http.headers, is_trusted=self._front.trust_clients)
         if self._tenants is not None:
             # The router has judged the key; engines know its own.
@@ -338,7 +338,7 @@ class DataPlane:
         return None
 
     async def _list_models(self, http: HttpRequest) -> Response:
-        """All that engines list; or what an engine says to a client without a good key."""
+        """Return the models that engines list, or an engine's refusal of a client's key."""
         if self._config.api_key:
             answer = await self._forward(http, "")
             if answer is not None and answer.status != OK:

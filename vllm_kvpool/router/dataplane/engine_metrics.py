@@ -1,4 +1,4 @@
-"""What an engine's /metrics say."""
+"""Reader of an engine's /metrics."""
 
 from collections.abc import Collection, Sequence
 from math import isfinite

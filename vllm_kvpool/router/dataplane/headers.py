@@ -9,12 +9,12 @@ Headers = CIMultiDict[str] | CIMultiDictProxy[str]
 REQUEST_ID = "X-Request-Id"
 JSON, EVENT_STREAM = "application/json", "text/event-stream"
 SERVER = "kvpool"
-"""Of answers that are the router's own."""
+"""`Server` header of the router's own answers."""
 STREAM_HEADERS = {"Content-Type": EVENT_STREAM, "Server": SERVER}
 JSON_HEADERS = {"Content-Type": JSON, "Server": SERVER}
 
 MAX_HEADER_BYTES = 16 << 10
-"""Of a request line, and of each header, of clients and of engines."""
+"""Limit of a request line and of each header, of clients and of engines."""
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 128
 
@@ -46,12 +46,12 @@ _OF_ANSWERS = _OF_ONE_CONNECTION | _OF_THE_BODY | _OF_ORIGINS
 
 
 def request_headers(headers: Headers, *, is_trusted: bool = False) -> CIMultiDict[str]:
-    """Those of a client that its engine is sent."""
+    """Return the headers of a client's request that an engine is sent."""
     return _without(headers, _OF_REQUESTS if is_trusted else _OF_REQUESTS | _RESERVED)
 
 
 def answer_headers(headers: Headers) -> CIMultiDict[str]:
-    """Those of an engine that its client is sent."""
+    """Return the headers of an engine's answer that the client is sent."""
     return _without(headers, _OF_ANSWERS)
 
 
@@ -66,7 +66,7 @@ def _without(headers: Headers, left_out: frozenset[str]) -> CIMultiDict[str]:
 
 
 def bearer_token(authorization: str) -> str | None:
-    """What an `Authorization: Bearer` header carries; None if it is another scheme."""
+    """Return the token of an `Authorization: Bearer` header; None for another scheme."""
     scheme, space, token = authorization.partition(" ")
     return token.strip() if space and scheme.lower() == "bearer" else None
 

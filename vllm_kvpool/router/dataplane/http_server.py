@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 MAX_FRAMING_BYTES = 1 << 20
 MAX_FRAMING_RATIO = 8
-"""What chunk sizes, extensions and trailers may take beside a body: a chunk of one byte takes 6."""
+"""Limit of chunk sizes, extensions and trailers beside a body: a chunk of one byte takes 6."""
 MAX_PIPELINED = 16
 """Requests that wait behind the one that is served; further ones are not read meanwhile."""
 KEEPALIVE_S = 75.0
@@ -57,11 +57,11 @@ class Response(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """What clients may take up of the process."""
+    """Limits of connections, bodies and times."""
 
     max_body_bytes: int
     max_bodies_bytes: int
-    """Of all requests that are being read or served."""
+    """Limit of the bodies of all requests that are read or served."""
     max_connections: int
     read_timeout_s: float
     """For a head, and then for its body."""
@@ -76,7 +76,7 @@ class ClientGone(Exception):
 
 
 class HttpRequest:
-    """One request with its whole body, and the way to answer it; of its connection's loop.
+    """A request with its whole body, and its answer. Used in its connection's loop.
 
     ClientGone from whatever writes or waits. What waits may be cancelled and called again.
     """
@@ -208,7 +208,7 @@ class HttpServer:
         self.refuse = refuse
         self.connections: set[_Connection] = set()
         self.held_bytes = 0
-        """Of bodies that are being read or served."""
+        """Bytes of bodies that are read or served."""
         self.is_stopping = False
         self._all_closed: asyncio.Future[None] | None = None
         """Done once the last connection has ended; while `stop` waits."""

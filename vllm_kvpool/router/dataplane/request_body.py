@@ -1,4 +1,4 @@
-"""What clients ask for, and the bodies that engines are sent for it (pure).
+"""Requests of clients, and the bodies that engines are sent for them (pure).
 
 A body is read once, into the raw JSON of its fields, so that a prompt of a megabyte is copied but
 never decoded. Only what the router has to understand is looked at; whether a request makes sense is
@@ -27,7 +27,7 @@ from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES
 from vllm_kvpool.router.dataplane.vllm_fields import Trait, fields_with
 
 MEDIA_TOKENS = 1024
-"""What an image or the like inside a message is taken for, before an engine has seen it."""
+"""Tokens that an image inside a message counts as, before an engine has seen it."""
 MAX_OUTPUT_TOKENS = 1 << 20
 """Tokens of one sequence while the model's length is unknown. No model is longer."""
 ANSWER_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 4 << 20, 4096, 512
@@ -44,7 +44,7 @@ SMALL_ANSWER_BYTES = 8 << 20
 """Bytes of an answer to the router's own request."""
 COMPLETION_MAX_TOKENS = 16  # vLLM's, where a completion does not say
 MAX_MODEL_CHARS = 4096
-"""Of a model's name, which goes into messages and logs; some are paths."""
+"""Limit of a model's name, which goes into messages and logs. Some names are paths."""
 MAX_FIELDS = 512
 """Fields of a body, and of each object that is read in it. vLLM's requests have under 100."""
 MAX_SCALAR_BYTES = 6 * MAX_MODEL_CHARS + 2
@@ -58,7 +58,7 @@ _NO = ("false", "0", "0.0", "no", "n", "off", "f")
 
 
 class ApiPath(Enum):
-    """What is asked for; the value is the path."""
+    """Kinds of requests; the value is the path."""
 
     COMPLETION = "/v1/completions"
     CHAT = "/v1/chat/completions"
@@ -106,12 +106,12 @@ def error_body(status: int, message: str, path: str, param: str | None = None) -
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether a path is of Anthropic's API, whose errors have a form of their own."""
+    """Return True if a path is of Anthropic's API, whose errors have their own form."""
     return f"{path}/".startswith(f"{ApiPath.MESSAGES.value}/")
 
 
 class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of a client. `raw` is its body, `fields` the same as raw JSON by name.
+    """A request of a client. `raw` is its body, `fields` the same as raw JSON by name.
 
     With an empty `raw` the body is `fields`.
     """
@@ -137,10 +137,10 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefix: tuple[int, ...]
     """Hashes of ever longer beginnings of the prompt's JSON, as in `prefix_index`."""
     wants_handoff: bool
-    """Whether computing its prompt on one replica and decoding on another can make sense."""
+    """True if the prompt may be computed on one replica and decoded on another."""
     asks_token_ids: bool
     trackable: bool
-    """Whether a stream may be asked for with token ids besides, without another answer.
+    """True if a stream can be asked for with token ids, and the answer stays the same.
 
     vLLM leaves the echoed prompt of a completion out where ids are asked for, and a prompt of
     embeddings has none.
@@ -148,7 +148,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     model_length: int = MAX_OUTPUT_TOKENS
     """The most tokens that the model has in one sequence, as far as engines have said."""
     tenant: str = ""
-    """Whose room in the pool its prompt takes; empty: not said."""
+    """The tenant whose room in the pool the prompt takes; empty if unknown."""
 
     @property
     def most_tokens(self) -> int:
@@ -180,7 +180,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_passed_on(self) -> bool:
-        """Whether the answer is not read, so that no other engine can go on with it."""
+        """True if the answer is not read, so that no other engine can go on with it."""
         return self.api_path not in READ
 
     def prompt_tokens(self, tokens_per_byte: float) -> int:
@@ -280,7 +280,7 @@ _BASE64 = re.compile(rb";base64,[A-Za-z0-9+/=_\\-]*")
 
 
 RESERVED_FIELDS = fields_with(Trait.RESERVED)
-"""What only the router, or a client that is trusted, may tell an engine."""
+"""Fields that only the router, or a trusted client, may send to an engine."""
 CACHE_SALT = "cache_salt"
 Salt = Callable[[str], str]
 """Makes the `cache_salt` for engines of a client's own, "" for none."""
@@ -506,7 +506,7 @@ def _without_reserved(fields: dict[str, Raw]) -> dict[str, Raw]:
 
 
 def count_ids(ids: Raw | bytes) -> int:
-    """How many there are in a JSON list of them."""
+    """Return the number of token ids in a JSON list."""
     data = bytes(ids)
     return data.count(b",") + 1 if data.strip(b"[] \t\r\n") else 0
 

@@ -1,4 +1,4 @@
-"""One request of a client: performs what the controller wants of it, and reports how it went.
+"""The handler of one request: performs the controller's directives and reports their ends.
 
 Lives in the task of the client's connection. The controller says who computes the prompt and who
 answers; here the calls are made, the prompt's in a task beside. The answer is handed on as it

@@ -1,4 +1,4 @@
-"""What engines' answers mean, as far as the router reads them (pure)."""
+"""Readers of engines' answers (pure)."""
 
 from typing import Annotated
 
@@ -26,7 +26,7 @@ def is_answer(status: int) -> bool:
 
 
 def outcome_of(status: int) -> Outcome:
-    """What an engine's status means to the request. One that is no engine's is a failure."""
+    """Return the outcome by an engine's status. A status that engines do not send is a failure."""
     if status == OK:
         return Outcome.OK
     if status in BUSY_STATUSES:
@@ -45,7 +45,7 @@ def error_event(status: int, body: bytes, path: str) -> bytes:
 
 
 class TokenCounts(msgspec.Struct, frozen=True, gc=False):
-    """What an answer says of its tokens."""
+    """Token counts of an answer."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from vllm_kvpool.router.dataplane.responses import EngineLost
 
 MAX_EVENT_BYTES = 64 << 20
-"""What one event may take: the first chunk of a stream may carry all token ids of a long prompt."""
+"""Limit of one event: a stream's first chunk may carry all token ids of a long prompt."""
 
 _CR, _LF, _END = b"\r", b"\n", b"\n\n"
 
@@ -20,7 +20,7 @@ class Events:
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self._max_event_bytes = max_event_bytes
         self._unread = bytearray()
-        """Of the event that has not ended."""
+        """Bytes of the event that has not ended."""
         self._ends_in_cr = False
         self._comment = b""
 

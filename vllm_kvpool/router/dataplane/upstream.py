@@ -29,7 +29,7 @@ from vllm_kvpool.router.dataplane.request_body import SMALL_ANSWER_BYTES
 from vllm_kvpool.router.dataplane.responses import FIRST_STATUS, LAST_STATUS, EngineLost
 
 MAX_UNREAD_BYTES = 256 << 10
-"""Of an answer that its reader does not take; the engine waits then."""
+"""Limit of the unread bytes of an answer; the engine waits beyond that."""
 COPIED_BYTES = 64 << 10
 """A larger body is handed to the connection beside its head, not behind it in one piece."""
 END_TIMEOUT_S = 0.1
@@ -48,7 +48,7 @@ class EngineUnreached(EngineLost):
 
 
 class EngineBroke(EngineLost):
-    """It was sent a request; then its connection has ended, or was silent for too long."""
+    """An engine was sent a request; then its connection ended, or was silent for too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +383,7 @@ class UpstreamResponse:
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One to an engine. Parses with `httptools`, whose callbacks (`on_...`) it is itself."""
+    """A connection to an engine. `httptools` parses and calls the `on_...` methods."""
 
     def __init__(self, upstream: Upstream, origin: _Origin) -> None:
         self.origin = origin

@@ -8,7 +8,7 @@ from enum import Flag, auto
 
 
 class Trait(Flag):
-    """What a field means to the router."""
+    """A meaning of a field to the router."""
 
     RESERVED = auto()
     """Only the router, or a client that is trusted, may send it to an engine."""

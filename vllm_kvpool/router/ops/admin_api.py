@@ -60,12 +60,12 @@ class Access:
         self._origins = Origins(tuple(hosts), option="hosts of [admin]")
 
     def check_place(self, host: str | None, origin: str | None) -> Denied | None:
-        """Whether a request is meant for this address, and comes from its own page, if from any."""
+        """Return the refusal of a request for another address, or from another site's page."""
         why = self._origins.refusal(host, origin)
         return None if why is None else Denied(403, why)
 
     def check_token(self, authorization: str | None) -> Denied | None:
-        """Whether the token has come with it."""
+        """Return the refusal of a request without the token."""
         if authorization is None:
             return Denied(401, "the token is missing; send 'Authorization: Bearer TOKEN'")
         given = bearer_token(authorization) or ""
@@ -310,7 +310,7 @@ def _error(status: int, error: str) -> Response:
 
 
 def _refuse(status: int, why: str, _path: str) -> Response:
-    """What cannot be read as HTTP, or breaks a limit of this address."""
+    """Answer a request that is no HTTP, or breaks a limit of this address."""
     own = {
         408: f"the body has not come within {LIMITS.read_timeout_s:g} s",
         413: f"the body is too large; send at most {MAX_BODY_BYTES} bytes",

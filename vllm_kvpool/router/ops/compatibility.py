@@ -1,4 +1,4 @@
-"""Which engines cannot share KV or models with the others, and what to set (pure).
+"""The engines that cannot share KV or models with the others, and what to set (pure).
 
 Read off what each engine says of itself in `/metrics` and `/v1/models`. Such an engine serves all
 the same: its answers are right, but no request can be handed to it, or from it, through the pool.
@@ -90,7 +90,10 @@ def _names(models: Iterable[str]) -> str:
 
 
 def _of_model(model: str, served_by: list[Replica]) -> Iterator[tuple[ReplicaId, Problem]]:
-    """Those that are not as most engines of the model are; of equally many, as the first are."""
+    """Yield the engines that differ from the majority of their model's engines.
+
+    On a tie the first engine's value is the majority.
+    """
     known = [each for each in served_by if each.sample.namespace]
     if not known:
         return

@@ -1,4 +1,4 @@
-"""Which engines the router may use: the configuration, a file that is watched, and DNS.
+"""Discovery of engines: by the configuration, a watched file, and DNS.
 
 Owned by the router's loop. If a source cannot be read, its engines stay; whether they live, their
 monitors find out. What an administrator has added or removed is not undone.
@@ -40,9 +40,9 @@ class Discovery:
         self._post = post
         self._sources: dict[str, tuple[Added, ...]] = {}
         self._known: dict[str, Added] = {}
-        """Those that have been added, by url."""
+        """The added replicas, by URL."""
         self._refused: dict[str, str] = {}
-        """Why those of a url cannot be added; they are tried again."""
+        """Errors of replicas that could not be added, by URL. They are tried again."""
         self._file_taken: tuple[int, int] | None = None
         """When the file was written that the engines are from, and its size."""
         self._file_seen: tuple[int, int] | None = None

@@ -162,7 +162,7 @@ class Telemetry:
         self._last: dict[bool, tuple[float, bytes]] = {}
 
     def observe(self, observation: Observation) -> None:
-        """One more value of a histogram."""
+        """Add a value to a histogram."""
         self._histograms[observation.name].observe(observation.replica, observation.seconds)
 
     def expose(self, *, with_replicas: bool = True) -> tuple[str, bytes]:
@@ -195,7 +195,7 @@ class Telemetry:
 
 
 class Histogram:
-    """One of all replicas, or, with a label, one of each: lists of counts, as they may be many."""
+    """A histogram over all replicas, or with a label one for each, as lists of counts."""
 
     def __init__(self, row: Row) -> None:
         self._row = row
@@ -256,7 +256,7 @@ def _series(name: str, labels: tuple[str, ...]) -> str:
 
 
 def _values(view: RouterView) -> dict[str, list[_Labelled]]:
-    """All that names no replica, but transitions and histograms."""
+    """Return the samples that name no replica, without transitions and histograms."""
     counts, plan = view.counts, view.plan
     states = Counter(each.state for each in view.replicas)
     wanted = {"prefill": plan.prefill, "decode": plan.decode}

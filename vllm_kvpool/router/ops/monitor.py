@@ -1,4 +1,4 @@
-"""One loop per replica: loads it, asks for its health and its metrics, and reports what changes.
+"""A loop per replica, which loads it, reads its health and metrics, and reports changes.
 
 It sleeps until the next check is due, or `ask` wants one at once. An engine at rest is not checked.
 """
@@ -58,9 +58,9 @@ class Monitor:
         self.replica = replica
         self.url = url
         self.models: dict[str, dict[str, Any]] = {}
-        """What its /v1/models lists, by name."""
+        """Models of the engine's /v1/models, by name."""
         self.has_failed = False
-        """It has been loaded since `load`, and has failed after that."""
+        """True if the engine was loaded and has failed since."""
         self._engines = engines
         self._config = config
         self._post = post

@@ -46,7 +46,7 @@ class Replicas:
         self._compatibility: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._specs: dict[ReplicaId, ReplicaSpec] = {}
-        """Of those that are monitored."""
+        """Specs of the monitored replicas."""
         self._endings: dict[ReplicaId, asyncio.Task[None]] = {}
         """Engines that are ended by command, once their saves have ended."""
 

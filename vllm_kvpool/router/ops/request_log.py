@@ -1,4 +1,4 @@
-"""What has become of a request, for the access log, spans and the histograms (pure).
+"""The course of a request, for the access log, spans and histograms (pure).
 
 Fed by the request's handler, from its arrival to its end. Times are the router's clock.
 """
@@ -23,7 +23,7 @@ class Observation(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class RequestLog:
-    """Of one request."""
+    """The log of one request."""
 
     began: float
     prefill_asked: float = 0.0
@@ -31,11 +31,11 @@ class RequestLog:
     asked: float = 0.0
     """Since when nothing but the engine that was asked last has been waited for."""
     engine_s: float = 0.0
-    """What engines took for its prompt."""
+    """Seconds that engines took for the prompt."""
     waited_s: float = 0.0
     """In the controller's queues."""
     replicas: list[str] = field(default_factory=list)
-    """Those that were asked, in their order."""
+    """The replicas that were asked, in order."""
     first_token: float | None = None
     decode_began: float | None = None
     """When the engine that answers now has brought its first token."""
@@ -79,13 +79,13 @@ class RequestLog:
             self._observe("replica_token_seconds", each_s, event.replica)
 
     def end(self, now: float) -> None:
-        """Nothing more comes of it."""
+        """Note the end of the request."""
         self._observe("request_seconds", now - self.began)
 
     def line(
         self, request_id: str, *, client: str, path: str, model: str, status: int, now: float
     ) -> str:
-        """One line, in `name=value` pairs; what is not known is `-`."""
+        """Return one line of `name=value` pairs; an unknown value is `-`."""
         first = "-" if self.first_token is None else f"{self.first_token - self.began:.3f}"
         return (
             f"id={_quoted(request_id)} client={client or '-'} method=POST path={path} "
@@ -96,5 +96,5 @@ class RequestLog:
 
 
 def _quoted(text: str) -> str:
-    """What a client has written must not look like another field, or another line."""
+    """Quote a client's text, so that it does not look like another field or line."""
     return text if text.isprintable() and " " not in text and text else ascii(text)

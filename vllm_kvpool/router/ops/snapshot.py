@@ -1,4 +1,4 @@
-"""What the controller holds, read off it for those who want to see it (pure).
+"""Views of the controller's state, for the page, the routes and the metrics (pure).
 
 The only module that knows where the controller keeps what: the status page, the administration's
 routes, `/health` and the metrics all read the values made here. Times are on the controller's
@@ -22,7 +22,7 @@ from vllm_kvpool.router.control.states import BROKEN, EDGES, LOADING, Goal, Role
 from vllm_kvpool.router.ops.compatibility import Problem, problems
 
 OUTCOMES = ("served", "rejected", "hopeless", "cancelled", "shed", "late", "given_up")
-"""Of `counts`: how a request can have ended; each that has arrived is in one in the end."""
+"""Counts of requests by their end. Each request that arrives ends in one of them."""
 COUNTS = (
     "arrived",
     *OUTCOMES,
@@ -39,7 +39,7 @@ NOTHING_WANTED = Wanted(0, 0)
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine as the router sees it."""
+    """An engine as the router sees it."""
 
     id: str
     url: str
@@ -48,7 +48,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     goal: Goal
     problem: str
-    """Why it cannot share KV or models with the others, and what to set; empty if it can."""
+    """Reason why the engine cannot share KV or models, and what to set; empty if it can."""
     mismatch: str
     """In what it differs then: a value of `compatibility.Mismatch`."""
     retry_in_s: float | None
@@ -56,7 +56,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     locked: bool
     lock_why: str
     running: int
-    """As the engine says, like `waiting` and `used_blocks`."""
+    """Running requests by the engine's metrics, as are `waiting` and `used_blocks`."""
     waiting: int
     used_blocks: int
     committed_blocks: int
@@ -69,7 +69,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     decodes: int
     """Requests it has been given to answer."""
     starting: int
-    """Of those, the ones that have not brought a token yet."""
+    """Requests of `decodes` without a token."""
     bound: int
     """Requests that wait for it to be loaded."""
     bytes_in_per_s: float
@@ -83,14 +83,14 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WaitingView(msgspec.Struct, frozen=True):
-    """What a queue holds."""
+    """The contents of a queue."""
 
     requests: int
     tokens: int
 
 
 class PlanView(msgspec.Struct, frozen=True, kw_only=True):
-    """How many replicas there should be, why, and by which means."""
+    """The wanted numbers of replicas, the reasons, and the steps."""
 
     mode: Mode
     at: float | None = None
@@ -98,7 +98,7 @@ class PlanView(msgspec.Struct, frozen=True, kw_only=True):
     decode: Wanted = NOTHING_WANTED
     flip_to: Role | None = None
     held: str = NO_PLAN
-    """Why nothing may change; empty if it may."""
+    """Reason why nothing may change; empty if it may."""
     why: str = NO_PLAN
     """A line for each equation and each role, with its numbers."""
     steps: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ class HealthView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterView(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it."""
+    """The whole view."""
 
     now: float
     replicas: tuple[ReplicaView, ...]
@@ -185,7 +185,7 @@ def state_of(controller: Controller, now: float) -> RouterView:
 
 
 def health_of(fleet: Fleet) -> HealthView:
-    """Whether requests can be served, and by whom not."""
+    """Return whether requests can be served, and the replicas that do not serve."""
     serving = {Role.PREFILL: len(fleet.prefillers()), Role.DECODE: len(fleet.decoders())}
     down = tuple(each.replica_id for each in fleet if each.state in BROKEN)
     loading = tuple(each.replica_id for each in fleet if each.state in LOADING)
@@ -207,13 +207,13 @@ def plan_of(controller: Controller) -> PlanView:
 
 
 def plan_now(controller: Controller) -> PlanView:
-    """What the plan would be now; nothing follows of it."""
+    """Return the plan that would be made now; nothing is carried out."""
     made, steps = controller.scaling.preview()
     return _plan(controller.scaling.mode, made, steps, controller.state.now)
 
 
 def transition_counts(controller: Controller) -> Iterator[tuple[tuple[str, str, str], int]]:
-    """How often each edge (from, cause, to) has been followed, those never followed left out."""
+    """Yield each edge (from, cause, to) that has been followed, and how often."""
     for (before, cause), count in controller.state.fleet.counts.items():
         yield (before.value, cause.value, EDGES[before, cause].value), count
 

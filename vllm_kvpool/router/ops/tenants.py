@@ -1,4 +1,4 @@
-"""Who may send requests, of which models, how often and how many at a time (pure).
+"""Limits of tenants: their models, their rates, their requests at a time (pure).
 
 Owned by the loop of the clients' address. Keys are compared by their digests, so a file may hold
 digests alone. Limits are those of one router: a second one beside it counts for itself.
@@ -27,7 +27,7 @@ class Denied(Exception):
 
 @dataclass(slots=True)
 class Tenant:
-    """One client's limits and what it uses of them."""
+    """A tenant's limits, and its use of them."""
 
     config: TenantConfig
     tokens: float
@@ -58,7 +58,7 @@ class Tenants:
     def of_file(
         cls, keys_file: str, clock: Callable[[], float] = time.monotonic
     ) -> "Tenants | None":
-        """Those of `front.keys_file`; None where it is empty. ConfigError."""
+        """Return the tenants of `front.keys_file`; None without such a file. Raises ConfigError."""
         if not keys_file:
             return None
         tenants = cls(read_tenants(Path(keys_file)), clock)
@@ -79,7 +79,7 @@ class Tenants:
             self._by_digest[_digest(config.key)] = self._by_name[config.name] = tenant
 
     def of(self, authorization: str | None) -> Tenant:
-        """Whose key it is; Denied with 401."""
+        """Return the tenant of a key. Raises Denied with 401."""
         key = bearer_token(authorization or "")
         if key is None:
             raise Denied(401, "A key is needed: send `Authorization: Bearer KEY`.")

@@ -1,4 +1,4 @@
-"""What is known of one answer: its tokens, its text, and from where an engine can go on with it.
+"""One answer: its tokens, its text, and the points from which an engine can go on.
 
 Characters are counted over all text delivered. A resume point is a number of tokens after which the
 engine's detokenizer had given out all text but what it withholds for stop strings: another engine
@@ -30,7 +30,7 @@ BEGINNING = ResumePoint(0, 0)
 
 
 class Answer:
-    """One client's answer so far. Owned by its `StreamResumer`."""
+    """A client's answer so far. Owned by its `StreamResumer`."""
 
     def __init__(self, stops: Sequence[str], withholds: bool) -> None:
         self.prompt_ids = b""
@@ -45,7 +45,7 @@ class Answer:
         self.num_echoed = 0
         """Characters at the beginning that are of the prompt."""
         self.has_ids = True
-        """Whether all tokens so far are in `ids`."""
+        """True if all tokens so far are in `ids`."""
         self.has_tool_calls = False
         self.num_reasoning_tokens = 0
         """Tokens of chunks that had reasoning."""

@@ -38,7 +38,7 @@ _WATCHES_ANSWER = sorted(fields_with(Trait.WATCHES_ANSWER))
 
 
 class ResumeMode(Enum):
-    """How an answer goes on at another engine."""
+    """A way in which an answer goes on at another engine."""
 
     REPEAT = "repeat"  # nothing of it has been delivered: the same request again
     RESUME = "resume"  # from the tokens so far
@@ -61,7 +61,7 @@ def stop_strings(request: ClientRequest) -> list[str]:
 
 
 def is_greedy(request: ClientRequest) -> bool:
-    """Whether the same request again gives the same answer, as far as the engine can.
+    """Return True if the same request gives the same answer again, as far as the engine can.
 
     A temperature that is not given is the server's, and mostly not 0.
     """
@@ -71,7 +71,7 @@ def is_greedy(request: ClientRequest) -> bool:
 
 
 def why_hopeless(request: ClientRequest) -> str | None:
-    """Why an answer that has begun cannot go on in any way."""
+    """Return why an answer that has begun cannot go on; None if it can."""
     if request.n > 1 or (request.value("best_of") or 1) != 1:
         return "an answer of several choices cannot be continued"
     if request.num_prompts > 1:
@@ -85,7 +85,7 @@ def why_hopeless(request: ClientRequest) -> str | None:
 
 
 def why_not_resumed(request: ClientRequest) -> str | None:
-    """Why an answer cannot be resumed from its tokens, whatever these are."""
+    """Return why an answer cannot be resumed from its tokens; None if it can."""
     for name in _WATCHES_ANSWER:
         if request.value(name):
             return f"`{name}` looks at the tokens of one answer"
@@ -148,14 +148,14 @@ def resume_body(
 
 
 def joined_ids(prompt_ids: bytes, generated: Sequence[int]) -> bytes:
-    """One JSON list of a JSON list and what comes after it."""
+    """Return the JSON list of a prompt's ids and the generated ids."""
     prompt = prompt_ids.strip()[1:-1].strip()
     answer = msgspec.json.encode(list(generated))[1:-1]
     return b"[%b]" % b",".join(part for part in (prompt, answer) if part)
 
 
 def same_ids(one: bytes, other: bytes) -> bool:
-    """Whether two JSON lists are of the same ids."""
+    """Return True if two JSON lists have the same ids."""
     return one == other or one.translate(None, _SPACE) == other.translate(None, _SPACE)
 
 

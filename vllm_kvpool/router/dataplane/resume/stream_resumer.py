@@ -1,4 +1,4 @@
-"""One client's stream out of the streams of one engine after another (pure).
+"""A client's stream, joined from the streams of one engine after another (pure).
 
 What has tokens and no text is held back until text comes: after a failure it is generated again.
 Nothing else waits. No token reaches the client twice, none is left out, and what is generated again
@@ -150,7 +150,7 @@ class StreamResumer:
         self.answer.has_ids = request.trackable
         self.num_resumes = 0
         self.ended = False
-        """Whether the client has been given all of it, `[DONE]` included."""
+        """True once the client has been given all of the answer, `[DONE]` included."""
         self.max_cached_tokens: int | None = None
         """Of the prompt, what was cached before a prefill replica computed it; None: no limit."""
         self._request = request
@@ -176,7 +176,7 @@ class StreamResumer:
         self._held: list[bytes] = []
         self._usage: Usage | None = None
         self.has_begun = False
-        """Whether the client has been sent anything."""
+        """True if the client has been sent anything."""
         self._has_role = self._has_error = self._has_usage = False
         """Whether the client has been sent that."""
         self._num_finished = 0
@@ -196,7 +196,7 @@ class StreamResumer:
         return self._usage.completion_tokens if self._usage is not None else None
 
     def feed(self, payload: bytes) -> list[bytes]:
-        """What the client is sent for one payload of the engine; raises EngineLost."""
+        """Return the client's payloads for one payload of the engine. Raises EngineLost."""
         assert not self.ended
         if payload == DONE:
             return self._done()

@@ -25,7 +25,7 @@ _NOT_STREAMED = fields_with(Trait.NOT_STREAMED)
 
 
 def is_streamable(request: ClientRequest) -> bool:
-    """Whether a stream has all of the whole answer."""
+    """Return True if a stream has all that the whole answer has."""
     for name in _NOT_STREAMED & request.fields.keys():
         value = request.value(name)
         if value is not None and value is not False:
@@ -130,7 +130,7 @@ class WholeAnswer:
         return self._error is not None or "usage" in self._once
 
     def add(self, payload: bytes) -> None:
-        """One payload of the stream; raises NotAssembled."""
+        """Add a payload of the stream. Raises NotAssembled."""
         if payload == DONE:
             return
         try:
@@ -176,7 +176,7 @@ class WholeAnswer:
 
 
 class _Choice:
-    """One choice so far."""
+    """A choice so far."""
 
     def __init__(self, index: int) -> None:
         self._index = index
