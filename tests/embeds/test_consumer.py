@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 from tests.embeds.invariants import check_consumer
 from tests.embeds.world import limits, shape_of
 from vllm_kvpool.embeds.machines.admission import OLDEST_WAITS_S
-from vllm_kvpool.embeds.machines.consumer import FEWEST_RECENT, RECENT_ITEMS, Consumer
+from vllm_kvpool.embeds.machines.consumer import (
+    FEWEST_RECENT,
+    QUARANTINE_S,
+    RECENT_ITEMS,
+    Consumer,
+)
 from vllm_kvpool.embeds.machines.effects import Allocate, DrainRows, Send
 from vllm_kvpool.embeds.protocol.messages import (
     Expect,
@@ -22,6 +27,7 @@ from vllm_kvpool.embeds.protocol.messages import (
 )
 
 LATER_S = 10.0
+MOONCAKE_GIVES_UP_S = 30.0  # a transfer: the default of its MC_TRANSFER_TIMEOUT
 
 
 def granted(machine: Consumer, now: float = 0.5) -> list[tuple[str, Grant]]:
@@ -278,3 +284,7 @@ def test_an_item_with_as_many_grants_as_it_may_have_is_not_looked_at_until_one_e
     machine.write_failed("a", WriteFailed(1, gid, True), 1.0)
     assert [each.mm_hash for each in machine.admission.grantable()] == ["image"]
     check_consumer(machine)
+
+
+def test_a_quarantine_outlasts_a_transfer_of_mooncake() -> None:
+    assert QUARANTINE_S > 2 * MOONCAKE_GIVES_UP_S
