@@ -18,7 +18,7 @@ from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from tests.support.faults import Fault, FaultControl
-from tests.support.models import LlamaShape, SlidingLlamaShape, make_model
+from tests.support.models import DeepseekShape, LlamaShape, SlidingLlamaShape, make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ascend, pytest.mark.timeout(900)]
 
@@ -32,6 +32,7 @@ BLOCK = {"npu": 128, "cpu": 32}
 FEW_BLOCKS = {"num_gpu_blocks_override": 22, "max_model_len": 1024}
 """Enough for the prompts of four requests, not for their answers."""
 PREEMPTED_ANSWER = 40
+BFLOAT16_TOLERANCE = 0.05  # of log-probabilities
 
 Llama = Callable[[LlamaShape], Path]
 Start = Callable[..., Engine]
@@ -244,6 +245,47 @@ def test_layers_with_a_sliding_window_are_computed_again(
         computed = fresh(pooled, asked)
         assert computed.cached_tokens == 0
         same(computed, expected)
+
+
+def test_latents_are_shared_by_npus_of_any_number_of_ranks(
+    engines: EngineShelf, tmp_path: Path
+) -> None:
+    """MLA. vLLM-Ascend attends in bfloat16 here. CPU engines without AMX compute other values
+    (`compat.DEFECTS`), so transformers says what is right."""
+    model = make_model(tmp_path, DeepseekShape())
+    config = pool(files(tmp_path / "pool"), chunk_tokens=CHUNK)
+    npu = {"block_size": BLOCK["npu"], "python": PYTHON}
+    ranks = {
+        tp: engines.get(EngineSpec(model=model, tp=tp, kv_transfer_config=config, **npu))
+        for tp in (1, 2)
+    }
+    for seed, writer, reader in ((920, 1, 2), (921, 2, 1)):
+        prompt = Prompt(ids=tokens(seed=seed, count=COUNT))
+        expected = answer_of_transformers(model, prompt)
+        written = fresh(ranks[writer], prompt)
+        assert written.cached_tokens == 0
+        read = fresh(ranks[reader], expecting(prompt, STORED))
+        assert read.cached_tokens == found(NPU)
+        for actual in (written, read):
+            assert actual.token_ids == list(expected)
+            chosen = [each[i] for each, i in zip(actual.logprobs, expected, strict=True)]
+            assert chosen == pytest.approx(list(expected.values()), abs=BFLOAT16_TOLERANCE)
+
+
+def answer_of_transformers(path: Path, prompt: Prompt) -> dict[int, float]:
+    """The tokens of the answer, each once, with their log-probabilities in float32."""
+    # Here, or each process that collects tests would import them.
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    answer: dict[int, float] = {}
+    for _ in range(prompt.max_tokens):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt.ids, *answer]])).logits[0, -1]
+        value, index = logits.log_softmax(-1).max(-1)
+        answer[int(index)] = float(value)
+    return answer
 
 
 def test_beneath_ascends_multi_connector_both_children_load(start: Start, store: Path) -> None:

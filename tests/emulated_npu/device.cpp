@@ -4,9 +4,10 @@
 // synchronisation, a copy to the host, a number for the host. A drawn part of the other streams runs
 // before (NPU_SEED), so work that no event orders comes early in one run and late in another. A
 // thread that has not called set_device may neither allocate nor launch. A process enters one device,
-// as each rank of vLLM does: on a card, a second one would take memory of another rank's. Memory of
-// the host is pinned if this device has allocated it; a copy from other memory takes its bytes at
-// once.
+// as each rank of vLLM does: on a card, a second one would take memory of another rank's. A device
+// address is one that the host cannot touch: its bytes lie elsewhere (`DeviceBlock`). Operations take
+// tensors of the device alone, but for indices and numbers. Memory of the host is pinned if this
+// device has allocated it; a copy from other memory takes its bytes at once.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
@@ -23,6 +24,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
+#include <sys/mman.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -169,36 +171,51 @@ void wait_for_event(int64_t event) {
 std::map<char*, size_t> pinned;
 std::atomic<int64_t> num_bytes{0};
 
-size_t rounded(size_t nbytes) { return (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
-
-struct Sized {
-    void* memory;
+// Memory of the device: an address range that nobody can touch, and the bytes behind it. The context
+// of the device's `DataPtr`.
+struct DeviceBlock {
+    void* range;
+    size_t range_bytes;
+    void* bytes;
     int64_t nbytes;
 };
 
 void free_device(void* context) {
-    auto sized = static_cast<Sized*>(context);
-    num_bytes -= sized->nbytes;
-    std::free(sized->memory);
-    delete sized;
+    auto block = static_cast<DeviceBlock*>(context);
+    num_bytes -= block->nbytes;
+    munmap(block->range, block->range_bytes);
+    std::free(block->bytes);
+    delete block;
 }
 
 struct DeviceMemory final : c10::Allocator {
     c10::DataPtr allocate(size_t nbytes) override {
         check_thread("memory");
-        void* memory = nullptr;
-        // Small ones would cost a page table each.
-        auto alignment = nbytes >= ALIGNMENT ? ALIGNMENT : size_t{512};
-        if (nbytes && posix_memalign(&memory, alignment, nbytes)) TORCH_CHECK(false, "no memory");
+        c10::Device device(NPU, this_device);
+        if (nbytes == 0) return {nullptr, device};
+        auto alignment = nbytes >= ALIGNMENT ? ALIGNMENT : size_t{1};  // small ones lie in any page
+        auto range_bytes = nbytes + alignment;
+        auto flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        auto range = mmap(nullptr, range_bytes, PROT_NONE, flags, -1, 0);
+        TORCH_CHECK(range != MAP_FAILED, "no addresses");
+        void* bytes = nullptr;
+        TORCH_CHECK(posix_memalign(&bytes, 64, nbytes) == 0, "no memory");
         num_bytes += nbytes;
-        auto sized = new Sized{memory, static_cast<int64_t>(nbytes)};
-        return {memory, sized, &free_device, c10::Device(NPU, this_device)};
+        auto block = new DeviceBlock{range, range_bytes, bytes, static_cast<int64_t>(nbytes)};
+        auto address = (reinterpret_cast<uintptr_t>(range) + alignment - 1) / alignment * alignment;
+        return {reinterpret_cast<void*>(address), block, &free_device, device};
     }
     c10::DeleterFnPtr raw_deleter() const override { return &free_device; }
-    void copy_data(void* to, const void* from, size_t count) const override {
-        std::memcpy(to, from, count);
+    void copy_data(void*, const void*, size_t) const override {
+        TORCH_CHECK(false, "an address of the device has no bytes");
     }
 };
+
+// The bytes behind a storage of the device; null without any.
+void* bytes_of(const c10::Storage& storage) {
+    auto block = static_cast<DeviceBlock*>(storage.data_ptr().get_context());
+    return block ? block->bytes : nullptr;
+}
 
 void free_pinned(void* memory) {
     Held held;
@@ -250,7 +267,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
         auto memory = device_memory.allocate(nbytes);
         wait_for_stream(key_of(this_device, current_stream()));
-        if (storage.data()) std::memcpy(memory.get(), storage.data(), std::min(nbytes, storage.nbytes()));
+        auto block = static_cast<DeviceBlock*>(memory.get_context());
+        if (auto bytes = bytes_of(storage); bytes && block)
+            std::memcpy(block->bytes, bytes, std::min(nbytes, storage.nbytes()));
         storage.set_data_ptr_noswap(std::move(memory));
         storage.set_nbytes(nbytes);
     }
@@ -323,20 +342,31 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 bool on_npu(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == NPU; }
 
-// The same bytes as a tensor of another device.
-Tensor seen_as(const Tensor& tensor, c10::Device device) {
+// A tensor of the same form over (a part of) a storage.
+Tensor over(const c10::Storage& storage, const Tensor& form) {
+    auto keys = c10::DispatchKeySet(
+        storage.device_type() == NPU ? c10::DispatchKey::PrivateUse1 : c10::DispatchKey::CPU);
+    auto made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys, form.dtype());
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(form.sizes(), form.strides(), form.storage_offset());
+    return made;
+}
+
+// The bytes of a device's tensor, as one of the host.
+Tensor bytes_as_cpu(const Tensor& tensor) {
     auto storage = tensor.storage();
-    c10::DataPtr memory(storage.mutable_data(), new c10::Storage(storage),
-        [](void* kept) { delete static_cast<c10::Storage*>(kept); }, device);
-    auto own = c10::make_intrusive<c10::StorageImpl>(
-        c10::StorageImpl::use_byte_size_t(), storage.nbytes(), std::move(memory), nullptr, false);
-    auto seen = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(own),
-        device.type() == NPU ? c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)
-                             : c10::DispatchKeySet(c10::DispatchKey::CPU),
-        tensor.dtype());
-    seen.unsafeGetTensorImpl()->set_sizes_and_strides(
-        tensor.sizes(), tensor.strides(), tensor.storage_offset());
-    return seen;
+    c10::DataPtr memory(bytes_of(storage), new c10::Storage(storage),
+        [](void* kept) { delete static_cast<c10::Storage*>(kept); }, c10::kCPU);
+    return over(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
+        storage.nbytes(), std::move(memory), nullptr, false), tensor);
+}
+
+// A storage of the device with the bytes of one of the host.
+c10::Storage copied(const c10::Storage& host) {
+    auto memory = device_memory.allocate(host.nbytes());
+    if (host.nbytes())
+        std::memcpy(static_cast<DeviceBlock*>(memory.get_context())->bytes, host.data(), host.nbytes());
+    return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), host.nbytes(),
+        std::move(memory), &device_memory, true);
 }
 
 // Applies `f` to each tensor within a value; other values stay.
@@ -372,7 +402,7 @@ Stack call(const c10::OperatorHandle& op, const Stack& arguments, const std::fun
     return stack;
 }
 
-Tensor as_cpu(const Tensor& tensor) { return on_npu(tensor) ? seen_as(tensor, c10::kCPU) : tensor; }
+Tensor as_cpu(const Tensor& tensor) { return on_npu(tensor) ? bytes_as_cpu(tensor) : tensor; }
 
 void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
     const auto& schema = op.schema();
@@ -385,10 +415,14 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
         value = each_tensor(value, [](const Tensor& t) { return on_npu(t) ? t : t.clone(); });
     for (auto& value : arguments)
         if (value.isDevice()) value = c10::Device(c10::kCPU);
+    bool may_index = name.find("index") != std::string::npos;
     for (auto& value : arguments)
-        for (const auto& tensor : tensors_in(value))
-            TORCH_CHECK(!on_npu(tensor) || tensor.device().index() == this_device, name, ": a tensor of ",
-                tensor.device(), " is used on npu:", int(this_device));
+        for (const auto& tensor : tensors_in(value)) {
+            bool is_here = on_npu(tensor) && tensor.device().index() == this_device;
+            bool is_host = !on_npu(tensor) && (tensor.dim() == 0 || may_index);
+            TORCH_CHECK(is_here || is_host, name, ": a tensor of ", tensor.device(), " is used on npu:",
+                int(this_device));
+        }
     // What is written to is an argument, and is returned as it is.
     std::vector<c10::IValue> returned;
     for (const auto& result : schema.returns()) {
@@ -441,22 +475,27 @@ now:
         Held held;
         counts[name + " (now)"]++;
     }
-    std::map<c10::TensorImpl*, Tensor> own;
+    std::vector<std::pair<Tensor, Tensor>> own;  // as the operation sees it, and as it is
     Stack done = call(op, arguments, [&](const Tensor& tensor) {
         bool is_new = on_npu(tensor) && tensor.storage().nbytes() == 0;  // the operation sizes it
         auto seen = is_new ? at::empty(tensor.sizes(), tensor.options().device(c10::kCPU)) : as_cpu(tensor);
-        own[seen.unsafeGetTensorImpl()] = tensor;
+        own.emplace_back(seen, tensor);
         return seen;
     });
     for (auto& [seen, tensor] : own)
-        if (on_npu(tensor) && seen->sizes() != tensor.sizes()) {
-            tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(seen_as(Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(seen)), {NPU, this_device}).storage());
-            tensor.unsafeGetTensorImpl()->set_sizes_and_strides(seen->sizes(), seen->strides(), seen->storage_offset());
+        if (on_npu(tensor) && seen.sizes() != tensor.sizes()) {
+            auto* impl = tensor.unsafeGetTensorImpl();
+            impl->set_storage_keep_dtype(copied(seen.storage()));
+            impl->set_sizes_and_strides(seen.sizes(), seen.strides(), seen.storage_offset());
         }
     for (auto& value : done)
-        stack->push_back(each_tensor(value, [&](const Tensor& tensor) {
-            auto found = own.find(tensor.unsafeGetTensorImpl());
-            return found != own.end() ? found->second : seen_as(tensor, {NPU, this_device});
+        stack->push_back(each_tensor(value, [&](const Tensor& result) {
+            for (auto& [seen, tensor] : own)
+                if (seen.is_same(result)) return tensor;
+            for (auto& [seen, tensor] : own)  // a view of an argument
+                if (on_npu(tensor) && result.nbytes() && seen.storage().is_alias_of(result.storage()))
+                    return over(tensor.storage(), result);
+            return over(copied(result.storage()), result);
         }));
 }
 

@@ -1,6 +1,9 @@
 """The emulated NPU: late, ordered by events alone, strict with threads and devices."""
 
+import ctypes
+import faulthandler
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -101,6 +104,23 @@ def test_work_on_another_device_than_the_threads_is_refused() -> None:
         npu().set_device(8)
     with pytest.raises(RuntimeError, match="this process is of npu:0, and a thread enters npu:1"):
         npu().set_device(1)
+
+
+def test_the_host_cannot_read_an_address_of_the_device() -> None:
+    address = torch.ones(4, device="npu").data_ptr()
+    npu().synchronize()
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        ctypes.string_at(address, 1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGSEGV
+
+
+def test_memory_of_the_host_is_refused_where_the_devices_is_due() -> None:
+    with pytest.raises(RuntimeError, match="a tensor of cpu is used on npu:0"):
+        torch.zeros(4, 4, device="npu") @ torch.ones(4, 4)
 
 
 def test_pinned_memory_is_known_and_read_late() -> None:

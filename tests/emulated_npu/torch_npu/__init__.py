@@ -43,6 +43,7 @@ op_plugin = _module("op_plugin")
 _module("op_plugin.atb")
 _module("_inductor")
 _module("op_plugin.atb._atb_ops", _register_atb_extensions=lambda: None)
+atb = _module("atb", npu_paged_cache_load=ops.npu_paged_cache_load)
 
 _C = _module("_C", _NPUTaskGroupHandle=object, _weak_ref_tensor=_unused)
 _C._distributed_c10d = _module(  # type: ignore[attr-defined]
