@@ -65,7 +65,7 @@ class Prompts:
         if self._rng.random() < 0.8:
             prompt += tokens(10 * root + branch + 100, 2 * CHUNK)
         if self._rng.random() < 0.3:
-            prompt = prompt[: self._rng.randrange(len(prompt))]
+            prompt = prompt[: self._rng.randrange(1, len(prompt))]
         # Now and then the same tail: the whole prompt is stored.
         tail = self._rng.choice([0, 0, 1, 20, 32, self._rng.randrange(40)])
         seed = 7 if self._rng.random() < 0.3 else self._rng.randrange(10**6)
