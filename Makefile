@@ -24,6 +24,7 @@ ALONE := alone
 MARKED_ENGINES := $(sort $(shell grep -rlE 'mark\.(e2e|soak)\b' tests --include='test_*.py'))
 LONG_TESTS := $(filter tests/deploy/%,$(MARKED_ENGINES)) $(filter tests/soak/%,$(MARKED_ENGINES))
 ENGINE_TESTS := $(LONG_TESTS) $(filter-out $(LONG_TESTS),$(MARKED_ENGINES))
+SMALL_TESTS := $(sort $(shell grep -rlE 'mark\.small\b' tests --include='test_*.py'))
 ALONE_TESTS := $(sort $(shell grep -rlE 'mark\.alone\b' tests --include='test_*.py'))
 # A process that ended is not replaced: the next would run the same test, and end as it did.
 BY_FILE := --dist loadfile --no-loadscope-reorder --max-worker-restart=0
@@ -41,7 +42,7 @@ export VENV OLDER ASCEND_VENV TRITON_VENV TOOLS_VENV
 # Or each of many processes compiles the package and its tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo up test test-fast test-deploy test-matrix test-ascend test-triton fuzz gpu-test gpu-test-engines soak check dist \
+.PHONY: help setup demo up test test-fast test-push test-deploy test-matrix test-ascend test-triton fuzz gpu-test gpu-test-engines soak check dist \
 	docs bench format clean
 
 help:
@@ -61,6 +62,12 @@ test: setup test-triton
 	$(PYTHON) -m pytest $(TOGETHER) -m "$(HERE) and $(BESIDE)"
 	$(PYTHON) -m pytest $(ENGINES_TOGETHER) --durations=20 -m "$(HERE) and $(ENGINES)" $(ENGINE_TESTS)
 	$(PYTHON) -m pytest -m "$(HERE) and $(ALONE)" $(ALONE_TESTS)
+
+## make test-push  what each push is tested with: all but slow tests side by side, and a few on engines,
+##                  among them one that is killed behind the router in mid-stream
+test-push: setup test-triton
+	$(PYTHON) -m pytest $(TOGETHER) -m "$(HERE) and $(BESIDE) and not slow"
+	$(PYTHON) -m pytest $(ENGINES_TOGETHER) --durations=10 -m "$(HERE) and $(ENGINES) and small" $(SMALL_TESTS)
 
 ## make test-deploy  two prefill and two decode engines behind the router, each killed, and its processes;
 ##                  two data-parallel ones behind a server; make up; the examples; wheel and sdist

@@ -41,8 +41,8 @@ def test_a_workflow_reads_only_and_ends_in_time(path: Path) -> None:
         assert job.get("permissions", {"contents": "write"}) == {"contents": "write"}
 
 
-def test_the_workflow_of_changes_runs_what_ci_runs() -> None:
+def test_the_workflow_of_nights_runs_what_ci_runs() -> None:
     ran = (ROOT / ".ci" / "run").read_text()
-    text = (ROOT / ".github" / "workflows" / "checks.yml").read_text()
+    text = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
     for command in re.findall(r"^make .+$", ran, re.MULTILINE):
         assert f"run: {command}" in text

@@ -198,6 +198,7 @@ def whole(deployment: Deployment, prompt: str) -> tuple[Any, ...]:
     return choice["text"], choice["finish_reason"], answer.json()["usage"]["completion_tokens"]
 
 
+@pytest.mark.small
 def test_decode_is_killed_in_mid_stream(deployment: Deployment) -> None:
     """A completion, a chat and an answer in one piece go on; the router starts the engine again."""
     deployment.wait_for_engines(1, 1)
