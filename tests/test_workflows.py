@@ -46,3 +46,18 @@ def test_the_workflow_of_nights_runs_what_ci_runs() -> None:
     text = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
     for command in re.findall(r"^make .+$", ran, re.MULTILINE):
         assert f"run: {command}" in text
+
+
+def test_the_map_of_contributing_names_every_part_and_tests_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("| changed | run |")[2]
+    rows = [line.split("|")[1:3] for line in text.partition("\n\n")[0].splitlines()[2:]]
+    changed, run = (
+        set(re.findall(r"`([^`]+)`", " ".join(column))) for column in zip(*rows, strict=True)
+    )
+    assert changed == {
+        f"{path.name}/" if path.is_dir() else path.name
+        for path in (ROOT / "vllm_kvpool").iterdir()
+        if not path.name.startswith("__") and (path.is_dir() or path.suffix == ".py")
+    }
+    missing = [each for each in run if not each.startswith("make ") and not (ROOT / each).exists()]
+    assert not missing
