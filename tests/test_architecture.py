@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "vllm_kvpool"
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
-MAX_LINES = 250
+MAX_WORDS = 5_000
 MAX_DOCSTRING_LINES = 10
 OUTSIDE = ("tests/", "docs/")
 
@@ -33,7 +33,7 @@ def defines(path: Path, name: str) -> bool:
 
 
 def test_it_is_short_enough_to_be_read() -> None:
-    assert len(TEXT.splitlines()) <= MAX_LINES
+    assert len(TEXT.split()) <= MAX_WORDS
 
 
 def test_files_that_it_names_are_there() -> None:
