@@ -54,7 +54,8 @@ setup:
 
 ## make demo       a conversation in two engines of different shape that share one pool, and what it
 ##                  saved; ARGS=--random for random weights
-demo: setup
+demo:
+	@scripts/setup.sh engines
 	@$(PYTHON) examples/demo.py $(ARGS)
 
 ## make test       the whole suite, real engines included, by WORKERS=4 processes

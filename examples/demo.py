@@ -9,6 +9,7 @@ random weights and prompts that nobody can read. Ends with status 1 if an answer
 the pool gave nothing; leaves a picture in build/demo.svg.
 """
 
+import html
 import json
 import os
 import random
@@ -47,6 +48,7 @@ WITHOUT_POOL = {"kvpool": {"load": False, "save": False}}
 
 # What an engine's process prints for people; the rest is vLLM's log, shown only if it fails.
 PROGRESS = "demo: "
+ANSWER = "answer: "
 
 ENGINES = {
     "writer": {"tensor_parallel_size": 1, "block_size": 32},
@@ -105,9 +107,9 @@ def choose(scratch: Path, *, is_random: bool) -> Conversation:
     from tests.support.real_model import NAME, ModelUnavailable, real_model
 
     if not is_random:
-        say(f"model: {NAME}; a first time fetches 93 MB and converts them, about a minute")
+        say(f"model: {NAME}")
         try:
-            return about_guide(real_model(Path(sys.prefix) / "kvpool-demo"))
+            return about_guide(real_model(Path(sys.prefix) / "kvpool-demo", say))
         except ModelUnavailable as error:
             say(f"{NAME} cannot be had: {error}")
     say("model: random weights, 9 heads, 3 KV heads, 8 layers")
@@ -164,6 +166,7 @@ def run_engine(name: str, conversation: Conversation, scratch: Path) -> dict[str
             }
         )
     )
+    say("  starting the engine (usually 20 s)")
     env = os.environ | ENVIRONMENTS[name]
     env |= {
         "XDG_CACHE_HOME": str(scratch / "cache"),
@@ -185,7 +188,11 @@ def run_engine(name: str, conversation: Conversation, scratch: Path) -> dict[str
         guard = threading.Timer(ENGINE_TIMEOUT_S, process.kill)
         guard.start()
         for line in process.stdout or ():
-            if line.startswith(PROGRESS):
+            if line.startswith(ANSWER):
+                answer = json.loads(line.removeprefix(ANSWER))
+                question = conversation.questions[answer["turn"]]
+                say(f"  {question} {conversation.text(answer['tokens'])}")
+            elif line.startswith(PROGRESS):
                 say("  " + line.removeprefix(PROGRESS).strip())
             else:
                 rest.write(line)
@@ -212,15 +219,14 @@ def engine_main(name: str, task_path: str, answers: str) -> None:
         disable_log_stats=False,
         **ENGINES[name],
     )
-    print(PROGRESS + "engine started", flush=True)
     ask(llm, task["warm_up"], task["stop_token"], WITHOUT_POOL)
     print(PROGRESS + "warmed up with another prompt", flush=True)
     result: dict[str, Any] = {}
     if name == "reader":
+        print(PROGRESS + "the conversation without the pool", flush=True)
         result["without"] = converse(llm, task, WITHOUT_POOL)
-        print(PROGRESS + "had the conversation without the pool", flush=True)
+        print(PROGRESS + "the conversation with the pool", flush=True)
     result["with"] = converse(llm, task, None)
-    print(PROGRESS + "had the conversation with the pool", flush=True)
     llm.llm_engine.engine_core.shutdown()
     Path(answers).write_text(json.dumps(result))
 
@@ -228,13 +234,15 @@ def engine_main(name: str, task_path: str, answers: str) -> None:
 def converse(
     llm: Any, task: dict[str, Any], kv_transfer_params: dict[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """Ask one turn after the other, each with all that was said before."""
+    """Ask one turn after the other, each with all that was said before; print each answer."""
     said: list[int] = []
     answers = []
-    for turn in task["turns"]:
+    for index, turn in enumerate(task["turns"]):
         said += turn
         answers.append(ask(llm, said, task["stop_token"], kv_transfer_params))
         said += answers[-1]["tokens"]
+        answer = {"turn": index, "tokens": answers[-1]["tokens"]}
+        print(ANSWER + json.dumps(answer), flush=True)
     return answers
 
 
@@ -335,39 +343,41 @@ def report(conversation: Conversation, written: dict[str, Any], read: dict[str, 
 
 
 def draw(turns: list[Turn], path: Path) -> None:
-    """Two bars a turn, below its question and answer."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvpool", "font.size": 9}):
-        figure, axes = pyplot.subplots(figsize=(8, 0.9 * len(turns) + 0.8), layout="constrained")
-        for row, turn in enumerate(turns):
-            bars = (
-                (turn.without_s, "computed: {:.0f} ms", "#b0b4ba"),
-                (
-                    turn.with_s,
-                    f"{turn.from_pool} of {turn.prompt_tokens} tokens from the pool: {{:.0f}} ms",
-                    "#1f6fb4",
-                ),
-            )
-            for offset, (seconds, label, colour) in zip((0.05, 0.33), bars, strict=True):
-                axes.barh(row + offset, seconds * 1e3, height=0.26, color=colour)
-                axes.text(
-                    seconds * 1e3, row + offset, " " + label.format(seconds * 1e3), va="center"
-                )
-            axes.text(0, row - 0.2, f"{turn.question}  {turn.answer}", va="center", weight="bold")
-        axes.set_xlim(0, 1.6 * 1e3 * max(turn.without_s for turn in turns))
-        axes.set_ylim(len(turns) - 0.4, -0.45)
-        axes.set_yticks([])
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.set_xlabel(
-            "time to the first token, ms; the pool was written at TP 1, is read at TP 3"
+    """Write an SVG: a title, and two bars a turn below its question and answer."""
+    row_px, bar_px, bars_px = 76, 20, 420
+    scale = bars_px / max(turn.without_s for turn in turns)
+    shapes = [_text(20, 32, "Time to the first token: computed, and with the pool", "bold 17px")]
+    for row, turn in enumerate(turns):
+        top = 56 + row * row_px
+        shapes.append(_text(20, top + 13, f"{turn.question}  {turn.answer}", "bold 13px"))
+        bars = (
+            (turn.without_s, "computed", "#b0b4ba"),
+            (
+                turn.with_s,
+                f"{turn.from_pool} of {turn.prompt_tokens} tokens from the pool",
+                "#1f6fb4",
+            ),
         )
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
+        for place, (seconds, label, colour) in enumerate(bars):
+            y, width = top + 20 + place * bar_px, seconds * scale
+            bar = (
+                f'<rect x="20" y="{y}" width="{width:.0f}" height="{bar_px - 3}" fill="{colour}"/>'
+            )
+            label = f"{seconds * 1e3:.0f} ms: {label}"
+            shapes += [bar, _text(28 + round(width), y + 13, label, "12px")]
+    height = 80 + len(turns) * row_px
+    below = "The pool was written by an engine with one rank, and is read by an engine with three."
+    shapes.append(_text(20, height - 14, below, "12px"))
+    size = f'width="900" height="{height}" viewBox="0 0 900 {height}"'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n'
+        '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(shapes) + "\n</svg>\n"
+    )
+
+
+def _text(x: int, y: int, words: str, font: str) -> str:
+    return f'<text x="{x}" y="{y}" style="font: {font} sans-serif">{html.escape(words)}</text>'
 
 
 if __name__ == "__main__":

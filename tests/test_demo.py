@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -65,10 +66,12 @@ def test_the_picture_has_each_turn_and_its_times(demo: ModuleType, tmp_path: Pat
     turns = compare(demo, tmp_path)
     picture = tmp_path / "new" / "demo.svg"
     demo.draw(turns, picture)
-    text = picture.read_text()
-    assert text.count("computed: 1000 ms") == len(turns)
-    assert text.count("1280 of 1500 tokens from the pool: 250 ms") == len(turns)
-    assert all(turn.question in text for turn in turns)
+    drawn = ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")
+    title, *texts = [each.text or "" for each in drawn]
+    assert title == "Time to the first token: computed, and with the pool"
+    assert texts.count("1000 ms: computed") == len(turns)
+    assert texts.count("250 ms: 1280 of 1500 tokens from the pool") == len(turns)
+    assert all(f"{turn.question}  {turn.answer}" in texts for turn in turns)
 
 
 def test_a_model_that_cannot_be_installed_is_said_to_be_unavailable(
