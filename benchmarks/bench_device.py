@@ -344,7 +344,8 @@ class Rig:
         """What a step of the model's thread does."""
         fence = self._device.new_event()
         assert fence is not None
-        for each in (*plan.loads, *plan.saves):
+        plans: list[LoadPlan | SavePlan] = [*plan.loads, *plan.saves]
+        for each in plans:
             self.executor.post(Fenced(each, fence))
 
     def wait(self, job: JobId, kind: type[Report]) -> float:

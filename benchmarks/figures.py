@@ -400,24 +400,6 @@ def handover(kept: Kept) -> list[Figure]:
                 "; ".join(ratio(row, others) for row in mine if gap in row),
             )
         )
-    for what, decode in (
-        ("Processor time of both servers, prompts of 2,048 tokens, a request", "blocks of 128"),
-        (
-            "The same, vLLM's workers poll for 10 ms after a step, not for a second",
-            "blocks of 128, no spinning",
-        ),
-    ):
-        mine, others = (
-            [of(way, 2048, decode=decode)["CPU s"] for way in some] for some in (ours, theirs)
-        )
-        rows.append(
-            Figure(
-                what,
-                f"{each(*mine)} s",
-                f"NixlConnector, MooncakeConnector: {each(*others)} s",
-                "; ".join(times(*(other / own for other in others)) for own in mine),
-            )
-        )
     killed = [
         kept("handover", way=way, prefill="killed after its answer")["first token s"]
         for way in (*ours, *theirs)

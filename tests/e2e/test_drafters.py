@@ -15,7 +15,15 @@ import pytest
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Completion, Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens, unpooled
-from tests.support.drafters import EvenShape, MimoShape, make_eagle, make_mimo, speculation
+from tests.support.drafters import (
+    AttentiveShape,
+    EvenShape,
+    MimoShape,
+    make_eagle,
+    make_eagle3,
+    make_mimo,
+    speculation,
+)
 from tests.support.models import make_model
 
 pytestmark = pytest.mark.e2e
@@ -24,25 +32,29 @@ CHUNK = 64
 PROMPT, ANSWER = 5 * CHUNK + 20, 64
 FOUND = PROMPT // CHUNK * CHUNK
 SOON_S = 30.0
-SHAPE, MIMO = EvenShape(layers=2), MimoShape()
+SHAPE, MIMO, ATTENTIVE = EvenShape(layers=2), MimoShape(), AttentiveShape()
 
 
 @dataclass(frozen=True)
 class Drafter:
     """A model with a drafter; `lookahead`: later tokens that a row of the drafter depends on.
 
-    Its cells are of one head and one layer.
+    Its cells are of one head and one layer. `rounding`: accepted drafts that other ranks' order of
+    sums may change.
     """
 
     method: str
     num_tokens: int
     lookahead: int
     cells_per_chunk: int
+    rounding: int = 0
 
     def spec(self, models: Path, store: str, **more: Any) -> EngineSpec:
         """An engine with the drafter and a pool."""
         if self.method == "mtp":
             model = drafter = make_mimo(models, MIMO)
+        elif self.method == "eagle3":
+            model, drafter = make_model(models, ATTENTIVE), make_eagle3(models, ATTENTIVE)
         else:
             model = drafter = make_model(models, SHAPE)
         if self.method == "eagle":
@@ -62,6 +74,7 @@ DRAFTERS = {
     "eagle": Drafter("eagle", 3, 1, 8),
     "mtp": Drafter("mtp", 1, 1, 4),
 }
+EAGLE3 = {"eagle3": Drafter("eagle3", 1, 1, 4, rounding=2)}
 
 
 class Drafted(NamedTuple):
@@ -118,10 +131,11 @@ def until_stored(directory: Path, drafter: Drafter, chunks: int) -> None:
 
 
 EACH = pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
+ALL = pytest.mark.parametrize("drafter", (DRAFTERS | EAGLE3).values(), ids=DRAFTERS | EAGLE3)
 LONG = 128  # tokens of a block of the other engine
 
 
-@EACH
+@ALL
 def test_drafts_accepted_after_any_hit_are_as_many_as_after_computing(
     drafter: Drafter, models: Path, tmp_path: Path, store: str, engines: EngineShelf
 ) -> None:
@@ -142,7 +156,7 @@ def test_drafts_accepted_after_any_hit_are_as_many_as_after_computing(
     assert outcomes == {"loaded": FOUND - drafter.lookahead, "missing": 0}
 
 
-@EACH
+@ALL
 def test_without_a_drafters_kv_far_fewer_drafts_are_accepted(
     drafter: Drafter, models: Path, store: str, engines: EngineShelf
 ) -> None:
@@ -158,7 +172,7 @@ def test_without_a_drafters_kv_far_fewer_drafts_are_accepted(
     assert max(from_pool.accepted, own_after.accepted) < 0.6 * cold.accepted
 
 
-@EACH
+@ALL
 def test_engines_of_other_parallelism_and_blocks_share_a_drafters_kv(
     drafter: Drafter, models: Path, tmp_path: Path, store: str, engines: EngineShelf
 ) -> None:
@@ -174,7 +188,7 @@ def test_engines_of_other_parallelism_and_blocks_share_a_drafters_kv(
     from_pool, [loaded] = answer(reader, expecting(prompt(2), FOUND))
     assert loaded.cached_tokens == FOUND // LONG * LONG
     assert loaded.token_ids == expected.token_ids
-    assert from_pool == cold
+    assert abs(from_pool.accepted - cold.accepted) <= drafter.rounding
 
 
 @EACH

@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.faults.model import FakeModel
-from tests.faults.rig import CHUNK, PAUSE_S, Rig, RigSpec
+from tests.faults.rig import BLOCK, CHUNK, PAUSE_S, Rig, RigSpec
 from tests.faults.workshop import Workshop
 from tests.support.drafters import EvenShape, make_eagle, speculation
 from tests.support.faults import Fault
@@ -311,6 +311,16 @@ def save_decode(bench: Bench) -> None:
         turn = [*PROMPT, *writer.answers[request_id].tokens]
         found = serve(bench.rig(url, "reader", save_decode=saves), turn)
         assert found == WHOLE + (CHUNK if saves else 0)
+
+
+@shows(OPTIONS)
+def alias_tokens(bench: Bench) -> None:
+    """A prompt that parts from a stored one inside a chunk finds the blocks before that."""
+    parted = [*PROMPT[: WHOLE - BLOCK], *reversed(PROMPT)]
+    for step in (0, 8):
+        url = bench.stored(alias_tokens=step)
+        reader = bench.rig(url, "reader", alias_tokens=step)
+        assert serve(reader, parted) == WHOLE - (BLOCK if step else CHUNK)
 
 
 @shows(OPTIONS)

@@ -373,7 +373,7 @@ def test_a_missing_client_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delitem(sys.modules, "vllm_kvpool.storage.s3", raising=False)
     monkeypatch.delattr("vllm_kvpool.storage.s3", raising=False)
     spec = parse_store_url("s3://bucket?endpoint=http://127.0.0.1:1", environ=KEYS)
-    with pytest.raises(ConfigError, match=r"pip install vllm-kvpool\[s3\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'vllm-kvpool\[s3\]'"):
         open_store(spec, segment=False)
 
 

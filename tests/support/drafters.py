@@ -2,7 +2,8 @@
 
 Embeddings have the length one, so that the norm before the first layer changes nothing: EAGLE's
 first layer has none. A drafter takes nothing of the model's hidden state, and is the model itself
-one token further: EAGLE all of its layers, MTP the only one.
+one token further: EAGLE all of its layers, MTP and EAGLE3 the only one. EAGLE3 has no embedding
+behind its attention, which is so strong here that it hardly matters.
 """
 
 from collections.abc import Mapping
@@ -50,6 +51,42 @@ def make_eagle(directory: Path, shape: EvenShape, version: int = 0) -> Path:
         _write_json(path / "config.json", shape.config())
 
     return _once(directory, "eagle", {**asdict(shape), "version": version}, fill)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentiveShape(EvenShape):
+    """A model of one layer, whose attention decides."""
+
+    kind: ClassVar[str] = "attentive"
+
+    layers: int = 1
+    strength: float = 30.0
+
+    def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
+        values = super().tensor(rng, size, name)
+        return values * np.float32(self.strength) if "o_proj" in name else values
+
+
+def make_eagle3(directory: Path, shape: AttentiveShape) -> Path:
+    """Write an EAGLE3 drafter for the model of `shape`."""
+
+    def fill(path: Path) -> None:
+        weights = {
+            name.removeprefix("model."): values
+            for name, values in shape.weights().items()
+            if name != "model.embed_tokens.weight"  # it takes the model's
+        }
+        for name in ("q_proj", "k_proj", "v_proj"):
+            of_embeddings = weights[f"layers.0.self_attn.{name}.weight"]
+            both = np.concatenate([of_embeddings, 0 * of_embeddings], axis=1)
+            weights[f"layers.0.self_attn.{name}.weight"] = both
+        weights["layers.0.hidden_norm.weight"] = np.ones(shape.hidden, np.float32)
+        weights["fc.weight"] = np.zeros((shape.hidden, shape.hidden), np.float32)
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        layers = {"eagle_aux_hidden_state_layer_ids": [0], "num_aux_hidden_states": 1}
+        _write_json(path / "config.json", shape.config() | layers)
+
+    return _once(directory, "eagle3", asdict(shape), fill)
 
 
 @dataclass(frozen=True, kw_only=True)

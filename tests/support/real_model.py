@@ -74,7 +74,7 @@ def _call(timeout_s: float, *command: str, env: dict[str, str] | None = None) ->
 
 def _convert(packages: Path, target: Path) -> None:
     """Run in a process of its own, which has `packages` in its path."""
-    import gguf
+    import gguf  # type: ignore[import-not-found]
     import torch
 
     # transformers reads the file three times, and makes the same map of names for each layer.

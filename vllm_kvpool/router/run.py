@@ -7,9 +7,9 @@ by their `RequestHandler`, those of replicas by `Replicas`.
 
 import asyncio
 import logging
+import platform
 import secrets
 import signal
-import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -297,7 +297,7 @@ def _url(listen: str, port: int) -> str:
     """The URL of an address to listen at; of all addresses, that of this host."""
     host = listen_address(listen)[0]
     if host in ("", "0.0.0.0", "::"):
-        host = socket.gethostname()
+        host = platform.node()
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
