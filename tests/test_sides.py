@@ -19,6 +19,7 @@ import torch
 
 from tests.support.copiers import warm_copier
 from tests.support.memory_store import MemoryStore
+from tests.support.threads import NewThreads
 from vllm_kvpool import sides
 from vllm_kvpool.config import KVPoolConfig, read_config
 from vllm_kvpool.errors import ConfigError, StoreUnreachable
@@ -686,9 +687,9 @@ def test_without_a_trace_file_nothing_is_written(tiers: Tiers, tmp_path: Path) -
 
 
 def test_a_tier_has_as_many_lanes_as_its_url_says(tiers: Tiers) -> None:
-    others = {*threading.enumerate()}
+    threads = NewThreads()
     rank = one_rank([f"{tiers.memory}?get_lanes=3&put_lanes=2", tiers.file])
-    names = Counter(t.name.rpartition("-")[0] for t in {*threading.enumerate()} - others)
+    names = Counter(t.name.rpartition("-")[0] for t in threads.alive())
     kv = random_kv(HEADS)
     rank.save(kv)
     assert torch.equal(rank.load(), kv)

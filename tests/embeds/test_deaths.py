@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.embeds.engines import Engine, embeddings, wait_for
+from tests.support.threads import NewThreads
 from vllm_kvpool.embeds import faults
 from vllm_kvpool.embeds.control import Control
 from vllm_kvpool.embeds.dataplane import io_workers
@@ -107,8 +108,9 @@ def test_every_thread_is_in_the_table_and_has_a_point() -> None:
         if "Thread(target" in path.read_text()
     }
     assert starts == {"faults.py", "work_thread.py"}
+    threads = NewThreads()
     with Engine(PeerRole.BOTH):
-        names = {each.name for each in threading.enumerate() if each.name.startswith("kvpool-ec")}
+        names = {each.name for each in threads.alive("kvpool-ec")}
     assert {re.sub(r"-\d+$", "", name) for name in names} == set(POINTS) - {RESOLVER}
 
 

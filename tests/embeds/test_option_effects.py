@@ -22,6 +22,7 @@ from tests.embeds.sessions import frame, hello
 from tests.embeds.test_allowed_peers import Stranger
 from tests.embeds.vision_engine import VisionEngine, encoded
 from tests.support.server_process import free_ports
+from tests.support.threads import NewThreads
 from tests.support.transfer_engine import FakeTransferEngine
 from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.dataplane.row_bytes import RowCopy
@@ -284,7 +285,7 @@ def writer_threads(bench: Bench) -> None:
 
 
 def hold_large_writes(bench: Bench, count: int) -> None:
-    before = set(threading.enumerate())
+    threads = NewThreads()
     with bench.monkeypatch.context() as patch, contextlib.ExitStack() as engines:
         gate = Gate(patch)
         enter = engines.enter_context
@@ -292,7 +293,7 @@ def hold_large_writes(bench: Bench, count: int) -> None:
         consumers = [
             enter(Engine(PeerRole.CONSUMER, default_allocate_tokens=LARGE_ROWS)) for _ in range(4)
         ]
-        assert num_threads(before, "kvpool-ec-write") == count
+        assert len(threads.alive("kvpool-ec-write")) == count
         endpoints = tuple(consumer.endpoint for consumer in consumers)
         producer.encode("film", embeddings(LARGE_ROWS), to=endpoints)
         views = [consumer.request("use", ("film", LARGE_ROWS)) for consumer in consumers]
@@ -309,18 +310,13 @@ def hold_large_writes(bench: Bench, count: int) -> None:
         wait_for(lambda: consumers[0].may_go(views[0]))
 
 
-def num_threads(before: set[threading.Thread], name: str) -> int:
-    started = set(threading.enumerate()) - before
-    return sum(thread.name.startswith(name) for thread in started)
-
-
 @shows
 def queue_shards(bench: Bench) -> None:
     """So many threads copy rows out of the window."""
-    before = set(threading.enumerate())
+    threads = NewThreads()
     for count in (1, 3):
         with Engine(PeerRole.CONSUMER, queue_shards=count):
-            assert num_threads(before, "kvpool-ec-drain") == count
+            assert len(threads.alive("kvpool-ec-drain")) == count
 
 
 def silent_peer_is_lost(**options: Any) -> bool:

@@ -30,6 +30,7 @@ from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec, Sibling
 from tests.support.faults import Faults, FaultyStore
 from tests.support.models import DeepseekShape, LlamaShape, make_model
 from tests.support.store_hooks import wrap_stores
+from tests.support.threads import NewThreads
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.url import parse_store_url
@@ -57,7 +58,8 @@ class Workshop:
         self._undo: Callable[[], None] = lambda: None
         self._opening = ""
         self._chatter = logging.NOTSET
-        self._others: frozenset[threading.Thread] = frozenset()
+        self._threads = NewThreads()
+        self._own: list[threading.Thread] = []
         self._rigs: list[Rig] = []
         self._plain: list[Store] = []
         self._base = cache(self._make_base)
@@ -68,7 +70,7 @@ class Workshop:
     def __enter__(self) -> Self:
         self.slow_s = 0.0
         self.faults = Faults(lambda: time.sleep(self.slow_s))
-        self._others = frozenset(threading.enumerate())
+        self._threads, self._own = NewThreads(), []
         self._chatter = logging.getLogger("vllm").level
         logging.getLogger("vllm").setLevel(logging.ERROR)
         self._undo = wrap_stores(self._wrap)
@@ -94,10 +96,10 @@ class Workshop:
     def plain_store(self, url: str) -> Store:
         """A store that obeys nobody: to look at what engines have put there, and to change it."""
         self._opening = ""
-        before = frozenset(threading.enumerate())
+        threads = NewThreads()
         store = open_store(parse_store_url(url), segment=False)
         self._plain.append(store)
-        self._others |= frozenset(threading.enumerate()) - before  # it is the test's own
+        self._own += threads.alive()
         return store
 
     def rig(self, spec: RigSpec, store: str | list[str] = "", name: str = "rig") -> Rig:
@@ -117,11 +119,7 @@ class Workshop:
 
     def pool_threads(self) -> list[threading.Thread]:
         """The pool's threads that live, of this test's rigs."""
-        return [
-            thread
-            for thread in threading.enumerate()
-            if thread.name.startswith("kvpool") and thread not in self._others
-        ]
+        return [each for each in self._threads.alive("kvpool") if each not in self._own]
 
     def asks_stores(self, rig: Rig) -> bool:
         """Whether no part of the engine leaves its store alone, or waits for it."""

@@ -274,7 +274,7 @@ async def test_engine_that_is_wanted_while_its_saves_end_is_not_put_to_sleep() -
 async def test_engine_whose_saves_cannot_be_asked_for_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with bench() as each:
+    async with bench(spec=replace(FAST, put_s=3600.0)) as each:
         core = await save(each)
         each.engine.fail(Fault(kind=FaultKind.STATUS, status=500))
         each.watch.rest(sleeps=True)

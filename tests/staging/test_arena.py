@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 
+from tests.support.threads import NewThreads
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.staging import arena as arena_module
 from vllm_kvpool.staging.arena import (
@@ -133,8 +134,9 @@ def test_memory_that_the_system_refuses_names_the_options() -> None:
 def test_memory_for_cells_on_their_way_is_committed_at_once(commit: str) -> None:
     arena = Arena(1 << 20, CELL_BYTES)
     assert num_resident_pages(arena) == arena.whole.nbytes // mmap.PAGESIZE
+    threads = NewThreads()
     arena.commit_in_background()  # nothing is left to be done
-    assert not any(thread.name == "kvpool-arena" for thread in threading.enumerate())
+    assert not threads.alive("kvpool-arena")
     assert not np.frombuffer(arena.whole.view, np.uint8).any()
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.buffers import make_buffer, random_bytes
+from tests.support.threads import NewThreads
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.file import io as disk_module
 from vllm_kvpool.storage.file.io import (
@@ -277,10 +278,11 @@ def test_threads_at_once_each_get_their_own(real: Disk, tmp_path: Path) -> None:
 
 
 def test_threads_end_with_the_run(tmp_path: Path) -> None:
+    threads = NewThreads()
     with files(tmp_path, 20) as fds:
         run = Disk().run([Transfer(n, fd, (make_buffer(PAGE),), True) for n, fd in enumerate(fds)])
         next(run)
-        helpers = [t for t in threading.enumerate() if t.name == "kvpool-disk"]
+        helpers = threads.alive("kvpool-disk")
         assert 0 < len(helpers) <= THREAD_COUNT
         run.close()
         for thread in helpers:

@@ -14,6 +14,7 @@ from tests.support.fakes import FakeCopier, FakeTrace, FaultyPerform
 from tests.support.faults import Fault, FaultyStore
 from tests.support.invariants import check
 from tests.support.memory_store import MemoryStore
+from tests.support.threads import NewThreads
 from tests.transfer.barrier import has_taken_all
 from vllm_kvpool.identity.keys import ContextRank, KeyMaker, chunk_id_of, make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
@@ -125,7 +126,7 @@ class Rank:
             slot_bytes=arena.slot_bytes,
         )
         self.perform = FaultyPerform(perform or runner.perform)
-        before = set(threading.enumerate())
+        threads = NewThreads()
         self.executor = Executor(
             self.engine,
             self.planner,
@@ -136,7 +137,7 @@ class Rank:
             call_timeout_s,
             on_hung,
         )
-        self.threads = set(threading.enumerate()) - before
+        self.threads = threads.alive()
 
     def fill(self) -> None:
         self.pages_lbhnc.copy_(torch.arange(self.pages_lbhnc.numel()).view_as(self.pages_lbhnc))

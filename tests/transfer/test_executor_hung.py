@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.faults import Fault, FaultyStore
 from tests.support.memory_store import MemoryStore
+from tests.support.threads import NewThreads
 from tests.transfer.barrier import has_taken_all
 from tests.transfer.test_executor import (
     CELLS_PER_CHUNK,
@@ -347,6 +348,7 @@ def test_closing_does_not_wait_for_a_call_that_hangs_and_says_so(ward: Ward) -> 
 
 
 def test_closing_after_a_call_has_returned_is_as_if_it_had_never_hung(ward: Ward) -> None:
+    threads = NewThreads()
     rank = ward.rank(gated=True)
     ward.gates.hangs.add(GET)
     gate = ward.hang(rank, one_cell_plan(LoadPlan, 1))
@@ -354,7 +356,7 @@ def test_closing_after_a_call_has_returned_is_as_if_it_had_never_hung(ward: Ward
     gate.set()
     assert ended([left])
     check_is_clean(rank)
-    assert not any(thread.name.startswith("kvpool-get") for thread in threading.enumerate())
+    assert not threads.alive("kvpool-get")
 
 
 # Threads that would die
@@ -421,6 +423,7 @@ def test_a_call_that_returns_while_it_is_looked_at_is_not_given_up(
 
 def test_calls_may_end_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every load is reported once, however many calls are given up; no thread is lost."""
+    threads = NewThreads()
     num_loads = 1500
     monkeypatch.setattr(executor, "WATCH_S", 0.0)
     monkeypatch.setattr(executor, "MAX_HUNG", 50)
@@ -456,4 +459,4 @@ def test_calls_may_end_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -
     assert Counter(report.job_id for report in reports) == dict.fromkeys(range(num_loads), 1)
     given_up = rank.registry.snapshot()["kvpool_failures{kind=store_stuck}"]
     assert 0 < given_up < num_loads
-    assert not any(thread.name.startswith("kvpool-get") for thread in threading.enumerate())
+    assert not threads.alive("kvpool-get")

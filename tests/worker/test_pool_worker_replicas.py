@@ -1,11 +1,11 @@
 """One fetch per host: replicas take cells out of each other's host memory."""
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.threads import NewThreads
 from tests.worker.replicas import CHUNKS, NUM_CELLS, ReplicaRank, ranks_in_threads
 
 Maker = Callable[..., list[ReplicaRank]]
@@ -170,6 +170,7 @@ def test_where_a_rank_has_heads_of_its_own_nothing_is_opened(tmp_path: Path) -> 
     def refuse(data: bytes) -> list[bytes]:
         raise AssertionError("nobody needs to meet")
 
+    threads = NewThreads()
     rank = ReplicaRank(0, 1, f"file://{tmp_path}?size=64MiB", refuse)
+    assert not threads.alive("kvpool-replicas")
     rank.close()
-    assert not [t for t in threading.enumerate() if t.name == "kvpool-replicas"]
