@@ -18,6 +18,8 @@ vLLM's MooncakeStore has a key for each 16 tokens.
   pool copies a step's saves inside it. `lookup`: from a request's first question to its answer; an
   answer that is not there at once is taken a step later. `paused`: of the time, what the forward
   passes slept.
+* `chunks of 4 blocks` are of 256 tokens, in which prompts of the trace part after 64, 128 or 192;
+  with `alias_tokens: 64` hits end there, too, and prompts' ends are stored.
 * `written`: bytes that the processes gave to files, for each byte of KV that was computed (write
   amplification), and for each found again in the pool.
 * `three engines` take the requests in turn, at the same time and over one store, with pages of 16,
@@ -200,12 +202,15 @@ class Side:
     """Given a directory, a master, the bytes of the store and an engine's part of them."""
 
 
-def pool_options(*stores: str) -> Callable[[Path, str, int, int], dict[str, Any]]:
+def pool_options(
+    *stores: str, chunk: int = TRACE_BLOCK, aliases: int = 0
+) -> Callable[[Path, str, int, int], dict[str, Any]]:
     def options(directory: Path, master: str, nbytes: int, part: int) -> dict[str, Any]:
         sizes = {"nbytes": nbytes, "quarter": nbytes // 4, "part": part}
         return {
             "store": [each.format(directory=directory, master=master, **sizes) for each in stores],
-            "chunk_tokens": TRACE_BLOCK,
+            "chunk_tokens": chunk,
+            "alias_tokens": aliases,
             "layer_span": SHAPE.layers,
         }
 
@@ -221,8 +226,16 @@ def offloading_options(directory: Path, master: str, nbytes: int, part: int) -> 
     }
 
 
-FILES = Side(
-    "kvpool, files", "KVPoolConnector", pool_options("file://{directory}/pool?size={nbytes}")
+DIRECTORY = "file://{directory}/pool?size={nbytes}"
+LARGE = 4 * TRACE_BLOCK
+FILES = Side("kvpool, files", "KVPoolConnector", pool_options(DIRECTORY))
+LARGE_CHUNKS = tuple(
+    Side(
+        f"kvpool, files, chunks of 4 blocks{what}",
+        "KVPoolConnector",
+        pool_options(DIRECTORY, chunk=LARGE, aliases=step),
+    )
+    for what, step in (("", 0), (", aliases", TRACE_BLOCK))
 )
 MOONCAKE = Side(
     "kvpool, Mooncake", "KVPoolConnector", pool_options("mooncake://{master}?segment={part}")
@@ -234,13 +247,14 @@ SIDES = (
     Side(
         "kvpool, host memory (1/4) and files",
         "KVPoolConnector",
-        pool_options("host://{quarter}", "file://{directory}/pool?size={nbytes}"),
+        pool_options("host://{quarter}", DIRECTORY),
     ),
+    *LARGE_CHUNKS,
     MOONCAKE,
     IN_TREE,
     Side("vLLM's OffloadingConnector", "OffloadingConnector", offloading_options),
 )
-SWEPT = (FILES, IN_TREE)
+SWEPT = (FILES, *LARGE_CHUNKS, IN_TREE)
 SHARED = (MOONCAKE, IN_TREE)
 LISTS = ("held", "lookups")
 

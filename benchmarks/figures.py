@@ -221,7 +221,29 @@ def first_tokens(kept: Kept) -> list[Figure]:
             times(*(row["cold ms"] / row["warm ms"] for row in files)),
         )
     )
-    return rows + real_weights(kept) + away(kept) + traffic(kept)
+    return rows + ends(kept) + real_weights(kept) + away(kept) + traffic(kept)
+
+
+def ends(kept: Kept) -> list[Figure]:
+    """Hits that end inside a chunk."""
+    rows = []
+    for known in ("511 of 511", "500 of 540"):
+        ours = kept("ends", side="chunks of 256, aliases of 64", known=known)
+        others = [kept("ends", side=f"chunks of {size}", known=known) for size in (256, 64, 32)]
+        for column, unit, what in (
+            ("first token ms", " ms", "First token where so many tokens of a prompt are stored, "),
+            ("keys", "", "Keys of the stored prompt, "),
+        ):
+            beside = each(*(other[column] for other in others))
+            rows.append(
+                Figure(
+                    f"{what}{known}: chunks of 256 with aliases of 64 (`bench_ends.py`)",
+                    f"{number(ours[column])}{unit}",
+                    f"chunks of 256, 64, 32: {beside}{unit}",
+                    times(*(other[column] / ours[column] for other in others)),
+                )
+            )
+    return rows
 
 
 def real_weights(kept: Kept) -> list[Figure]:
