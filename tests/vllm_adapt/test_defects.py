@@ -96,7 +96,9 @@ def lfm2(*custom_ops: str) -> Make:
 
 
 def mamba(directory: Path) -> VllmConfig:
-    return _config(make_model(directory, PureMambaShape()), enable_prefix_caching=True)
+    config = _config(make_model(directory, PureMambaShape()), enable_prefix_caching=False)
+    config.cache_config.enable_prefix_caching = True  # unchecked: vLLM 0.23 refuses it beside AMX
+    return config
 
 
 def videos(pruning_rate: float | None) -> Make:
