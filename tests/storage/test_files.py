@@ -1072,6 +1072,30 @@ def test_a_chunk_that_comes_back_after_its_eviction_counts_as_used_twice(
     store.close()
 
 
+@pytest.mark.parametrize(("policy", "is_left"), [("lru", False), ("lrfu", True)])
+def test_large_chunk_that_comes_back_counts_as_used_twice_though_many_small_ones_left(
+    root: Path, clock: Clock, policy: str, is_left: bool
+) -> None:
+    """Aliases, drafters' cells and ends of prompts are smaller than other cells."""
+    large = 16
+    store = FileStore(str(root), 7 * (large + 7) * FILE, policy=POLICIES[policy], clock_ns=clock)
+    namespace = new_namespace()
+    buffer, small = make_buffer(CELL + (large - 1) * FILE), make_buffer(CELL)
+    again = key_of(namespace, 0)
+
+    def put(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            clock.advance(1)
+            put_one(store, key_of(namespace, 8 * number), buffer)
+            put_many(store, [key_of(namespace, 8 * number + n) for n in range(1, 8)], small)
+
+    put(range(20))
+    assert store.exists([again]) == [False]
+    put([0, *range(20, 40)])
+    assert store.exists([again]) == [is_left]
+    store.close()
+
+
 def test_as_many_evicted_chunks_are_remembered_as_the_policy_asks_for(
     root: Path, clock: Clock
 ) -> None:

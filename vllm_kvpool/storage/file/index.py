@@ -521,9 +521,8 @@ class FileIndex:
                         break
                 else:
                     raise _NoRoom
-            # The number of chunks that fit, if all are as large as these.
-            num_chunks = used_bytes * len(evicted) // (room_bytes - free_bytes)
-            rows.num_forgotten = rows.num_evicted - self._policy.remembered * num_chunks
+            # In bytes, since chunks differ in size: an alias has a thousandth of a cell's.
+            rows.forgotten_bytes = rows.evicted_bytes - self._policy.remembered * used_bytes
         return evicted, room_bytes
 
     def _repair_scores(self, rows: Rows) -> None:

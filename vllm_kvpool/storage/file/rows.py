@@ -37,7 +37,7 @@ MAX_EVICTED = 32  # chunks, in one transaction
 ID_BYTES = 16
 FOREIGN = "foreign"  # the directory of keys outside every namespace, whose names have an `@`
 APPLICATION_ID = 0x4B56504C
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 MOST = 1 << 62  # of a number in a row, either way: sums of two still fit into SQLite's integers
 MOST_CHUNK_BYTES = 1 << 53
 MAX_TIME_NS = MOST - 1  # in the year 2116; later times count as this one
@@ -49,12 +49,13 @@ CREATE TABLE IF NOT EXISTS store (
     id INTEGER PRIMARY KEY, used_bytes INTEGER NOT NULL DEFAULT 0,
     found_bytes INTEGER NOT NULL DEFAULT 0,
     incomplete_since INTEGER NOT NULL,  -- 0 if every file is known
-    num_evicted INTEGER NOT NULL DEFAULT 0, num_forgotten INTEGER NOT NULL DEFAULT 0,
+    evicted_bytes INTEGER NOT NULL DEFAULT 0, forgotten_bytes INTEGER NOT NULL DEFAULT 0,
     boot TEXT NOT NULL DEFAULT '');
 INSERT OR IGNORE INTO store (id, incomplete_since) VALUES (1, {{now_ns}});
 CREATE TABLE IF NOT EXISTS namespace (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
--- A parent's position is lower than its child's, so there are no cycles. `evicted` is the sequence
--- number of the chunk's last eviction, 0 if it was never evicted. A row without bytes remembers the
+-- A parent's position is lower than its child's, so there are no cycles. `evicted` is the store's
+-- `evicted_bytes` after the chunk's last eviction, 0 if it was never evicted. Chunks evicted up to
+-- `forgotten_bytes` need not be remembered. A row without bytes remembers the
 -- score of an evicted chunk, or links a chunk to the chunks before it. `hits` counts the cells
 -- that were read since the chunk was written.
 CREATE TABLE IF NOT EXISTS chunk (
@@ -85,7 +86,7 @@ COMMIT;
 """
 _COLUMNS = "id, name, namespace, position, parent, children, holders, bytes, score, evicted, "
 _COLUMNS += "pinned_until, expires, owner, hits, cells"
-_SUMS = "used_bytes, found_bytes, incomplete_since, num_evicted, num_forgotten"
+_SUMS = "used_bytes, found_bytes, incomplete_since, evicted_bytes, forgotten_bytes"
 _LEAVES = "FROM chunk INDEXED BY leaf WHERE children = 0 AND holders = 0 AND bytes > 0"
 _LEAVES += " AND pinned_until = 0"
 _EMPTY = "FROM chunk INDEXED BY empty WHERE children = 0 AND holders = 0 AND bytes = 0"
@@ -238,7 +239,9 @@ class Rows:
             raise DamagedIndex("the row of the store is missing")
         _check_numbers(row)
         self._sums: tuple[int, ...] = row
-        used, self.found_bytes, self.incomplete_since, self.num_evicted, self.num_forgotten = row
+        used, self.found_bytes, self.incomplete_since, self.evicted_bytes, self.forgotten_bytes = (
+            row
+        )
         self._used_bytes: int = used  # of chunks without an object
         self._owned_bytes: Counter[int] = Counter()  # the same of owners, as a change
 
@@ -335,8 +338,8 @@ class Rows:
 
     def evict(self, chunk: ChunkRow) -> ChunkRow | None:
         """Mark a leaf as leaving; its parent."""
-        self.num_evicted += 1
-        chunk.holders, chunk.evicted = LEAVING, self.num_evicted
+        self.evicted_bytes += chunk.nbytes
+        chunk.holders, chunk.evicted = LEAVING, self.evicted_bytes
         return self._leave_parent(chunk)
 
     def end_pins(self, now_ns: int) -> None:
@@ -507,7 +510,7 @@ class Rows:
         )
         sums = (
             *(self.used_bytes, self.found_bytes, self.incomplete_since),
-            *(self.num_evicted, self.num_forgotten),
+            *(self.evicted_bytes, self.forgotten_bytes),
         )
         if sums != self._sums:
             self.db.execute(f"UPDATE store SET ({_SUMS}) = (?, ?, ?, ?, ?)", sums)
@@ -517,7 +520,7 @@ class Rows:
 
         Later transactions delete the rest.
         """
-        newest = max(self.num_forgotten, 0)
+        newest = max(self.forgotten_bytes, 0)
         query = f"SELECT {_COLUMNS} {_EMPTY} AND evicted <= ? LIMIT ?"
         for row in self.db.execute(query, (newest, 2 * MAX_EVICTED)).fetchall():
             self.of(row)
