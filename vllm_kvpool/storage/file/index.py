@@ -506,7 +506,7 @@ class FileIndex:
         if rows.incomplete_since:
             size_bytes = min(rows.found_bytes, size_bytes) + int(size_bytes * SOFT_SHARE)
         used_bytes = rows.used_bytes
-        free_bytes = room_bytes = size_bytes - used_bytes - sum(cell.nbytes for cell in cells)
+        room_bytes = size_bytes - used_bytes - sum(cell.nbytes for cell in cells)
         evicted: list[ChunkRow] = []
         if room_bytes < 0:
             self._repair_scores(rows)
