@@ -42,7 +42,7 @@ export VENV OLDER ASCEND_VENV TRITON_VENV TOOLS_VENV
 # Or each of many processes compiles the package and its tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo up test test-fast test-push test-deploy test-matrix test-ascend test-triton fuzz gpu-test gpu-test-engines soak check dist \
+.PHONY: help setup demo up test test-fast test-push test-deploy test-matrix test-ascend test-triton fuzz gpu-test gpu-test-engines soak mutations check dist \
 	docs bench format clean
 
 help:
@@ -144,6 +144,10 @@ dist: setup
 docs:
 	@scripts/setup-tools.sh
 	@scripts/build-docs.sh
+
+## make mutations  deliberate errors in the package, one at a time: how many the tests notice
+mutations: setup
+	$(PYTHON) -m tests.mutations.run --json benchmarks/results/mutations.json
 
 ## make bench      every benchmark, with its numbers, in under 40 minutes; QUICK=1: only that they run, in 8
 bench: setup

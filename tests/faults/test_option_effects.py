@@ -6,6 +6,7 @@ walk at the end. The engine is vLLM's scheduler and the connector over a fake mo
 """
 
 import base64
+import itertools
 import logging
 import threading
 import time
@@ -262,6 +263,20 @@ def lookup_timeout_ms(bench: Bench) -> None:
     faults.release()
     patient.run(LIMIT_S)
     patient.expect([waiting])
+    leaves_late_tier_alone(bench, url)
+
+
+def leaves_late_tier_alone(bench: Bench, url: str) -> None:
+    """Lookups of a hasty engine leave out a tier that answers after their timeout."""
+    bench.workshop.slow_s = 5 * SHORT_MS / 1000
+    bench.workshop.faults.inject(Fault.SLOW, "exists", store="scheduler")
+    hasty, tokens = bench.rig(url, "late", lookup_timeout_ms=SHORT_MS), itertools.count()
+
+    def is_left_alone() -> bool:
+        serve(hasty, [next(tokens), *PROMPT[1:]])
+        return hasty.count("kvpool_lookup_tier_up") == 0
+
+    wait_for(is_left_alone)
 
 
 @shows(OPTIONS)
