@@ -147,7 +147,7 @@ docs:
 
 ## make mutations  deliberate errors in the package, one at a time: how many the tests notice
 mutations: setup
-	$(PYTHON) -m tests.mutations.run --json benchmarks/results/mutations.json
+	$(PYTHON) -m tests.mutations.run --json tests/mutations/score.json
 
 ## make bench      every benchmark, with its numbers, in under 40 minutes; QUICK=1: only that they run, in 8
 bench: setup
