@@ -89,7 +89,7 @@ class LookupClient:
         return self._call("/stats", list[dict[str, Any]])
 
     def health(self) -> dict[str, Any]:
-        """Whether each store can be reached; ServeError."""
+        """Return True if each store can be reached; ServeError."""
         return self._call("/healthz", dict[str, Any])
 
     def _call(self, path: str, kind: type[T], body: bytes | None = None) -> T:

@@ -195,7 +195,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether layers wait for their load, which they cannot do inside a CUDA graph."""
+        """Return True if layers wait for their load, which they cannot do inside a CUDA graph."""
         return read_config(extra_config).layerwise
 
     # Worker side
@@ -434,11 +434,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return False, answer if engine_config.may_answer(request) else None
 
     def has_pending_block_frees(self) -> bool:
-        """Whether saves hold blocks, so that waiting frees some without a preemption."""
+        """Return True if saves hold blocks, so that waiting frees some without a preemption."""
         return self._scheduler.saves.has_pins
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM is to make a further step although no request is left."""
+        """Return True if vLLM is to make a further step although no request is left."""
         is_telling = self._events is not None and self._events.has_pending
         pool = self._scheduler
         return pool.has_pending or pool.saves.outcomes.is_awaited or is_telling

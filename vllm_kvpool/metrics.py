@@ -394,7 +394,7 @@ class MetricsRegistry:
 
 @lru_cache(maxsize=CACHED_NAMES)
 def adds_up(sample: str) -> bool:
-    """Whether a sample is summed over ranks and intervals."""
+    """Return True if a sample is summed over ranks and intervals."""
     return METRICS[sample.partition("{")[0]].kind is not MetricKind.GAUGE
 
 

@@ -52,7 +52,7 @@ class LayerWaits:
 
     @property
     def loading(self) -> bool:
-        """Whether a layered load is in progress."""
+        """True if a layered load is in progress."""
         return bool(self._done)
 
     def begin(self, job: JobId) -> None:
@@ -74,7 +74,7 @@ class LayerWaits:
         self._unasked.discard(layer_name)
 
     def ready(self, layer_name: str) -> bool:
-        """Whether no load writes into the layer's pages any more; true of unknown layers."""
+        """Return True if no load writes into the layer's pages any more; true of unknown layers."""
         span = self._spans.get(layer_name)
         return span is None or all(span in done for done in self._done.values())
 

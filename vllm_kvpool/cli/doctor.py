@@ -114,7 +114,7 @@ def _keys(config: KVPoolConfig) -> Finding:
 
 
 def _gpus(root: Path) -> Iterator[Finding]:
-    """Whether pages of each GPU are copied exactly."""
+    """Return True if pages of each GPU are copied exactly."""
     if not any((root / "dev" / name).exists() for name in GPU_FILES):
         has_npu = (root / "dev/davinci_manager").exists()
         text = "an Ascend NPU; its copies are not tried here" if has_npu else "no GPU"
@@ -218,7 +218,7 @@ def _registered_memory(
 
 
 def examine_store(spec: StoreSpec) -> Iterator[Finding]:
-    """Whether it can be used, each check as soon as it is done."""
+    """Check a store and yield each finding as soon as its check has ended."""
     set_where_unset(environment_for(spec))
     path = spec.options.path if isinstance(spec.options, FileOptions) else ""
     is_new = bool(path) and not os.path.isdir(path)

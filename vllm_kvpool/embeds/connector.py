@@ -118,7 +118,7 @@ class KVPoolECConnector(ECConnectorBase):
 
     @property
     def worker_card(self) -> WorkerCard | None:
-        """This rank's card for the engine's scheduler; None if the rank has no control port."""
+        """The card of this rank for the engine's scheduler; None without a control port."""
         worker = self._worker_side
         if worker is None:
             return None
@@ -177,11 +177,11 @@ class KVPoolECConnector(ECConnectorBase):
     # Scheduler side
 
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether an item can be loaded in this step."""
+        """Return True if an item can be loaded in this step."""
         return self.is_consumer and self._side.has(identifier)
 
     def ensure_cache_available(self, request: "Request", num_computed_tokens: int) -> bool:
-        """Whether a request's items allow it to be scheduled; never waits."""
+        """Return True if a request's items allow it to be scheduled; never waits."""
         return self._side.ensure(self._view(request), num_computed_tokens)
 
     def update_state_after_alloc(self, request: "Request", index: int) -> None:

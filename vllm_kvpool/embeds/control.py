@@ -134,9 +134,9 @@ class Control:
         self._requested: set[str] = set()  # of the parts of a list that is arriving
         self._stopping = False
         self.is_over = False
-        """Whether the loop has ended, in order or not. Read by any thread."""
+        """True if the loop has ended, in order or not. Read by any thread."""
         self.weights_version = 0
-        """Of this rank's weights. Control thread only."""
+        """The version of this rank's weights. Control thread only."""
         self._handlers = _handlers_of(consumer, producer)
         self.counts: defaultdict[str, float] = defaultdict(float)
         self._guard = Guard(self.counts, log or LogLimit(logger, clock))

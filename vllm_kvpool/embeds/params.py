@@ -1,4 +1,4 @@
-"""What a request's `ec_transfer_params` say about where its embeddings come from or go to
+"""The source and target of a request's embeddings, from its `ec_transfer_params`
 (pure).
 
 Understood are the parameters that proxies send for vLLM's own connectors: a list `ec_items` of
@@ -18,12 +18,12 @@ MAX_TARGETS = 256
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Where a request's items come from or go to."""
+    """The source or target of a request's items."""
 
     consumers: tuple[str, ...] = ()
     """Endpoints that an encoder sends the items to."""
     is_sent: bool = False
-    """Whether the request says that its items come from elsewhere."""
+    """True if the request says that its items come from elsewhere."""
     peers: tuple[str, ...] = ()
     """Endpoints of encoders, for all items."""
     names: Mapping[str, str] | None = None
@@ -34,7 +34,7 @@ class Delivery:
 
     @property
     def is_pushed(self) -> bool:
-        """Whether it names the consumers, so that encoders send without being asked."""
+        """True if the request names the consumers, so that encoders send without being asked."""
         return bool(self.consumers)
 
     def name_of(self, mm_hash: str) -> str:

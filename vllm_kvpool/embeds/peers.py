@@ -240,7 +240,7 @@ class Peers:
                 self._look_up(name)
 
     def _window_refused(self, message: PeerHello) -> HelloReject | None:
-        """Why no rows are written to a peer's window; None if they are."""
+        """Return the reason not to write rows to a peer's window; None if rows are written."""
         window = message.window
         if not isinstance(window, MooncakeWindow) or self._producer is None:
             return None  # shared memory of this machine and this user
@@ -370,7 +370,7 @@ class Peers:
         connection.session.lost()
 
     def _matches_session(self, session: Session, envelope: Envelope) -> bool:
-        """Whether a frame is for this incarnation and from the session's."""
+        """Return True if a frame is for this incarnation and from the session's."""
         peer = session.peer
         return (
             envelope.target in ("", self.hello.incarnation)
@@ -379,7 +379,7 @@ class Peers:
         )
 
     def is_from_peer(self, link: Link, envelope: Envelope) -> bool:
-        """Whether an envelope is for this incarnation, from a peer in session."""
+        """Return True if an envelope is for this incarnation, from a peer in session."""
         connection = self._connections.get(link)
         if connection is None or not connection.session.is_up:
             return False

@@ -43,7 +43,7 @@ WORKERS_LOST_S = 30.0  # without an answer: requests no longer wait for the work
 
 
 def workers_lost_s(config: EmbedsConfig) -> float:
-    """How long the workers may be silent before requests go on without them."""
+    """Seconds of the workers' silence after which requests go on without them."""
     missed_s = config.heartbeat_s * config.heartbeat_max_failures
     return max(missed_s, min(WORKERS_LOST_S, config.bootstrap_timeout_s))
 
@@ -53,20 +53,20 @@ LOST_WORKERS = Code.UNREACHABLE, "the engine's workers do not answer"
 
 
 class Feature(NamedTuple):
-    """One multimodal item of a request, at [start, end) of its prompt."""
+    """A multimodal item of a request, at [start, end) of its prompt."""
 
     mm_hash: str
     start: int
     end: int
     rows: int
     has_media: bool
-    """Whether this engine could encode it."""
+    """True if this engine could encode the item."""
     is_named: bool = True
     """False where vLLM has numbered it: another engine gives that number to another item."""
 
 
 class EmbedsRequest(NamedTuple):
-    """What the scheduler's side knows of a request."""
+    """The scheduler side's record of a request."""
 
     request_id: str
     features: tuple[Feature, ...]
@@ -163,7 +163,7 @@ class EmbedsScheduler:
     # From the engine
 
     def ensure(self, request: EmbedsRequest, num_computed_tokens: int) -> bool:
-        """Whether the request's items allow it to be scheduled."""
+        """Return True if the request's items allow it to be scheduled."""
         self._poll_workers()
         self._check_workers()
         if not (self._channel.are_up or self._are_workers_lost):
@@ -184,7 +184,7 @@ class EmbedsScheduler:
         return may_go
 
     def _check_workers(self) -> None:
-        """Whether the workers have not answered for so long that requests wait for them no more."""
+        """Return True if the workers have been silent too long for requests to wait."""
         were_lost = self._are_workers_lost
         self._are_workers_lost = self._channel.silent_s > self._workers_lost_s
         if self._are_workers_lost and not were_lost:
@@ -197,8 +197,9 @@ class EmbedsScheduler:
             )
 
     def _is_available(self, request: EmbedsRequest, feature: Feature, lacks: bool) -> bool:
-        """Whether an item does not hold its request back; `lacks`: another item of it is not
-        resident.
+        """Return True if an item does not hold its request back.
+
+        `lacks`: another item of the request is not resident.
         """
         mm_hash, request_id = feature.mm_hash, request.request_id
         state = self._state_of(request_id)
@@ -357,8 +358,9 @@ class EmbedsScheduler:
         return not is_full
 
     def has(self, mm_hash: str) -> bool:
-        """Whether an item can be loaded; this holds until it is, or until no request waits for
-        it.
+        """Return True if an item can be loaded.
+
+        The item stays loadable until it is loaded or no request waits for it.
         """
         if mm_hash in self._resident:
             # The engine asks only for items that it does not have: its cache was emptied.

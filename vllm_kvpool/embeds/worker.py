@@ -51,7 +51,7 @@ SLOWEST_BYTES_PER_S = 1 << 30  # by which Mooncake extends its time limit of a t
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Which process of which engine this is, and where it is reached."""
+    """The identity of a rank's process in its engine, and its address."""
 
     role: PeerRole
     fingerprint: str
@@ -74,12 +74,12 @@ class WorkerIdentity:
 
     @property
     def sends(self) -> bool:
-        """Whether this rank sends: encoder outputs are the same on all ranks."""
+        """True if this rank sends: encoder outputs are the same on all ranks."""
         return self.role in (PeerRole.PRODUCER, PeerRole.BOTH) and self.rank == 0
 
     @property
     def receives(self) -> bool:
-        """Whether this rank receives: each rank needs every item."""
+        """True if this rank receives: each rank needs every item."""
         return self.role in (PeerRole.CONSUMER, PeerRole.BOTH)
 
 

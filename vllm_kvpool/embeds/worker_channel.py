@@ -145,7 +145,7 @@ class WorkerChannel:
 
     @property
     def are_up(self) -> bool:
-        """Whether a message sent now goes to all ranks."""
+        """True if a message sent now goes to all ranks."""
         return all(worker.session.is_up for worker in self._ranks.values())
 
     @property

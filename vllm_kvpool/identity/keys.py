@@ -73,7 +73,7 @@ def manifest_key(namespace: Namespace) -> str:
 
 
 def is_manifest(key: str) -> bool:
-    """Whether a key is a namespace's manifest's: no cell, though it lies among them."""
+    """Return True if a key is a namespace's manifest's: no cell, though it lies among them."""
     namespace = namespace_of(key)
     return namespace is not None and key == manifest_key(namespace)
 
@@ -258,7 +258,7 @@ def namespace_of(key: str) -> Namespace | None:
 
 
 def is_namespace(name: str) -> bool:
-    """Whether a name is that of a namespace."""
+    """Return True if a name is that of a namespace."""
     return _NAMESPACE.fullmatch(name) is not None
 
 

@@ -44,7 +44,7 @@ class CpuForm:
     value_group: int | None = None
 
     def fits(self, num_tokens: int, key_dim: int, value_dim: int, elem_bytes: int) -> bool:
-        """Whether blocks of such rows consist of whole tiles, with words that a copier moves."""
+        """Return True if blocks of such rows are whole tiles of words that a copier moves."""
         return not (
             num_tokens % math.lcm(self.key_tile or 1, self.value_tile)
             or key_dim % self.key_word

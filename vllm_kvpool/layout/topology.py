@@ -165,7 +165,7 @@ class LocalCell:
         return heads * layers * self.rows(chunk_tokens) * self.row_bytes
 
     def writes_chunk(self, chunk_index: int) -> bool:
-        """Whether this rank writes a chunk: exactly one of the replicas does.
+        """Return True if this rank writes a chunk: exactly one of the replicas does.
 
         It depends on the index only: ranks that asked the store and then decided would leave holes,
         since they ask at different times.

@@ -138,7 +138,7 @@ def address_of(text: str) -> Address | None:
 
 
 def is_own(address: Address) -> bool:
-    """Whether an address is this machine's: the kernel would use it as the source."""
+    """Return True if an address is this machine's: the kernel would use it as the source."""
     if address.is_loopback:
         return True
     if address.is_unspecified or address.is_multicast:
@@ -200,8 +200,9 @@ class AllowedPeers:
         self._addresses[name] = frozenset(each for each in found if each is not None)
 
     def judge(self, text: str, addresses: Sequence[str] | None = None) -> ConnectDecision:
-        """Whether an endpoint that a request or a peer named may be connected to; `addresses` are
-        those of its host, if that was looked up.
+        """Decide on a connection to an endpoint that a request or a peer has named.
+
+        `addresses`: those of its host, if the host was looked up.
         """
         named = PeerEndpoint.parse(text)
         if named is None:
@@ -221,14 +222,14 @@ class AllowedPeers:
         return Refused(refused)
 
     def allows_address(self, text: str) -> bool:
-        """Whether a peer may connect from an address, whatever its port."""
+        """Return True if a peer may connect from an address, whatever its port."""
         address = address_of(text)
         return address is not None and (
             self._is_own(address) or self._is_listed(address, 1, MAX_PORT)
         )
 
     def allows_host(self, host: str) -> bool:
-        """Whether rows may be written to a host; a name must be listed."""
+        """Return True if rows may be written to a host; a name must be listed."""
         host = host.strip("[]").lower()
         if address_of(host) is not None:
             return self.allows_address(host)

@@ -136,7 +136,7 @@ class GroupTables:
 
     @property
     def resumes(self) -> bool:
-        """Whether vLLM resumes a request whose load stopped at the first block not loaded.
+        """True if vLLM resumes a request whose load stopped at the first block not loaded.
 
         It does so with a single KV cache group whose layers read the whole prompt.
         """
@@ -144,17 +144,17 @@ class GroupTables:
 
     @property
     def has_states(self) -> bool:
-        """Whether layers keep recurrent states, so that hits end at boundaries."""
+        """True if layers keep recurrent states, so that hits end at boundaries."""
         return bool(self._states)
 
     @property
     def has_attention(self) -> bool:
-        """Whether layers keep rows of tokens."""
+        """True if layers keep rows of tokens."""
         return bool(self._attention)
 
     @property
     def forgets(self) -> bool:
-        """Whether the engine frees blocks while their request runs."""
+        """True if the engine frees blocks while their request runs."""
         return bool(self._windows)
 
     def num_blocks(self, start: int, stop: int) -> int:
@@ -167,7 +167,7 @@ class GroupTables:
         )
 
     def _is_stored(self, group: KVCacheGroup, block: int) -> bool:
-        """Whether a chunk's cells have tokens of the block, counted from the request's start."""
+        """Return True if a chunk has tokens of the block, counted from the request's start."""
         if not group.tail_tokens:
             return True
         left = self._chunk_tokens - block * group.block_size % self._chunk_tokens

@@ -110,7 +110,7 @@ class KVEventTracker:
     # What is known of chunks
 
     def knows(self, chunk: str) -> bool:
-        """Whether the chunk is known; otherwise call `learn`."""
+        """Return True if the chunk is known; otherwise call `learn`."""
         if chunk not in self._chunks:
             return False
         self._chunks.move_to_end(chunk)

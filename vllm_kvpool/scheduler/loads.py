@@ -76,7 +76,7 @@ class LoadCostModel:
         return self._missing * self._answer_tokens * max(0.0, without - with_drafts)
 
     def loading_beats_computing(self, tokens: int) -> bool:
-        """Whether to load; True every `RETRY_EVERY` times in any case, to measure the rate anew."""
+        """Return True if loading pays. Every `RETRY_EVERY`th answer is True, to measure anew."""
         if tokens <= 0 or self._compute is None or self._load is None:
             return True
         if tokens / self._load + self._lost_speculation_s <= tokens / self._compute:
@@ -124,8 +124,11 @@ class LayeredLoads:
     def would_share(
         self, tokens: Callable[[], Sequence[int]], computed: int, block_size: int
     ) -> bool:
-        """Whether a request of which `computed` tokens are in the engine's own cache may read
-        blocks that are being loaded. It compares tokens alone, so it may say True too often."""
+        """Return True if a request may read blocks that are being loaded.
+
+        `computed`: its tokens in the engine's own cache. Only tokens are compared, so the answer
+        may be True too often.
+        """
         for load in self._loads.values():
             stop = load.start + block_size
             if computed > load.start and tokens()[:stop] == load.tokens[:stop]:

@@ -125,7 +125,7 @@ class _Round:
     asked: set[int] = field(default_factory=set)  # tiers that are, or will be, asked
 
     def answers(self) -> list[bool]:
-        """Whether all cells of each question are present."""
+        """Return True if all cells of each question are present."""
         return [all(self.present[a:b]) for a, b in pairwise((0, *self.ends))]
 
 
@@ -166,7 +166,7 @@ class TieredSearch:
         self.answered: set[int] = set()
         """Tiers that have answered."""
         self.has_failed = False
-        """Whether a tier has failed."""
+        """True if a tier has failed."""
         self.found = 0
         """Chunks that can be loaded, by the levels that are complete."""
         self.attention = 0
@@ -192,7 +192,7 @@ class TieredSearch:
 
     @property
     def done(self) -> bool:
-        """Whether no further answer would change `found`."""
+        """True if no further answer would change `found`."""
         return self.found >= self._num_chunks or self._levels[len(self._order)].search.done
 
     @property
@@ -279,7 +279,7 @@ class TieredSearch:
         return each
 
     def _is_answered(self, each: _Round, tiers: Sequence[int]) -> bool:
-        """Whether those tiers have answered; if not, the first that has not is asked."""
+        """Return True if those tiers have answered; if not, the first that has not is asked."""
         if all(each.present):
             return True
         for tier in tiers:
@@ -292,7 +292,7 @@ class TieredSearch:
 
 
 class TierPace:
-    """Whether lookups leave a tier alone because it answers after the deadline.
+    """True if lookups leave a tier alone because it answers after the deadline.
 
     Apart from the guard's breaker: such a tier is available, and loads and saves use it.
     """

@@ -45,7 +45,7 @@ ANSWER_SHARE = 0.9  # of the timeout: answers come before the request stops wait
 
 
 class CachedEmbeddings:
-    """Whether an engine's encoder cache may hold embeddings that other weights have made.
+    """True if an engine's encoder cache may hold embeddings that other weights have made.
 
     vLLM keeps them, by the content of the media alone, when weights change and when its prefix
     cache is reset. KV that is computed from them is of neither weights. Scheduler's thread.
@@ -464,7 +464,7 @@ class PoolScheduler:
         return stop - num_computed, not self._config.layerwise
 
     def _stores_own(self, state: RequestState, num_computed: int) -> bool:
-        """Whether to store the state that the engine's own cache has after so many tokens."""
+        """Return True if the own cache's state after so many tokens is to be stored."""
         is_known = state.may_load and state.answer is LookupOutcome.ANSWERED
         is_lacking = is_known and state.found_chunks * self._shape.chunk_tokens < num_computed
         return is_lacking or bool(state.retention.pinned_until_ns)
@@ -489,7 +489,7 @@ class PoolScheduler:
         return next((boundary for boundary in wanted if boundary > found), 0)
 
     def _must_give_way(self, request_id: str, state: RequestState) -> bool:
-        """Whether to hold the request back, so that requests that have loaded run first.
+        """Return True if the request has to wait for requests that have loaded.
 
         vLLM 0.27 schedules nothing behind the first request that it has no blocks for. If the
         blocks are held by loaded requests behind it, and nothing runs, nothing ever would. Requests
@@ -706,7 +706,7 @@ class PoolScheduler:
 
     @property
     def has_pending(self) -> bool:
-        """Whether a further step is needed: to release blocks, or to end hand-overs."""
+        """True if a further step is needed: to release blocks, or to end hand-overs."""
         return self.saves.has_pending or bool(self._unnamed)
 
     def _note_foreign_loads(self, step: ScheduledStep) -> None:
@@ -743,7 +743,7 @@ class PoolScheduler:
             state.stale |= state.view.num_computed_tokens > 0
 
     def _loads_foreign(self, view: RequestView) -> bool:
-        """Whether vLLM counts more tokens as computed than it has and the pool brings."""
+        """Return True if vLLM counts more tokens as computed than it has and the pool brings."""
         return view.num_computed_tokens > self._requests[view.request_id].own_tokens
 
     def _note_answers(self, step: ScheduledStep) -> None:

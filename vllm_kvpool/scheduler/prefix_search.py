@@ -32,7 +32,7 @@ WINDOW_SCAN = 64  # chunks asked for in a round, once some that windows need are
 
 
 class ChunkQuestion(NamedTuple):
-    """Whether a chunk is stored: asks for all of its cells, or for one."""
+    """True if a chunk is stored: asks for all of its cells, or for one."""
 
     chunk: int
     whole: bool
@@ -105,7 +105,7 @@ def _spread(start: int, stop: int, count: int) -> tuple[int, ...]:
 
 
 class Question(NamedTuple):
-    """Whether all cells of a chunk in a layer group (its index) are stored, or one of them."""
+    """True if all cells of a chunk in a layer group (its index) are stored, or one of them."""
 
     chunk: int
     layer_group: int
@@ -285,7 +285,7 @@ class HitSearch:
             self._bound = boundary
 
     def _has_no_state(self, boundary: int) -> bool:
-        """Whether a cell of the states after so many chunks is known to be missing."""
+        """Return True if a cell of the states after so many chunks is known to be missing."""
         chunk = boundary - 1
         return self._known.get(self._sample(chunk)) is False or any(
             self._known.get(Question(chunk, layer_group)) is False for layer_group in self._states
@@ -357,7 +357,7 @@ class HostCacheIndex:
                     del self._ranks_of[chunk_id]
 
     def has(self, chunk_id: str) -> bool:
-        """Whether every rank has the chunk."""
+        """Return True if every rank has the chunk."""
         return len(self._ranks_of.get(chunk_id, ())) == self.num_ranks > 0
 
     def clear(self) -> None:

@@ -81,11 +81,11 @@ class RequestView(Protocol):
 
     @property
     def reads_files(self) -> bool:
-        """Whether `identity` reads files."""
+        """True if `identity` reads files."""
 
     @property
     def has_media(self) -> bool:
-        """Whether its KV depends on embeddings that the engine may have cached."""
+        """True if its KV depends on embeddings that the engine may have cached."""
 
     def identity(self) -> RequestIdentity | None:
         """What shapes the KV besides the tokens; None if it cannot be told across engines.

@@ -62,7 +62,7 @@ class Reset:
 
     @property
     def pending(self) -> bool:
-        """Whether cells from before the newest reset may still be in the stores."""
+        """True if cells from before the newest reset may still be in the stores."""
         return self.ended < self.generation
 
     def acked(self, ranks: int) -> bool:
@@ -249,7 +249,7 @@ class SavePlanner:
         return [each for each in (save, end) if each is not None]
 
     def _has_no_room(self, state: RequestState, stop: int) -> bool:
-        """Whether chunks up to `stop` are due and not even the first can be pinned."""
+        """Return True if chunks up to `stop` are due and not even the first can be pinned."""
         start = state.next_save * self._shape.chunk_tokens
         return (
             stop > state.next_save
@@ -282,7 +282,7 @@ class SavePlanner:
         return view.num_tokens if self._save_decode else view.num_prompt_tokens
 
     def _all_saved(self, state: RequestState) -> bool:
-        """Whether nothing is left to save, unless a preemption or a failed load sets it back."""
+        """Return True if every chunk is saved; a preemption or failed load may undo that."""
         all_prompt = not self._save_decode and state.next_save >= self._prompt_chunks(state)
         return state.stale or (all_prompt and not self._seeks_end(state))
 
@@ -540,10 +540,10 @@ class SavePlanner:
 
     @property
     def has_pins(self) -> bool:
-        """Whether blocks are pinned for saves."""
+        """True if blocks are pinned for saves."""
         return self.ledger.num_blocks > 0
 
     @property
     def has_pending(self) -> bool:
-        """Whether a further step is needed, to release blocks or to end hand-overs."""
+        """True if a further step is needed, to release blocks or to end hand-overs."""
         return self.has_pins or bool(self._late or self._hand_over_ends)

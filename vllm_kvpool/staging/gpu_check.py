@@ -1,4 +1,4 @@
-"""Whether copies between the pages of this machine's GPUs and host memory are exact.
+"""True if copies between the pages of this machine's GPUs and host memory are exact.
 
 `kvpool doctor` asks, before an engine depends on it. Needs neither vLLM nor a model.
 """
@@ -47,7 +47,7 @@ def check_gpus() -> Iterator[GpuCheck]:
 
 
 def copies_exactly(device: torch.device, make: CopierMaker) -> bool:
-    """Whether random pages lie in host memory as a CPU puts them there, and come back whole."""
+    """Return True if random pages survive a copy to host memory and back, in a CPU's form."""
     pages = torch.randint(256, (LAYERS, BLOCKS, HEADS, BLOCK_TOKENS, ROW_BYTES), dtype=torch.uint8)
     on_device = pages.clone().to(device)
     ids = torch.randperm(BLOCKS)[: CHUNK_TOKENS // BLOCK_TOKENS].tolist()

@@ -27,7 +27,7 @@ class SlotPool:
         self._quarantined: set[Slot] = set()
 
     def has_room(self, use: SlotUse, more: int = 0) -> bool:
-        """Whether this use may take a slot; `more` held ones could be freed for it."""
+        """Return True if this use may take a slot; `more` held ones could be freed for it."""
         return len(self._free) + more > (self._reserve if use is SlotUse.SAVE else 0)
 
     def take(self, use: SlotUse, more: int = 0) -> Slot | None:

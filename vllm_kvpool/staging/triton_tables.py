@@ -58,7 +58,7 @@ def run_tables(layers: Sequence[LayerPages]) -> list[RunTable]:
 
 
 def is_strided(run: Run) -> bool:
-    """Whether the elements of a row lie apart in the page."""
+    """Return True if the elements of a row lie apart in the page."""
     return run.num_elems > 1 and run.elem_stride != run.elem_bytes
 
 

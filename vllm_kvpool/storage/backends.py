@@ -13,7 +13,7 @@ from vllm_kvpool.storage.mooncake import MooncakeOptions
 from vllm_kvpool.storage.url import FileOptions, S3Options, StoreSpec
 
 Backend = tuple[Capabilities, Callable[[], Store]]
-"""What a kind of store can do, and the call that opens one."""
+"""The capabilities of a kind of store, and the call that opens one."""
 
 
 def open_store(spec: StoreSpec, *, segment: bool) -> Store:
@@ -25,7 +25,7 @@ def open_store(spec: StoreSpec, *, segment: bool) -> Store:
 
 
 def capabilities_of(spec: StoreSpec) -> Capabilities:
-    """What the store will be able to do, before it is opened."""
+    """Return the store's capabilities before it is opened."""
     return BACKENDS[type(spec.options)](spec.options, False)[0]
 
 

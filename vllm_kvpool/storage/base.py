@@ -41,7 +41,7 @@ def map_buffer(nbytes: int) -> Buffer:
 
 
 class Retention(NamedTuple):
-    """How long a chunk is to be kept, in nanoseconds of the wall clock; 0 is no wish."""
+    """Wishes for how long to keep a chunk, in nanoseconds of the wall clock; 0 is no wish."""
 
     pinned_until_ns: int = 0
     """Before that time it is not evicted."""
@@ -93,7 +93,7 @@ class GetOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store can do; constant while it is open."""
+    """The capabilities of a store; constant while it is open."""
 
     name: str  # label in metrics: "file", "mooncake", "s3"
     durable: bool  # objects outlive the process that wrote them
@@ -121,7 +121,7 @@ class Store(Protocol):
         return None
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Whether each key can be read now."""
+        """Return True if each key can be read now."""
 
     def put(
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
@@ -163,7 +163,7 @@ class Pinning(Protocol):
 
 
 class OwnerUsage(NamedTuple):
-    """What one tenant or namespace takes of a store's room."""
+    """The part of a store's room that a tenant or namespace takes."""
 
     owner: str
     num_chunks: int
@@ -192,7 +192,7 @@ class SharedRoom(Protocol):
     """A store whose room tenants or namespaces may share."""
 
     def owners(self) -> list[OwnerUsage]:
-        """What each owner takes of a shared room; empty where it is not. May take seconds."""
+        """Return the usage of each owner; empty without shares. May take seconds."""
 
 
 @runtime_checkable
@@ -214,7 +214,7 @@ class DetailedListing(SharedRoom, Protocol):
 
 
 class NamespaceUsage(NamedTuple):
-    """What a store holds of one namespace. A chunk counts once for each layer group.
+    """The contents of a namespace in a store. A chunk counts once for each layer group.
 
     The namespace's manifest counts in `nbytes` alone: it is no cell.
     """
@@ -235,4 +235,4 @@ class Listing(Protocol):
         """The namespaces that have objects, in no order. Cheap: it lists no objects."""
 
     def usage(self) -> list[NamespaceUsage]:
-        """What each namespace holds. May take seconds for a large store."""
+        """Return the usage of each namespace. May take seconds for a large store."""

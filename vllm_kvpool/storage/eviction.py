@@ -28,7 +28,7 @@ class EvictionPolicy(Protocol):
     """
 
     remembered: int
-    """How many evicted chunks' scores to remember, for each chunk that fits."""
+    """For how many bytes of evicted chunks to remember scores, for each byte of the store."""
 
     def on_put(self, now_ns: int) -> int:
         """The score of a new chunk."""
@@ -71,7 +71,7 @@ class Lrfu:
 
 
 class Shares(Enum):
-    """What owners share a store's room; what is evicted is of the one that uses the most."""
+    """Kinds of owners that share a store's room. The owner of most bytes loses chunks first."""
 
     NONE = "none"
     TENANT = "tenant"

@@ -141,7 +141,7 @@ class BoundedCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTimeouts:
-    """How long calls may take before the store counts as away."""
+    """Seconds that calls may take before the store counts as away."""
 
     call_s: float  # any call
     answer_s: float | None = None  # calls without buffers, which then raise; None for no limit
@@ -211,18 +211,18 @@ class GuardedStore:
 
     @property
     def writable(self) -> bool:
-        """Whether the store takes cells; True until it was opened."""
+        """True if the store takes cells; True until it was opened."""
         store = self._store
         return store is None or store.capabilities.writable
 
     @property
     def opened(self) -> bool:
-        """Whether the store has been opened."""
+        """True if the store has been opened."""
         return self._store is not None
 
     @property
     def trouble(self) -> str:
-        """Why the first attempt to open has failed."""
+        """The error of the first attempt to open."""
         return str(self._first_error or f"{self._name} has not answered yet")
 
     def listen(self, listener: Callable[[bool], None]) -> None:
@@ -417,7 +417,7 @@ class GuardedStore:
                 self._not_yet(error)
 
     def _pause_s(self) -> float:
-        """How long the guard's thread has nothing to do."""
+        """Return the seconds until the guard's thread has work."""
         if self._is_up:
             return float("inf")
         return self._breaker.closed_at - self._clock()

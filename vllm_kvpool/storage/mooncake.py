@@ -205,7 +205,7 @@ def cut_keys(keys: Sequence[str], max_keys: int) -> Iterator[list[str]]:
 
 
 def all_lost(codes: Sequence[int]) -> bool:
-    """Whether the master was not reached for any key of a native call."""
+    """Return True if the master was not reached for any key of a native call."""
     return bool(codes) and all(code in RPC_CODES for code in codes)
 
 

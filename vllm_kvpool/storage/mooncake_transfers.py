@@ -109,8 +109,10 @@ class PutSessions:
 
     @contextlib.contextmanager
     def _claim(self, keys: list[str], left_open: Sequence[str]) -> Iterator[bool]:
-        """Whether no other call has a session of these keys; none gets one meanwhile, nor later of
-        those in `left_open` at the end."""
+        """Hold the keys; yields True if no other call has a session of them.
+
+        No other call gets a session of the keys meanwhile, nor later of keys in `left_open`.
+        """
         with self._lock:
             is_free = self._keys.isdisjoint(keys)
             if is_free:
@@ -124,7 +126,7 @@ class PutSessions:
 
 
 class BufferDescriptor(Protocol):
-    """Where an object lies in its peer's memory."""
+    """The place of an object in its peer's memory."""
 
     transport_endpoint: str
     buffer_address: int
@@ -233,7 +235,7 @@ class EngineReads:
         return place is not None and place.session != self._own_session
 
     def _places(self, keys: list[str]) -> list[_Place | None]:
-        """Where in memory each lies."""
+        """The address of each in memory."""
         replicas = self._client.batch_get_replica_desc(keys)
         return [_in_memory(replicas.get(key, ())) for key in keys]
 

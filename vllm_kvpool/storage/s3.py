@@ -91,7 +91,7 @@ ABSENT = "absent"  # never put; tests the access at open
 
 
 class ErrorScope(Enum):
-    """Which other requests would fail like this one."""
+    """The set of requests that would fail like this one."""
 
     UNREACHABLE = "unreachable"  # all for now: no answer, or a temporary error
     REFUSED = "refused"  # all: credentials, rights or the bucket are wrong
@@ -101,7 +101,7 @@ class ErrorScope(Enum):
 
 @dataclass(eq=False)
 class S3Error(Exception):
-    """Why a request failed; `text` never contains a secret."""
+    """The failure of a request; `text` never contains a secret."""
 
     scope: ErrorScope
     text: str
@@ -462,7 +462,7 @@ class S3Store(Store):
         self._raise_at_open(result)
 
     def _try_conditional_puts(self) -> bool:
-        """Whether the service refuses a second conditional put of an object."""
+        """Return True if the service refuses a second conditional put of an object."""
         result = self._put_marker(conditional=True)
         if result is PutOutcome.STORED:
             result = self._put_marker(conditional=True)

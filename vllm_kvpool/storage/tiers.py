@@ -92,7 +92,7 @@ def tier_specs(config: KVPoolConfig) -> TierSpecs:
 
 
 def _same_place(one: tuple[str, object], other: tuple[str, object]) -> bool:
-    """Whether two specs name the same store, whatever their sizes."""
+    """Return True if two specs name the same store, whatever their sizes."""
     if one[0] != other[0]:
         return False
     names = ("path", "master_host", "master_port", "bucket", "prefix", "endpoint")

@@ -91,7 +91,7 @@ class StoreSpec:
 
 
 def is_whole(text: str, least: int, most: int) -> bool:
-    """Whether a text is a decimal number in a range."""
+    """Return True if a text is a decimal number in a range."""
     return text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most
 
 
@@ -118,7 +118,7 @@ class UrlOptions:
         return value
 
     def shares(self) -> Shares:
-        """Who shares the room of a file store or host memory."""
+        """Owners that share the room of a file store or host memory."""
         return Shares(self.choice("shares", [each.value for each in Shares], Shares.NONE.value))
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -217,7 +217,7 @@ def _shown(url: str) -> str:
 
 
 def names_no_master(url: str) -> bool:
-    """Whether a `mooncake://` url names no master, so that Mooncake's own configuration does."""
+    """Return True if a `mooncake://` url leaves the master to Mooncake's configuration."""
     return url.partition("?")[0].lower().rstrip("/") == "mooncake:"
 
 
@@ -238,7 +238,7 @@ def check_capacity(spec: StoreSpec, cell_bytes: int) -> None:
 
 
 def uses_device(spec: StoreSpec) -> bool:
-    """Whether the store's client uses the device of the pages.
+    """Return True if the store's client uses the device of the pages.
 
     Then its threads must enter the device, and memory must be known to the device's runtime.
     """

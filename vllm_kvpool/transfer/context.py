@@ -1,4 +1,4 @@
-"""What loads, saves, fetches and loans share (pure; the engine thread's).
+"""State that loads, saves, fetches and loans share (pure; the engine thread's).
 
 Each of them owns its jobs and never touches another's. They meet in the cells of host memory
 (`host_cache.py`) and in the graphs of the scheduler.
@@ -32,7 +32,7 @@ MAX_TRIES = 3  # of an op on a remote tier, which its breaker may end before
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """What the engine knows of a store; `durable` and `remote` as in its `Capabilities`."""
+    """A store as the engine knows it; `durable` and `remote` as in its `Capabilities`."""
 
     name: str  # label in metrics, unique
     durable: bool
@@ -58,7 +58,7 @@ Part = tuple[Cell, CacheEntry | None]
 
 @dataclass(slots=True, eq=False)
 class CellOp:
-    """What an op of one cell moves."""
+    """The content of an op that moves a cell."""
 
     cell: Cell
     entry: CacheEntry | None
@@ -94,14 +94,14 @@ class Slab:
 
 
 class FenceOp(NamedTuple):
-    """What an op of the fence lane waits for."""
+    """The content of an op of the fence lane: the fence that it waits for."""
 
     fence: Fence
 
 
 @dataclass(slots=True)
 class Marker:
-    """What an op without a lane is about: it is done, or was cancelled with a predecessor."""
+    """The content of an op without a lane, which is done or was cancelled with a predecessor."""
 
     on_done: Callable[[], None]
     on_lost: Callable[[], None] = lambda: None
@@ -126,7 +126,7 @@ class TransferContext:
     slot_bytes: int
     breakers: list[Breaker] = field(init=False)
     write_breakers: list[Breaker] = field(init=False)
-    """Of puts and removes; held open for a store that is not writable."""
+    """Breakers of puts and removes, held open for a store that is not writable."""
     reports: list[Report | Lent | LoanEnded] = field(default_factory=list)
     progress: list[HandOverProgress] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
@@ -179,7 +179,7 @@ class TransferContext:
         ]
 
     def tiers_writable(self, first: int = 0) -> list[int]:
-        """Those of them that may be written to."""
+        """Return the tiers that may be written to, from tier `first` on."""
         return [tier for tier in range(first, len(self.tiers)) if self.is_writable(tier)]
 
     def is_writable(self, tier: int) -> bool:

@@ -104,7 +104,7 @@ class HungCalls:
         return sum(len(batch.slots) for batch in self._batches if batch.lane.kind is OpKind.GET)
 
     def pins_of(self, entry: CacheEntry) -> int:
-        """How many hung calls pin the entry."""
+        """Return the number of hung calls that pin the entry."""
         return sum(held is entry for batch in self._readers() for held in _entries_of(batch))
 
     def _readers(self) -> list[Batch]:
@@ -128,7 +128,7 @@ Action = Batch | Report | HandOverProgress | Lent | LoanEnded
 
 
 def lane_names(num_tiers: int, *, replicas: bool = False) -> list[LaneName]:
-    """All lanes of an engine; `replicas`: other ranks on this host hold the same KV."""
+    """Return all lanes of an engine. `replicas`: other ranks on this host hold the same KV."""
     host = [OpKind.FENCE, OpKind.GATHER, OpKind.SEAL, OpKind.CHECK, OpKind.SCATTER]
     tier = [OpKind.GET, OpKind.PUT, OpKind.REMOVE]
     return [

@@ -31,7 +31,7 @@ class Fetch(CellOp):
 
 
 class Fetches:
-    """All fetches, and removals of bad cells. `copy_up(entry, tiers)` copies into nearer tiers.
+    """The fetches, and removals of bad cells. `copy_up(entry, tiers)` copies into nearer tiers.
 
     Ops that wait for a cell which no tier has are cancelled with the fetch as the cause
     (`Scheduler.take_lost`).

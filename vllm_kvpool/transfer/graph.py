@@ -22,7 +22,7 @@ FAIR_EVERY = 8  # batches of other priorities, after which a waiting one goes fi
 
 
 class Priority(IntEnum):
-    """Which ops of a lane go first: the lowest."""
+    """Priorities of a lane's ops; the lowest go first."""
 
     LOAD = 0  # a request waits for it
     SAVE = 1
@@ -51,7 +51,7 @@ class OpState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LaneLimits:
-    """How many batches a lane may have in flight, and how large they are.
+    """Limits of a lane: its batches in flight, and their size.
 
     A batch has at most `batch_ops` cells, and ends with the op that reaches `batch_bytes`.
     `budget_bytes` bounds the bytes of all batches in flight; an op that is larger runs alone.
@@ -65,7 +65,7 @@ class LaneLimits:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Op:
-    """One move of one cell or several, or a marker; `what` is the owner's."""
+    """A move of cells, or a marker; `what` is the owner's."""
 
     owner: Owner
     lane: "Lane | None"
@@ -102,7 +102,7 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """How many outcomes its lane reports."""
+        """The number of outcomes that the op's lane reports."""
         return len(self.cells) + len(self.fences)
 
 
@@ -286,12 +286,12 @@ class Scheduler:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take`, `take_lost` or `take_reached` may return something."""
+        """True if `take`, `take_lost` or `take_reached` may return something."""
         return bool(self._lost or self._reached or self._active)
 
     @property
     def has_consequences(self) -> bool:
-        """Whether `take_lost` or `take_reached` returns something."""
+        """True if `take_lost` or `take_reached` returns something."""
         return bool(self._lost or self._reached)
 
     def take_reached(self) -> list[Op]:

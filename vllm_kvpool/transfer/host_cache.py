@@ -1,4 +1,4 @@
-"""Which cells are in host memory, where, and for how long (pure; the engine thread's).
+"""The cells in host memory, their slots and their lifetimes (pure; the engine thread's).
 
 A `CacheEntry` is one cell in one slot of the arena, arriving or present. A transfer of its bytes
 pins it. Unpinned, it stays while the host tier has room (`capacity` slots; 0 without a host tier);
@@ -41,7 +41,7 @@ class CacheEntryState(Enum):
 
 @dataclass(slots=True, eq=False)
 class CacheEntry:
-    """One cell in host memory; `op` brings it in while it arrives."""
+    """A cell in host memory; `op` brings it in while it arrives."""
 
     key: str
     chunk: ChunkRef
@@ -135,7 +135,7 @@ class HostCache:
         return entry.slot is not None
 
     def has_room(self, use: SlotUse) -> bool:
-        """Whether there is a slot now: a free one, or that of an unpinned clean cell."""
+        """Return True if there is a slot now: a free one, or that of an unpinned clean cell."""
         return self.slots.has_room(use, self.num_idle - self.num_dirty)
 
     def release_slot(self, entry: CacheEntry) -> None:
@@ -308,7 +308,7 @@ class HostCache:
             heapq.heapify(heap)
 
     def _is_current(self, rank: EvictionRank, dirty: bool) -> bool:
-        """Whether a place in a heap is still a cell's."""
+        """Return True if a place in a heap is still a cell's."""
         entry = self._index.get(rank[2])
         return entry is not None and entry.place == (dirty, rank)
 

@@ -1,4 +1,4 @@
-"""What a lane does with a batch of cells, and the thread that does it.
+"""The work of a lane on a batch of cells, and the lane's thread.
 
 A lane performs and reports; it never decides. `BatchRunner.perform` may be called by several lanes
 at once: the gather lane and the scatter lane have a copier each, and the slots of a batch are its
@@ -326,7 +326,7 @@ class BatchRunner:
         return moves
 
     def _rows(self, cell: Cell, group: int, place: "_Place") -> "_Rows | None":
-        """Which rows of a cell are moved, and where they lie in a KV cache group's pages."""
+        """The rows of a cell to move, and their places in a KV cache group's pages."""
         # A state has one row, in the place of the last token before its boundary.
         num_rows, per_row, pages = place.num_rows, place.per_row, cell.pages[group]
         start = cell.chunk.position * self.chunk_tokens - place.local.lookahead

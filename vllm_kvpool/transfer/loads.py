@@ -99,7 +99,7 @@ class _Load:
 
 
 class Loads:
-    """All loads. `on_wanted` is called for each cell that this rank fetches itself."""
+    """The loads in progress. `on_wanted` is called for each cell that this rank fetches itself."""
 
     def __init__(
         self,
@@ -412,7 +412,7 @@ class Loads:
         self._context.reports.append(done)
 
     def _is_removing(self, load: _Load) -> bool:
-        """Whether the load waits for the removal of bad cells of the chunk that ended it."""
+        """Return True if the load waits for the removal of bad cells of the chunk that ended it."""
         job = load.job
         if load.deadline <= self._context.now:
             return False

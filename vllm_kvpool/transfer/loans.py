@@ -78,7 +78,7 @@ class _Retained:
 
 
 class Loans:
-    """All loans and retained cells."""
+    """The loans and retained cells."""
 
     def __init__(
         self, context: TransferContext, fetches: Fetches, replicas: ReplicaSet | None
@@ -204,7 +204,7 @@ class Loans:
             self._drop(retained)
 
     def may_begin(self, entry: CacheEntry) -> bool:
-        """Whether a fetch may take a slot: not while `max_retained` cells have one."""
+        """Return True if a fetch may take a slot: not while `max_retained` cells have one."""
         retained = self._retained.get(entry.key)
         if retained is None or retained.entry is not entry or entry.key in self._slots_retained:
             return True

@@ -26,7 +26,7 @@ NULL_BLOCK = 0  # in a block table: no attention reads these tokens any more; no
 
 
 class JobPages(NamedTuple):
-    """Where tokens [token_start, token_stop) of a request lie in pages.
+    """The pages of tokens [token_start, token_stop) of a request.
 
     `block_ids` are the blocks that cover them; the first begins with token `table_start`.
     """
@@ -52,20 +52,20 @@ class SavePlan:
     hashes: tuple[bytes, ...]
     pages: tuple[JobPages, ...]
     weights_version: str = ""
-    """Of the weights that computed the KV; empty for those of the start."""
+    """The version of the weights that computed the KV; empty for those of the start."""
     before: tuple[bytes, ...] = ()
     """Hashes of the chunks before the first one, at most as many as there are replicas."""
     is_state: bool = False
     retention: Retention = NO_RETENTION
     tenant: str = ""
     trace_headers: Mapping[str, str] | None = None
-    """Of the request, if it is traced."""
+    """Trace headers of the request, if it is traced."""
     end_tokens: int = 0
     """Tokens of the plan's only chunk, a prompt's end; 0: all chunks are whole."""
     topic: bytes = b""
     """Names the prompt where another engine goes on with it; empty where none does."""
     found: int = 0
-    """Of such a prompt: chunks before this one were in the pool before the request saved any."""
+    """For such a prompt: chunks before this one were in the pool before the request saved any."""
     draft_stop: int | None = None
     """From this chunk on a drafter's rows are not whole, and not saved; None: all are."""
 
@@ -83,7 +83,7 @@ class HandOverEnd(NamedTuple):
 
 
 class HandOverProgress(NamedTuple):
-    """This rank's cells of the chunks before `stored` are in a store, as far as this engine knows.
+    """A store has this rank's cells of the chunks before `stored`, as far as this engine knows.
     No chunk from `ended` on will be; None while more may."""
 
     topic: bytes
@@ -146,7 +146,7 @@ class PrefetchPlan:
 
 
 class Cell(NamedTuple):
-    """One cell of a job, from the planner to the lanes.
+    """A cell of a job, from the planner to the lanes.
 
     The first three fields are what stores know of it. `local` and `pages` say where it lies in this
     rank's pages; they are empty where no pages take part (prefetches, loans).
@@ -201,7 +201,7 @@ class PrefetchJob(NamedTuple):
 
 
 class OpKind(Enum):
-    """What a lane does with the cells of a batch; FENCE waits for the model, and has no cells."""
+    """The act of a lane on the cells of a batch. FENCE waits for the model and has no cells."""
 
     FENCE = "fence"
     GATHER = "gather"  # pages -> slots
@@ -237,7 +237,7 @@ NO_STORE = {HOST: "host", REPLICA: "replica"}  # their names in metrics
 
 
 class CellOutcome(Enum):
-    """What became of one cell in a batch."""
+    """The outcome of a cell in a batch."""
 
     DONE = "done"
     EXISTED = "existed"  # put: the store had it
@@ -316,7 +316,7 @@ class HostCacheChange:
 
     @classmethod
     def merge(cls, changes: Iterable["HostCacheChange"]) -> Self:
-        """One change that stands for all, in their order; linear in their size."""
+        """Merge changes into one, in their order; linear in their size."""
         complete: dict[str, bool] = {}
         for change in changes:
             complete.update(dict.fromkeys(change.added, True))
@@ -398,7 +398,7 @@ class TierHealth:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Nothing but the time has changed: check deadlines."""
+    """The time has changed: check deadlines."""
 
 
 Report = (

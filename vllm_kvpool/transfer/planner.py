@@ -45,7 +45,7 @@ class _LayerGroup(NamedTuple):
     suffix: str
     needs_parent: bool  # its attention reads the whole prompt, not only a window or a state
     steps: tuple[int, ...]
-    """Of chunk i, at i modulo the length: how far back the last chunk of its fetcher is."""
+    """Distance of chunk i to the last chunk of its fetcher, at i modulo the length."""
 
     def ref(self, hashes: Sequence[str], place: int, index: int) -> ChunkRef:
         """The reference of chunk `index`, whose hash is `hashes[place]`."""
@@ -165,7 +165,7 @@ class Planner:
         return parts
 
     def load(self, plan: LoadPlan) -> LoadJob:
-        """This rank's cells of the plan's chunks that a KV cache group needs.
+        """Return this rank's cells of the plan's chunks that a KV cache group needs.
 
         In the order of chunks; of a layered plan, in the order in which the model reads layers.
         """
@@ -204,7 +204,7 @@ class Planner:
         return LoadJob(plan, tuple(cells), self.load_timeout_s)
 
     def save(self, plan: SavePlan) -> SaveJob:
-        """This rank's cells of the chunks that it stores or keeps, without those with gaps.
+        """Return this rank's cells of the chunks that it stores or keeps, without cells with gaps.
 
         A cell of recurrent states is whole if every KV cache group of its layers has a page, one of
         a drafter if its chunk is before the plan's `draft_stop`.
@@ -248,7 +248,7 @@ class Planner:
         return SaveJob(plan, tuple(cells))
 
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
-        """This rank's cells of the plan's chunks that it fetches.
+        """Return this rank's cells of the plan's chunks that it fetches.
 
         Layer groups with a window need the last chunks only, wherever in the last one a load ends;
         recurrent states, and windows of which a chunk's end is stored, the last chunk.
@@ -339,7 +339,7 @@ class Planner:
 
 
 def _steps(fetchers: Sequence[int | None]) -> tuple[int, ...]:
-    """Of chunk i, at i modulo the length: how far back its fetcher's last chunk is."""
+    """Return the distance of chunk i to its fetcher's last chunk, at i modulo the length."""
     num = len(fetchers)
     return tuple(
         next(step for step in range(1, num + 1) if fetchers[index - step] == fetcher)

@@ -1,4 +1,4 @@
-"""How far prompts are stored that other engines go on with (pure; the engine thread's).
+"""The stored part of prompts that are handed over (pure; the engine thread's).
 
 A chunk is stored once the puts of its cells have ended, of each cell that is not optional one well.
 A save that fails ends a hand-over there, and so does the request's end once its saves are planned.
@@ -43,7 +43,7 @@ class _Request:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more can become of it."""
+        """True if the stored part can grow no more."""
         return self.stop is not None and self.planned >= self.stop and not self.open
 
 

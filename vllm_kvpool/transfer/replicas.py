@@ -58,7 +58,7 @@ _CARD = struct.Struct("<16s16s16sIII")
 
 
 class Card(msgspec.Struct, frozen=True):
-    """What a rank sends to the others at start; ranks with the same `host` can share memory."""
+    """The card that ranks exchange at start; ranks with the same `host` can share memory."""
 
     host: bytes
     name: bytes
@@ -127,7 +127,7 @@ _FROM_LENDER = msgspec.msgpack.Decoder(_Welcome | _LentCells | _Ended)
 
 
 class ReplicaExchange:
-    """One rank's end, as borrower and lender.
+    """The end of a rank, as borrower and lender.
 
     Copied bytes count only if the lender confirms that it held the cells until then. A connection
     carries one loan at a time, and its end, even by `kill -9`, ends the loan; any unexpected
@@ -172,7 +172,7 @@ class ReplicaExchange:
         return {card.place: number for number, card in self._cards.items()}
 
     def ranks_of(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """What those ranks are called in the engine."""
+        """Return the names of these ranks in the engine."""
         cards = self._cards | {self.number: self.card}
         return tuple(cards[number].rank for number in numbers)
 

@@ -93,7 +93,7 @@ class Copies:
 
 
 class SaveManager:
-    """All saves and copies."""
+    """The saves and copies in progress."""
 
     def __init__(self, context: TransferContext, *, write_back: bool) -> None:
         self._context = context
@@ -262,7 +262,7 @@ class SaveManager:
             self.settle(copy)
 
     def _all_gathered(self, save: _Save) -> None:
-        """All gathers of a save have ended: its pages may be reused."""
+        """Note that all gathers of a save have ended: its pages may be reused."""
         save.gathered = True
         plan = save.job.plan
         self._context.reports.append(SaveGathered(plan.job_id, plan.request_id))
@@ -407,7 +407,7 @@ class SaveManager:
         self._finish(save)
 
     def _note_progress(self, save: _Save, cell: Cell, *, is_stored: bool) -> None:
-        """All puts of a cell have ended: which of the stores others read is not known here."""
+        """Note that all puts of a cell have ended. Which stores others read is not known here."""
         if save.job.plan.topic:
             self._context.progress += self.progress.recorded(save.job, cell, is_stored=is_stored)
 

@@ -92,7 +92,7 @@ class Trace:
 
     @property
     def on(self) -> bool:
-        """Whether records are kept."""
+        """True if records are kept."""
         return False
 
     @property
@@ -314,7 +314,7 @@ class TraceFile(Trace):
         file.write(b"]\n")
 
     def _line(self, event: _Event) -> bytes:
-        """One event; empty if JSON cannot express it."""
+        """Return an event as JSON; empty if JSON cannot express it."""
         try:
             return b"," + self._encoder.encode(event) + b"\n"
         except (TypeError, ValueError):

@@ -81,7 +81,7 @@ class Expected:
 
 
 def is_vllm_tensor(value: Any) -> bool:
-    """Whether it is vLLM's own form, one `[B, H, N, C]` tensor.
+    """Return True if a value is vLLM's own form, one `[B, H, N, C]` tensor.
 
     NPU backends have none: their four-dimensional tensors have other orders.
     """

@@ -46,7 +46,7 @@ def callers() -> Iterator[Any]:
 
 
 def is_in_process() -> bool:
-    """Whether an engine runs in its caller's process, and makes no step once all have an answer."""
+    """Return True if an engine runs in its caller's process and makes no step when idle."""
     return not environment_variables()["VLLM_ENABLE_V1_MULTIPROCESSING"]()
 
 
@@ -153,8 +153,10 @@ def interleave(parallel: Any) -> int:
 
 
 def is_interleaved_for_nixl(parallel: Any, transfer: Any) -> bool:
-    """Whether workers, and they alone, deal tokens out by blocks, as NIXL needs it. `transfer`: the
-    engine's `KVTransferConfig`."""
+    """Return True if only workers deal tokens out by blocks, as NIXL needs it.
+
+    `transfer`: the engine's `KVTransferConfig`.
+    """
     is_open = getattr(parallel, "_allow_auto_resolve_cp_interleave_size", False)
     return bool(is_open and transfer is not None and transfer.has_connector("NixlConnector"))
 
@@ -236,12 +238,12 @@ def row_bytes(spec: Any) -> int:
 
 
 def has_own_content(spec: Any) -> bool:
-    """Whether the backend has its own layout of rows, without K and V apart."""
+    """Return True if the backend has its own layout of rows, without K and V apart."""
     return bool(getattr(spec, "state_content_bytes", None))
 
 
 def packs_heads(spec: Any) -> bool:
-    """Whether the backend keeps several KV heads as one."""
+    """Return True if the backend keeps several KV heads as one."""
     return getattr(spec, "num_head_slots", None) is not None or bool(spec.kv_quant_mode.is_nvfp4)
 
 
@@ -254,26 +256,29 @@ def is_plugins_kv_dtype(cache_dtype: str) -> bool:
 
 
 def is_ring(spec: Any) -> bool:
-    """Whether a request's only page is overwritten again and again: inputs of a row of several
-    tokens until it is complete, so that nothing of it counts where rows end."""
+    """Return True if a request's only page is overwritten again and again.
+
+    The page has the inputs of a row of several tokens until the row is complete. Where rows end,
+    its content does not count.
+    """
     specs = getattr(spec, "kv_cache_specs", {"": spec})
     return all(type(each).__name__ == "CircularBufferSpec" for each in specs.values())
 
 
 def is_latent(spec: Any) -> bool:
-    """Whether a row is MLA's latent, or another one that all ranks hold."""
+    """Return True if a row is MLA's latent, or another one that all ranks hold."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
     return isinstance(spec, MLAAttentionSpec) or type(spec).__name__ == "SlidingWindowMLASpec"
 
 
 def is_indexer(spec: Any) -> bool:
-    """Whether the rows are the keys of a sparse-attention indexer."""
+    """Return True if the rows are the keys of a sparse-attention indexer."""
     return getattr(getattr(spec, "cache_role", None), "name", "") == "INDEXER"
 
 
 def indexer_is_fp4(vllm_config: "VllmConfig") -> bool:
-    """Whether the user asks for four bits for the keys of sparse-attention indexers."""
+    """Return True if the user asks for four bits for the keys of sparse-attention indexers."""
     return str(getattr(vllm_config.attention_config, "indexer_kv_dtype", "")) == "mxfp4"
 
 
@@ -285,15 +290,17 @@ def fp8_name() -> str:
 
 
 def is_rocm() -> bool:
-    """Whether the device is an AMD GPU; torch calls it "cuda", too."""
+    """Return True if the device is an AMD GPU; torch calls it "cuda", too."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_rocm())
 
 
 def mixes_nvfp4_scales() -> bool:
-    """Whether NVFP4 pages are written for trtllm's kernels, by vLLM's rule, not for FlashInfer's
-    own ("fa2")."""
+    """Return True if NVFP4 pages are written for trtllm's kernels, not for FlashInfer's "fa2".
+
+    The rule is vLLM's.
+    """
     from vllm.platforms import current_platform
 
     return not any(current_platform.is_device_capability_family(f) for f in (80, 90, 120))
@@ -355,7 +362,7 @@ def environment_variables() -> Mapping[str, Callable[[], Any]]:
 
 
 def downloads_from_modelscope() -> bool:
-    """Whether vLLM takes models and adapters that are not local from ModelScope."""
+    """Return True if vLLM takes models and adapters that are not local from ModelScope."""
     return bool(environment_variables()["VLLM_USE_MODELSCOPE"]())
 
 
@@ -420,19 +427,19 @@ def _keeps_names_of_sessions() -> bool:
 
 
 def names_media(vllm_config: "VllmConfig") -> bool:
-    """Whether media have names by their content, also those that a request gives none."""
+    """Return True if media have names by their content, also those that a request gives none."""
     media = vllm_config.model_config.multimodal_config
     has_processor_cache = media is not None and media.mm_processor_cache_gb > 0
     return bool(vllm_config.cache_config.enable_prefix_caching) or has_processor_cache
 
 
 def is_number(identifier: str) -> bool:
-    """Whether vLLM's identifier of a medium is a number, which another engine gives to others."""
+    """Return True if vLLM names a medium by a number, which other engines give to other media."""
     return re.match(r"renderer\d+-mm-\d+-", identifier) is not None
 
 
 def shuffles_pages() -> bool:
-    """Whether AITER's attention on ROCm interleaves the tokens of a block."""
+    """Return True if AITER's attention on ROCm interleaves the tokens of a block."""
     return bool(environment_variables()["VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"]())
 
 
@@ -490,8 +497,10 @@ def refuse_missing_embeddings(connector: str) -> None:
 
 
 def reloads_read_the_path_alone() -> bool:
-    """Whether a reload of weights from another path leaves the revision and the object storage of
-    the start. vLLM 0.27.1 goes on with both: it reads another repository at the old revision."""
+    """Return True if a reload of weights from another path forgets revision and object storage.
+
+    vLLM 0.27.1 goes on with both: it reads another repository at the old revision.
+    """
     try:
         from vllm.model_executor.model_loader.reload.inplace import reload_weights
     except ModuleNotFoundError:
@@ -500,7 +509,7 @@ def reloads_read_the_path_alone() -> bool:
 
 
 def ignores_spans_of_media(model: Any) -> bool:
-    """Whether a model whose images attend to all of themselves (Gemma 3) runs where they do not.
+    """Return True if images of a model such as Gemma 3 do not attend to all of themselves.
 
     vLLM refuses GPU backends without it, and takes its only backend for CPUs without asking.
     """
@@ -512,7 +521,7 @@ def ignores_spans_of_media(model: Any) -> bool:
 
 
 def reports_failed_loads_by_request() -> bool:
-    """Whether workers report failed loads by request, instead of by block.
+    """Return True if workers report failed loads by request, instead of by block.
 
     Models with several KV cache groups need it: a block id means several pages there, and a vLLM
     without it raises when a block of such a model is reported.
@@ -521,7 +530,7 @@ def reports_failed_loads_by_request() -> bool:
 
 
 def stops_at_first() -> bool:
-    """Whether loaded requests wait behind one that there are no blocks for.
+    """Return True if loaded requests wait behind one that there are no blocks for.
 
     Newer releases have a separate queue for requests that hold blocks.
     """
@@ -531,7 +540,7 @@ def stops_at_first() -> bool:
 
 
 def has_loads_within_steps() -> bool:
-    """Whether vLLM knows loads within a step, and takes a request back whose load failed in it."""
+    """Return True if vLLM knows loads within a step and takes back requests whose load fails."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
     return "has_sync_kv_loads" in {field.name for field in fields(SchedulerOutput)}
@@ -548,7 +557,7 @@ def takes_steps_back(vllm_config: "VllmConfig") -> bool:
 
 
 def offers_states() -> bool:
-    """Whether vLLM says in which block a recurrent state is complete, and up to which token."""
+    """Return True if vLLM names the block and the last token of a complete recurrent state."""
     from vllm.v1.core.sched import output
 
     state = getattr(output, "KVConnectorBlockState", None)
@@ -596,7 +605,7 @@ def transfer_results(loaded: Iterable[str], failed: Iterable[str]) -> Any:
 
 
 def merges_answers() -> bool:
-    """Whether several connectors of a MultiConnector may answer the same finished request.
+    """Return True if several connectors of a MultiConnector may answer the same finished request.
 
     vLLM-Ascend's own MultiConnector takes one answer, whatever the release.
     """
@@ -769,7 +778,7 @@ def _caches_no_prefixes(vllm_config: "VllmConfig") -> bool:
 
 
 def _returns_what_is_beside_kv(vllm_config: "VllmConfig") -> bool:
-    """Whether answers have more of every token than the pool stores."""
+    """Return True if answers have more of every token than the pool stores."""
     outputs = getattr(vllm_config, "aux_output_config", None)  # not in vLLM 0.27.1
     drafts = vllm_config.speculative_config
     has_hidden_states = drafts is not None and drafts.method == "extract_hidden_states"
@@ -777,15 +786,18 @@ def _returns_what_is_beside_kv(vllm_config: "VllmConfig") -> bool:
 
 
 def _prunes_positions(vllm_config: "VllmConfig") -> bool:
-    """Whether videos are pruned and positions follow them: vLLM knows the positions only from the
-    encoder's output, which it does not compute for a prefix that it has."""
+    """Return True if videos are pruned and positions follow them.
+
+    vLLM takes the positions from the encoder's output, which it does not compute for a prefix that
+    it has.
+    """
     model = vllm_config.model_config
     media = model.multimodal_config
     return bool(media is not None and media.is_multimodal_pruning_enabled() and model.uses_mrope)
 
 
 def _names_do_not_tell_embeddings(vllm_config: "VllmConfig") -> bool:
-    """Whether one medium has several embeddings, under one name: which one, depends on the request.
+    """Return True if a medium has several embeddings under one name, chosen by the request.
 
     vLLM's processor of such a model goes around its own cache of processed media: for more than so
     many images, which it then prepares otherwise, or where it adds noise. One that always does so
@@ -806,7 +818,7 @@ def _names_do_not_tell_embeddings(vllm_config: "VllmConfig") -> bool:
 
 
 def _torch_kernels_adapt_base_tokens() -> bool:
-    """Whether vLLM's LoRA kernels in plain torch give an adapter's values to tokens without one.
+    """Return True if vLLM's torch LoRA kernels adapt tokens that have no adapter.
 
     They are tried, so that a release that has mended it is known as such.
     """
@@ -839,7 +851,7 @@ def _turns_heads_wrongly(vllm_config: "VllmConfig") -> bool:
 
 
 def _rotary_kernel_mistakes_heads() -> bool:
-    """Whether the kernel turns `[tokens, heads, size]` otherwise than `[tokens, heads * size]`.
+    """Return True if the kernel turns `[tokens, heads, size]` unlike `[tokens, heads * size]`.
 
     It is tried, so that a release that has mended it is known as such. What it touches beyond its
     tokens is the trial's own memory.

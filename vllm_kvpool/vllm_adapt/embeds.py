@@ -207,7 +207,7 @@ def features_of(
 
 
 def _has_media(feature: Any, resolver: PlaceholderMetadataResolver) -> bool:
-    """Whether there is more than what a proxy says of media that are elsewhere."""
+    """Return True if a feature has more than a proxy's metadata of media that are elsewhere."""
     if not feature.data:
         return False
     said = resolver.fields_for(feature.modality)

@@ -229,7 +229,7 @@ def refuse_options(vllm_config: "VllmConfig") -> None:
 
 
 def _plans_on_each_rank(parallel: Any) -> bool:
-    """Whether an engine has several ranks and each of them a scheduler. `parallel`: vLLM's."""
+    """Return True if each of an engine's several ranks has a scheduler. `parallel`: vLLM's."""
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     ranks *= parallel.prefill_context_parallel_size
     return bool(ranks > 1 and parallel.distributed_executor_backend == "external_launcher")
@@ -466,7 +466,7 @@ def _ranks_on_host(parallel: Any) -> int:
 
 
 def gathers_in_step(device: Device) -> bool:
-    """Whether a step waits until its saves are gathered.
+    """Return True if a step waits until its saves are gathered.
 
     A CPU's cores gather faster while no model computes. An engine in its caller's process may make
     no further step, in which blocks are released; `sleep` and `reset_prefix_cache` need all.
@@ -531,15 +531,18 @@ def make_copier(pages: Sequence[LayerPages], device: Device | None = None) -> Co
 
 
 def may_answer(request: "Request") -> bool:
-    """Whether to answer a finished request. Where a MultiConnector takes one answer only, a request
-    with parameters of another connector is left to that one."""
+    """Return True if the pool answers a finished request.
+
+    Where a MultiConnector takes one answer only, another connector answers requests with its
+    parameters.
+    """
     spoken_to = set(request.kv_transfer_params or ()) - {"kvpool"}
     return not spoken_to or (compat.merges_answers() and compat.device_type() != "npu")
 
 
 @functools.cache
 def triton_is_here() -> bool:
-    """Whether Triton is installed; a warning if not."""
+    """Return True if Triton is installed; a warning if not."""
     from vllm.triton_utils import HAS_TRITON
 
     if not HAS_TRITON:

@@ -55,7 +55,7 @@ MEDIA = {
 
 
 def are_on(vllm_config: "VllmConfig") -> bool:
-    """Whether KV events are on."""
+    """Return True if KV events are on."""
     events = vllm_config.kv_events_config
     return events is not None and bool(events.enable_kv_cache_events)
 

@@ -13,7 +13,7 @@ PROSE_CHARS = 24  # that a column of prose is narrowed to before others are left
 
 
 def is_on_terminal() -> bool:
-    """Whether stdout is a terminal; it is None where the caller has closed it (`>&-`)."""
+    """Return True if stdout is a terminal; it is None where the caller has closed it (`>&-`)."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 

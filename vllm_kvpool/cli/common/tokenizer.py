@@ -117,7 +117,7 @@ def tokenize(prompt: Prompt, tokenizer: str, beside: Mapping[str, Any] = NOTHING
 
 
 def is_engine(tokenizer: str) -> bool:
-    """Whether an engine or a router makes the tokens, not a model's files."""
+    """Return True if an engine or a router makes the tokens, not a model's files."""
     return tokenizer.startswith(("http://", "https://"))
 
 

@@ -76,7 +76,7 @@ _Result = Wrote | WriteFailed
 
 
 class Completions(Protocol):
-    """Where ends of work are reported; any thread."""
+    """Receiver of the ends of work; called by any thread."""
 
     def drained(self, gid: int, same: bool) -> None: ...
     def prepared(self, item_id: int, digest: str) -> None: ...
@@ -94,7 +94,7 @@ class ItemBuffers:
 
 @dataclass(slots=True)
 class EncoderOutput:
-    """What an encoder computed, and its rows once they are on the host."""
+    """An encoder's output, and its rows once they are on the host."""
 
     shape: ItemShape
     copy: HostCopy
@@ -301,6 +301,6 @@ def _write_all(writer: RowWriter, work: _Writes) -> list[_Result]:
 
 
 def _as_failed(work: _Writes) -> list[_Result]:
-    """Where the writer met an error of ours: what it wrote may still arrive."""
+    """Return failures for work whose writer met an error of ours. Its rows may still arrive."""
     text = "the thread that wrote it has failed"
     return [WriteFailed(each.tid, each.gid, False, text) for each, _ in work[1]]

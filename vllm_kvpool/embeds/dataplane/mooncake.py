@@ -185,7 +185,7 @@ class PiecePool:
                 self._changed.wait(WAIT_STEP_S)
 
     def give_back(self, piece: Bytes) -> None:
-        """Nothing reads the piece any more."""
+        """Release a piece that has no reader any more."""
         with self._changed:
             self._free.append(piece)
             self._changed.notify()
@@ -222,7 +222,7 @@ class PiecePool:
 
 
 def timeout_of(nbytes: int) -> float:
-    """How long writes of so many bytes may take."""
+    """Return the seconds that writes of so many bytes may take."""
     return TRANSFER_TIMEOUT_S + nbytes / BYTES_PER_S
 
 

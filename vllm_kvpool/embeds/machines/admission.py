@@ -38,7 +38,7 @@ class TransferState(Enum):
 
 @dataclass(slots=True)
 class Item:
-    """One item, from the first request or offer until the engine has it."""
+    """An item, from its first request or offer until the engine has it."""
 
     mm_hash: str
     since: float  # last progress
@@ -76,17 +76,17 @@ class Item:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every row is received and verified."""
+        """True if every row is received and verified."""
         return self.shape is not None and len(self.received) == self.shape.rows
 
     @property
     def lacks_sender(self) -> bool:
-        """Whether rows are missing and no producer offers them."""
+        """True if rows are missing and no producer offers them."""
         return not self.offers and not self.is_complete
 
     @property
     def requested(self) -> bool:
-        """Whether a request waits for it."""
+        """True if a request waits for the item."""
         return self.order != NOT_REQUESTED
 
     @property
@@ -243,8 +243,9 @@ class Admission:
         return None
 
     def _fits(self, item: Item) -> bool:
-        """Whether memory for an item is within `max_landing_bytes`, and its part for items that no
-        request waits for.
+        """Return True if memory for an item is within its limits.
+
+        The limits are `max_landing_bytes`, and its part for items that no request waits for.
         """
         nbytes = _nbytes(item)
         if not item.requested and self._unrequested_bytes + nbytes > self._max_unrequested_bytes:
@@ -260,19 +261,20 @@ class Admission:
         self._unrequested_bytes += 0 if item.requested else nbytes
 
     def _is_oldest(self, item: Item) -> bool:
-        """Whether no older request waits for any item."""
+        """Return True if no older request waits for any item."""
         return self._orders[0] == item.order
 
     def _others_progress(self, item: Item, has_room: bool) -> bool:
-        """Whether another request's item is about to free what this one lacks: memory, or a place
-        among the active items. An item that no request waits for is not taken, so it frees nothing.
+        """Return True if an item of another request will free the memory or place that is missing.
+
+        The engine does not take items that no request waits for, so such items free nothing.
         """
         if has_room:
             return bool(self._active)
         return any(each.requested and each.order != item.order for each in self._active.values())
 
     def waits_for_a_request(self, item: Item) -> bool:
-        """Whether an offered item is too large to be admitted before a request waits for it."""
+        """Return True if an offered item is admitted only once a request waits for it."""
         if item.mm_hash not in self._queue or item.requested:
             return False
         return _nbytes(item) > self._max_unrequested_bytes

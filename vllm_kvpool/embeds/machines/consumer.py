@@ -76,11 +76,11 @@ class ConsumerLimits:
     default_allocate_tokens: int = 8192
     """The most rows of one grant, also of one made before the item's length is known."""
     bootstrap_timeout_s: float = 30.0
-    """How long a request waits for an offer of its item."""
+    """Seconds that a request waits for an offer of its item."""
     waiting_timeout_s: float = 60.0
-    """How long it then waits for further rows."""
+    """Seconds that the request then waits for further rows."""
     quarantine_s: float = QUARANTINE_S
-    """How long memory stays out of use after a write that may still arrive."""
+    """Seconds that memory stays out of use after a write that may still arrive."""
     repeat_s: float = 1.0
     backoff_s: float = 0.05
     max_failures: int = 8  # writes of an item that fail in a row
@@ -95,7 +95,7 @@ class ProducerPeer:
 
 
 class Consumer:
-    """One rank's consumer. What needs the time takes it as `now`; `take_effects` ends a turn."""
+    """The consumer of a rank. Methods that need the time take `now`; `take_effects` ends a turn."""
 
     def __init__(self, arena_bytes: int, limits: ConsumerLimits) -> None:
         self.limits = limits
@@ -234,7 +234,7 @@ class Consumer:
             item.want_sent_at = now
 
     def _patience_s(self, said_s: float) -> float:
-        """How long to wait for an item whose requests say `said_s`; 0: they do not say."""
+        """Return the seconds to wait for an item. `said_s`: its requests' wish; 0 for none."""
         return said_s or self.limits.bootstrap_timeout_s
 
     def _first_grant(self, item: Item, peer: str, now: float) -> Grant | None:
@@ -266,7 +266,7 @@ class Consumer:
             self._fail(item, Code.GONE, text)
 
     def _is_gone_everywhere(self, item: Item) -> bool:
-        """Whether every producer that may have it has answered that it does not."""
+        """Return True if every producer in question has answered that it lacks the item."""
         gone = [known.endpoints for peer, known in self.peers.items() if peer in item.gone]
         if item.peers:
             return item.peers <= item.refused.union(*gone)
@@ -326,7 +326,7 @@ class Consumer:
             self._drop_offer(ref, None, "", now)
 
     def _refusal(self, shape: ItemShape, item: Item | None) -> tuple[Code, str] | None:
-        """Why an offer can never be accepted; None if it can."""
+        """Return the reason to refuse an offer for good; None if it can be accepted."""
         most = self.limits.max_item_bytes
         if shape.nbytes > most:
             return Code.TOO_LARGE, (
@@ -440,7 +440,7 @@ class Consumer:
         self._drop_offer((peer, message.tid), message.code, message.text, now)
 
     def cancel_ack(self, peer: str, message: CancelAck, now: float) -> None:
-        """Nothing of a transfer is written from now on."""
+        """End the writes of a transfer."""
         self.window.end_all((peer, message.tid), now)
 
     def unknown(self, peer: str, message: Unknown, now: float) -> None:
@@ -667,7 +667,7 @@ class Consumer:
                 self._abandon_sender(item, Code.WRITE, message.text, now)
 
     def revoke_ack(self, peer: str, message: RevokeAck, now: float) -> None:
-        """How far the producer is with a revoked grant."""
+        """Note the producer's progress with a revoked grant."""
         granted = self.window.of((peer, message.tid), message.gid)
         if granted is None and message.progress is not WriteProgress.IN_FLIGHT:
             self.window.resolve((peer, message.tid), message.gid)
@@ -799,7 +799,7 @@ class Consumer:
         }
 
     def describe(self, mm_hash: str) -> str:
-        """One line about an item, for tests and logs."""
+        """Describe an item in a line, for tests and logs."""
         item = self.items.get(mm_hash)
         if item is None:
             return f"{mm_hash}: not known"

@@ -1,4 +1,4 @@
-"""What a machine wants done; the control thread performs it and reports the result to the machine.
+"""Orders of a machine. The control thread performs them and reports results to the machine.
 
 They are msgspec Structs, since an item takes a dozen of them and a frozen dataclass takes five
 times as long to make.

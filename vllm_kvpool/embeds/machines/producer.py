@@ -54,7 +54,7 @@ class ProducerLimits:
     retain_bytes: int = 4 << 30
     """Items kept: beyond it encoding waits for consumers, and taken items are dropped."""
     waiting_timeout_s: float = 60.0
-    """How long an item is kept that no consumer takes, and a push of one not encoded yet."""
+    """Seconds that an untaken item is kept, and a push of an item that is not encoded yet."""
     writers: int = 4
     small_bytes: int = 8 << 20
     """More than `writers` writes run at a time while all of them have fewer bytes than this."""
@@ -81,7 +81,7 @@ class EncodedItem:
 
     @property
     def is_spare(self) -> bool:
-        """Whether it was taken and no other consumer is to get it."""
+        """True if the item was taken and no other consumer is to get it."""
         return self.taken and not self.transfers and not self.endpoints
 
 
@@ -103,7 +103,7 @@ class EncodedItemCache:
         """Bytes of items that a consumer has still to take."""
 
     def holds(self, item: EncodedItem) -> bool:
-        """Whether it has not been dropped."""
+        """Return True if the item has not been dropped."""
         return self.items.get(item.mm_hash) is item
 
     def add(self, mm_hash: str, shape: ItemShape, now: float) -> EncodedItem:
@@ -176,7 +176,7 @@ class EncodedItemCache:
 
 
 class PendingTargets:
-    """Who is to get items that are not encoded yet, and until when; at most `most`, oldest out.
+    """Consumers of items that are not encoded yet, with deadlines. The oldest of over `most` go.
 
     A target is a peer's incarnation, or an endpoint.
     """
@@ -244,7 +244,7 @@ class ItemTransfer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was granted is written."""
+        """True if every granted row is written."""
         return not (self.due or self.writing)
 
 
@@ -499,7 +499,7 @@ class Producer:
     # Grants: due, then written, then their results are kept to be sent again
 
     def is_valid_grant(self, transfer: ItemTransfer, message: Grant) -> bool:
-        """Whether a grant is of rows of the item, in disjoint extents of the window."""
+        """Return True if a grant is of rows of the item, in disjoint extents of the window."""
         known = self.peers.get(transfer.peer)
         if known is None or known.window is None or message.gid in transfer.results:
             return False

@@ -47,7 +47,7 @@ class PeerUp:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """This incarnation cannot be reached; `quiesced` if nothing of it is in flight."""
+    """The peer's incarnation cannot be reached; `quiesced` if none of its writes is in flight."""
 
     incarnation: str
     quiesced: bool
@@ -65,7 +65,7 @@ Action = PeerUp | PeerLost | SendMessage
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatPolicy:
-    """How often a heartbeat is due, and how many may be missed."""
+    """The interval of heartbeats, and how many may be missed."""
 
     heartbeat_s: float = 5.0
     max_failures: int = 2
@@ -105,17 +105,17 @@ class Session:
 
     @property
     def is_up(self) -> bool:
-        """Whether messages may be sent to the peer."""
+        """True if messages may be sent to the peer."""
         return self.state in (SessionState.UP, SessionState.DEGRADED)
 
     @property
     def is_of_scheduler(self) -> bool:
-        """Whether the peer is the own engine's scheduler."""
+        """True if the peer is the own engine's scheduler."""
         return self.peer is not None and self.peer.role is PeerRole.SCHEDULER
 
     @property
     def is_silence_checked(self) -> bool:
-        """Whether silence ends the session; a scheduler checks its own workers
+        """True if silence ends the session; a scheduler checks its own workers
         (`worker_channel`).
         """
         return self.peer is not None and PeerRole.SCHEDULER not in (self._own.role, self.peer.role)
@@ -228,7 +228,7 @@ def _as_answer(hello: PeerHello) -> PeerHello:
 
 
 def _refusal(own: PeerHello, message: PeerHello) -> HelloReject | None:
-    """Why there can be no session; None if there can."""
+    """Return the reason against a session; None if there can be one."""
     low, high = message.versions
     if high < OLDEST_VERSION or low > VERSION:
         return HelloReject(

@@ -30,7 +30,7 @@ def window_bytes(arena_bytes: int, active: int) -> int:
 
 
 def is_worth_it(nbytes: int, wanted: int, arena_bytes: int, window_is_idle: bool) -> bool:
-    """Whether a grant of `nbytes` is large enough to be made now; any is if the window is idle."""
+    """Return True if a grant of `nbytes` is large enough now. An idle window grants any size."""
     return nbytes >= wanted or window_is_idle or nbytes * SMALLEST_SHARE >= arena_bytes
 
 
@@ -65,7 +65,7 @@ class ExtentAllocator:
         return tuple(taken)
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Nothing writes to these extents any more."""
+        """Free extents that have no writer any more."""
         for extent in extents:
             self._insert(extent)
 
@@ -204,7 +204,7 @@ class WindowLedger:
         granted.is_unresolved = granted.ref[1] != 0
 
     def end_all(self, ref: TransferRef, now: float) -> None:
-        """Nothing of a transfer is written any more; what is being drained stays until then."""
+        """End the writes of a transfer. Rows that are being drained stay until they are copied."""
         for granted in self:
             if granted.ref == ref and granted.state is not GrantState.DRAINING:
                 self.end(granted, now, quiesced=True)

@@ -43,7 +43,7 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 
 class PeerRole(Enum):
-    """What a process does with embeddings."""
+    """The part of a process in transfers of embeddings."""
 
     PRODUCER = "producer"
     CONSUMER = "consumer"
@@ -52,7 +52,7 @@ class PeerRole(Enum):
 
 
 class Code(Enum):
-    """Why something is refused or has failed; operators read these."""
+    """Reasons of refusals and failures; operators read them."""
 
     TOO_LARGE = "too_large"
     ROW_TOO_LARGE = "row_too_large"
@@ -69,7 +69,7 @@ class Code(Enum):
 
 
 class WriteProgress(Enum):
-    """How far a producer is with a revoked grant."""
+    """A producer's progress with a revoked grant."""
 
     NOT_STARTED = "not_started"
     IN_FLIGHT = "in_flight"
@@ -113,7 +113,7 @@ class PeerHello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
     """Control endpoints of the engine's ranks, by rank."""
     window: Window | None = None
     answer: bool = False
-    """Whether it answers a hello. An answer gets none."""
+    """True if the message answers a hello. An answer gets no answer."""
     token: Annotated[bytes, Meta(max_length=MAX_TOKEN)] = b""
     """A scheduler's proof that it belongs to the worker's engine; empty from other peers."""
 
@@ -148,7 +148,7 @@ class Grant(msgspec.Struct, frozen=True, gc=False, tag="grant"):
     rows: int
     extents: tuple[Extent, ...]
     ttl_s: Seconds = GRANT_TTL_S
-    """How long the memory is kept at least."""
+    """Seconds that the memory is kept at least."""
 
 
 class Want(msgspec.Struct, frozen=True, gc=False, tag="want"):
@@ -192,7 +192,7 @@ class OfferAck(msgspec.Struct, frozen=True, gc=False, tag="offer_ack"):
 
     tid: int
     refused: Code | None = None
-    """Why the item can never be accepted."""
+    """The reason to refuse the item for good."""
 
 
 class Wrote(msgspec.Struct, frozen=True, gc=False, tag="wrote"):
@@ -291,7 +291,7 @@ class ItemNews(msgspec.Struct, frozen=True, gc=False, tag="item_news"):
     code: Code | None = None
     text: str = ""
     weights_version: int = 0
-    """Of the weights with which it was encoded."""
+    """The version of the weights that encoded the item."""
     offered: bool = False
     """The item is in transfer and no request waits for it yet; with `digest`: other ranks may have
     been offered another encoding."""

@@ -25,7 +25,7 @@ DTYPE_BYTES = {
     **dict.fromkeys(("float64", "int64", "uint64"), 8),
     **dict.fromkeys(("uint8", "int8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
 }
-"""What an item may hold; torch's names."""
+"""Dtypes of items, by torch's names."""
 
 
 class ItemShape(msgspec.Struct, frozen=True, dict=True):
@@ -52,7 +52,7 @@ def known_shape(shape: ItemShape) -> ItemShape:
 
 @lru_cache(KNOWN_SHAPES)
 def checked_shape(shape: ItemShape) -> ItemShape:
-    """As `known_shape`, of a message's shape; ProtocolError if no tensor has it."""
+    """Check a message's shape as `known_shape` does. Raises ProtocolError if no tensor has it."""
     if shape.dtype not in DTYPE_BYTES:
         raise ProtocolError(f"an item has the unknown dtype {shape.dtype!r}")
     if shape.row_bytes > MAX_ROW_BYTES:
@@ -82,7 +82,7 @@ class RowRun(msgspec.Struct, frozen=True, gc=False):
 def runs_of(
     row: int, rows: int, extents: Sequence[Extent], row_bytes: int
 ) -> tuple[tuple[RowRun, ...], int]:
-    """Where at most `rows` rows from `row` on go in the extents, and how many fit.
+    """Return the place of up to `rows` rows from `row` on in the extents, and how many fit.
 
     Each extent takes as many whole rows as fit: no row is split. Both sides of a transfer use
     this, so a grant names only extents.

@@ -25,7 +25,7 @@ class FlowConfig(Section, frozen=True, kw_only=True):
     drain_timeout_s: float = 120.0
     """After so long, what a draining replica still decodes goes on elsewhere, if it can."""
     hands_over: bool = True
-    """Whether prompts are computed on prefill replicas at all."""
+    """True if prompts are computed on prefill replicas at all."""
 
 
 class Settings(FlowConfig, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ class PlannerConfig(Section, frozen=True, kw_only=True):
     """Too many replicas for so long, and one goes."""
     standby_ttl_s: float = 60.0
     live_takeover: bool = True
-    """Whether replicas that are loading are given requests already."""
+    """True if replicas that are loading are given requests already."""
 
 
 class HealthConfig(Section, frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ assert _ENCRYPTED_FIELDS.size + _HEADER_CHECKSUM.size + TAG_BYTES == HEADER_BYTE
 
 
 class CellFault(Enum):
-    """Why the bytes of a cell are not those of its key."""
+    """Reasons to reject a cell's bytes."""
 
     MAGIC = "magic"
     HEADER_CHECKSUM = "header_checksum"
@@ -124,7 +124,7 @@ class EncryptedHeader(NamedTuple):
 
 
 def is_encrypted(cell: memoryview) -> bool:
-    """Whether a cell claims to be encrypted."""
+    """Return True if a cell claims to be encrypted."""
     return bytes(cell[: len(ENCRYPTED_MAGIC)]) == ENCRYPTED_MAGIC
 
 

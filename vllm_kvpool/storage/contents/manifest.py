@@ -85,7 +85,7 @@ class Manifest(NamedTuple):
     """Empty for the weights of the start."""
     values: Mapping[str, Any]
     cells: tuple[Mapping[str, Any], ...] = ()
-    """What the names of cells are made of in the engine that wrote it: `layout/description.py`.
+    """The parts of cells' names in the engine that wrote the manifest: `layout/description.py`.
     Empty if that does not fit."""
 
 
@@ -173,7 +173,7 @@ def _omitted(value: Any) -> dict[str, Any]:
 
 
 def _is_omitted(value: Any) -> bool:
-    """Whether it stands for a long value."""
+    """Return True if a value stands for a long one that was left out."""
     return isinstance(value, Mapping) and value.keys() == {"omitted_bytes", "digest"}
 
 
@@ -203,7 +203,7 @@ class Difference(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What to change so that the value is the same in both engines."""
+        """Advice that makes the value equal in both engines."""
         return REMEDIES.get(self.name.partition(".")[0], "make this value the same")
 
 
@@ -216,7 +216,7 @@ class Explanation(NamedTuple):
 
 
 def explain(first: Manifest, second: Manifest) -> Explanation:
-    """Where two namespaces, or two engines of one, differ, in the order of the values' names."""
+    """Return the differences of two namespaces, or engines of one, by the values' names."""
     compared = [
         {**each.values, "weights_version": each.weights_version} for each in (first, second)
     ]
@@ -227,7 +227,7 @@ def explain(first: Manifest, second: Manifest) -> Explanation:
 
 
 def cut_of(manifest: Manifest) -> dict[str, Any]:
-    """How an engine cuts KV into cells: values that stand in keys, not in the namespace.
+    """Values that say how an engine cuts KV into cells. Keys contain them, namespaces do not.
 
     `layer_span` counts layers, by kind of layer if there are several; with stages of pipeline
     parallelism that end within a span, it names these ends, too.
@@ -248,7 +248,7 @@ def cut_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def is_of_same_model(one: Manifest, other: Manifest) -> bool:
-    """Whether two namespaces are of one model."""
+    """Return True if two namespaces are of one model."""
     models = {each.namespace.partition("@")[0] for each in (one, other)}
     return one.namespace != other.namespace and len(models) == 1
 

@@ -97,7 +97,7 @@ def read_footer(page: bytes | memoryview) -> Footer | None:
 
 
 def is_of(footer: Footer | None, key: str, object_bytes: int) -> bool:
-    """Whether a file holds the object that was asked for."""
+    """Return True if a file holds the object that was asked for."""
     return footer is not None and footer[:2] == (key if _kept(key) else None, object_bytes)
 
 

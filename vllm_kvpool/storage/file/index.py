@@ -93,7 +93,7 @@ class Reservation:
 
 
 class _Hits(NamedTuple):
-    """How many cells of a chunk were read, and when the last ones."""
+    """The number of a chunk's cells that were read, and the time of the last read."""
 
     num_cells: int
     time_ns: int
@@ -355,7 +355,7 @@ class FileIndex:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the index lists every file; a new one does not."""
+        """True if the index lists every file; a new one does not."""
         with self._reading() as db:
             return number_in(db.execute("SELECT incomplete_since FROM store").fetchone()) == 0
 

@@ -241,7 +241,7 @@ def _system_call(number: int, *args: int) -> int:
 
 
 class Ring:
-    """One thread's submission and completion rings; implements `IOQueue`. OSError if refused."""
+    """The submission and completion rings of a thread; an `IOQueue`. OSError if refused."""
 
     depth = RING_DEPTH
 
@@ -411,7 +411,7 @@ _NO_FAULT = frozenset({0, errno.ENOSPC, errno.EDQUOT})  # a full disk says nothi
 
 
 class ChosenDisk(NamedTuple):
-    """How a store moves bytes, and the reason."""
+    """The way in which a store moves bytes, and the reason."""
 
     disk: Disk
     direct: bool  # O_DIRECT works

@@ -105,7 +105,7 @@ def check_root(root: str) -> None:
 
 
 def is_there(path: str) -> bool:
-    """Whether something has an object's name; a symbolic link counts, as it must be removed."""
+    """Return True if an object's name exists. A symbolic link counts, as it must be removed."""
     return os.access(path, os.F_OK, follow_symlinks=False)
 
 
@@ -121,7 +121,7 @@ def may_be_there(path: str) -> bool:
 
 
 def is_foreign(path: str) -> bool:
-    """Whether something with an object's name is not a regular file readable by its owner."""
+    """Return True if an object's name is no regular file that its owner can read."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -288,7 +288,7 @@ class HeldLock:
         self._guard = threading.Lock()
 
     def take(self) -> bool:
-        """Whether this process holds it now; OSError if the file system cannot tell."""
+        """Return True if this process holds it now; OSError if the file system cannot tell."""
         with self._guard:
             if self._fd < 0:
                 fd = open_lock(self._path)

@@ -455,7 +455,7 @@ class Rows:
         self.db.execute("UPDATE round SET unwritten = ? WHERE id = ?", (nbytes, number))
 
     def unwritten_bytes(self) -> int:
-        """What all unfinished rounds are charged for files that the disk may not have yet."""
+        """Return the charge of all unfinished rounds for files that may not be on the disk yet."""
         query = "SELECT coalesce(sum(unwritten), 0) FROM round"
         return number_in(self.db.execute(query).fetchone())
 
@@ -587,7 +587,7 @@ def _choose_journal(db: sqlite3.Connection, path: str) -> str:
 
 
 def usage_in(path: str) -> list[NamespaceUsage]:
-    """What each namespace has, read from an index that is not changed; StoreError if it cannot."""
+    """Read the usage of each namespace; changes nothing. Raises StoreError."""
     query = (
         f"SELECT name, sum(is_cells), sum(is_cells * length(cells)) / {CELL_ENTRY.size}, "
         "sum(bytes), sum(is_cells * hits) FROM (SELECT namespace.name AS name, cells, bytes, hits, "
@@ -598,7 +598,7 @@ def usage_in(path: str) -> list[NamespaceUsage]:
 
 
 def owners_in(path: str) -> list[OwnerUsage]:
-    """What each owner has, read as in `usage_in`."""
+    """Read the usage of each owner, as `usage_in` does."""
     query = (
         f"SELECT owner.name, sum({_NO_MANIFEST}), sum(chunk.bytes) FROM chunk JOIN owner "
         "ON owner.id = chunk.owner WHERE chunk.bytes > 0 GROUP BY owner.name"

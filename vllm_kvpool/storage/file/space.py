@@ -320,7 +320,7 @@ class FileSpace:
             self.index.complete()
 
     def owner_of(self, namespace: str, tenant: str) -> str:
-        """Whose share of the room a cell takes; "" without shares."""
+        """Return the owner whose share a cell takes; "" without shares."""
         match self._shares:
             case Shares.TENANT:
                 return tenant or NO_TENANT

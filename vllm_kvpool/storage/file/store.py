@@ -354,7 +354,7 @@ class _PutBatch(_FileBatch):
         super().__init__(store, items)
         self._were_refused = were_refused  # and nothing was evicted for them so far
         self.timeout: IndexBusy | None = None
-        """Why some items were not written, if the index was locked."""
+        """The reason why items were not written, if the index was locked."""
         self.refused: dict[int, _Item] = {}
         """Items for which the file system had no room."""
         self._space = store._space
@@ -525,7 +525,7 @@ class _DirectoryReader(Store):
         return [] if self._is_unused() else owners_in(self._index_path)
 
     def _is_unused(self) -> bool:
-        """Whether no engine has ever written here."""
+        """Return True if no engine has ever written here."""
         return not self.namespaces() and not os.path.exists(self._index_path)
 
     def _check_listed(self) -> None:

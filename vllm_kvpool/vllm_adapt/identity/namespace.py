@@ -358,14 +358,14 @@ def _state_values(form: StateForm, spec: Any, layer_group: LayerGroup) -> dict[s
 
 
 def _rounds_by_device(quantization: str | None) -> bool:
-    """Whether it depends on the device what such weights are multiplied with."""
+    """Return True if the device decides what such weights are multiplied with."""
     if quantization is None:
         return False
     return quantization not in _ROUND_WEIGHTS_ALONE or compat.device_type() != "cuda"
 
 
 def _is_quantised(spec: Any) -> bool:
-    """Whether vLLM may quantise queries, too, as it reads such pages."""
+    """Return True if vLLM may quantise queries, too, as it reads such pages."""
     mode = getattr(spec, "kv_quant_mode", None)  # recurrent states have none
     return mode is not None and mode.name != "NONE"
 
@@ -523,7 +523,7 @@ def _yarn_reading(rope: Mapping[str, Any], text: Any) -> dict[str, float]:
 
 
 def _llama4_temperature(model: Any) -> Any:
-    """Whether queries of Llama 4 are scaled by their position, by vLLM's rule."""
+    """Return True if queries of Llama 4 are scaled by their position, by vLLM's rule."""
     generation = model.try_get_generation_config() | (model.override_generation_config or {})
     is_long = compat.built_max_model_len(model) > _LLAMA4_LONG_TOKENS
     return generation.get("attn_temperature_tuning", is_long)

@@ -63,7 +63,7 @@ class Models:
                 return
 
     def have_changed(self) -> bool:
-        """Whether any parameter has changed since the last look."""
+        """Return True if any parameter has changed since the last look."""
         before = dict(self._seen)
         self.resample()
         return any(seen != before[model] for model, seen in self._seen.items() if model in before)
@@ -217,7 +217,7 @@ def adapter_as_loaded(adapter_id: int, path: str) -> tuple[FileState, ...] | Non
 
 
 def is_pausing() -> bool:
-    """Whether vLLM resets its caches now because it pauses or goes to sleep."""
+    """Return True if vLLM resets its caches now because it pauses or goes to sleep."""
     return _num_pauses > 0
 
 
@@ -374,7 +374,7 @@ def _sources_of_reload(
 
 
 def _is_whole_name(path: str, first: WeightSources, config: Any) -> bool:
-    """Whether a path says what is read even if revision and object storage stay those of the
+    """Return True if a path says what is read even if revision and object storage stay those of the
     start."""
     has_revisions = first.revision is not None and not os.path.exists(path)
     return not has_revisions and not getattr(config, "model_weights", "")

@@ -31,12 +31,12 @@ _OVERLAPS = 4  # compressors of so many tokens read those of the latent before, 
 
 
 def is_model(vllm_config: "VllmConfig") -> bool:
-    """Whether the engine's model is DeepSeek V4."""
+    """Return True if the engine's model is DeepSeek V4."""
     return getattr(vllm_config.model_config.hf_text_config, "model_type", "") == _VERSION
 
 
 def keeps_ends(spec: Any) -> bool:
-    """Whether a cell of these layers holds only the last tokens of its chunk (sliding windows)."""
+    """Return True if a cell of these layers holds only its chunk's last tokens (windows)."""
     return type(spec).__name__ == "SlidingWindowMLASpec"
 
 

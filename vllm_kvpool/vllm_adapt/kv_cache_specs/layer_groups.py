@@ -416,7 +416,7 @@ def num_own_layers(vllm_config: "VllmConfig") -> int:
 
 
 def is_own_layer(name: str, total_layers: int) -> bool:
-    """Whether a layer is one of the model's, not a draft model's."""
+    """Return True if a layer is one of the model's, not a draft model's."""
     return _NAMES_OF_DRAFTS.isdisjoint(name.split(".")) and place_of(name)[0] < total_layers
 
 

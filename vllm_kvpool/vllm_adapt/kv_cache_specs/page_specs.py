@@ -109,13 +109,13 @@ def check_compressed(spec: Any) -> None:
 
 
 def _is_nvfp4(spec: AttentionSpec) -> bool:
-    """Whether K and V of each head are slots of their own, with data and scales apart."""
+    """Return True if K and V of each head are slots of their own, with data and scales apart."""
     slots = getattr(spec, "num_head_slots", None)
     return bool(spec.kv_quant_mode.is_nvfp4) and slots == 2 * spec.num_kv_heads
 
 
 def _has_planes(spec: AttentionSpec) -> bool:
-    """Whether K of all heads is one slot and V the other."""
+    """Return True if K of all heads is one slot and V the other."""
     plane = spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
     slots = getattr(spec, "num_head_slots", None)
     content = getattr(spec, "state_content_bytes", None)
@@ -177,7 +177,7 @@ def device_layer_pages(
 
 
 def needs_gpu(spec: AttentionSpec) -> bool:
-    """Whether it is known only of GPUs where the bytes of a row lie."""
+    """Return True if the places of a row's bytes are known for GPUs alone."""
     has_scales_apart = compat.is_indexer(spec) and _scale_bytes(spec) != 0
     return bool(compat.packs_heads(spec) or has_scales_apart)
 

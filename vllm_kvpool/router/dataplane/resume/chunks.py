@@ -76,7 +76,7 @@ def read(payload: bytes) -> Chunk:
 
 
 def is_something(raw: Raw) -> bool:
-    """Whether a field was there, and not null."""
+    """Return True if a field was there, and not null."""
     return bytes(raw) not in _NOTHING
 
 
@@ -102,7 +102,7 @@ def pieces_of(choice: Choice) -> list[Piece]:
 
 
 def is_only_for_ids(choice: Choice, payload: bytes) -> bool:
-    """Whether a chat would not have sent it, had nobody asked for token ids."""
+    """Return True if a chat would not have sent it, had nobody asked for token ids."""
     is_bare = choice.finish_reason is None and choice.logprobs is None
     return is_bare and _EMPTY_DELTA in payload
 
@@ -184,7 +184,7 @@ class Patch:
 
 
 def has_more_cached(usage: Usage | None, most: int | None) -> bool:
-    """Whether a usage counts more cached tokens than so many; None is no limit."""
+    """Return True if a usage counts more cached tokens than so many; None is no limit."""
     details = usage.prompt_tokens_details if usage is not None else None
     return most is not None and details is not None and (details.cached_tokens or 0) > most
 

@@ -319,7 +319,7 @@ class ResumePolicy:
         return max(0, len(self._answer.ids) - num_tokens)
 
     def _is_end(self, text: str) -> bool:
-        """Whether that is how the delivered text ends; all of it, where all tokens were named."""
+        """Return True if the delivered text ends so, or equals it where all tokens were named."""
         answer = self._answer
         if not self._first_detokenized and not answer.is_parsed:
             told = answer.tail(answer.num_chars - answer.num_echoed)

@@ -98,7 +98,7 @@ class Stream:
 
     mode: ResumeMode = ResumeMode.REPEAT
     goes_on: bool = False
-    """Whether the client has something already; else it is as the first."""
+    """True if the client has something already; else it is as the first."""
     start: ResumePoint = BEGINNING
     """Where in the answer it begins."""
     sent_ids: bytes = b""
@@ -178,7 +178,7 @@ class StreamResumer:
         self.has_begun = False
         """True if the client has been sent anything."""
         self._has_role = self._has_error = self._has_usage = False
-        """Whether the client has been sent that."""
+        """True if the client has been sent that."""
         self._num_finished = 0
         """Choices whose end the client has been sent."""
 
@@ -372,7 +372,7 @@ class StreamResumer:
         stream.is_behind = False
 
     def _is_nothing(self, payload: bytes, choice: Choice, pieces: list[Piece]) -> bool:
-        """Whether a chunk without new text has nothing for the client."""
+        """Return True if a chunk without new text has nothing for the client."""
         stream = self._stream
         if self._hides_ids and is_only_for_ids(choice, payload):
             self.answer.is_parsed = True

@@ -126,7 +126,7 @@ class WholeAnswer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it can be answered; a stream may end well and lack its usage."""
+        """True if it can be answered; a stream may end well and lack its usage."""
         return self._error is not None or "usage" in self._once
 
     def add(self, payload: bytes) -> None:
