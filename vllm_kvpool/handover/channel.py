@@ -1,4 +1,4 @@
-"""What both ends of the notices' channel share: a thread, its sockets, and work for it."""
+"""The common part of both ends of the notices' channel: a thread, its sockets and its work."""
 
 import logging
 import threading

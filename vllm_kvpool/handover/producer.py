@@ -31,7 +31,7 @@ RESOLVE_EVERY_S = 10.0  # listed names, when a host was refused
 
 
 class NoticePlace(NamedTuple):
-    """Where a rank listens."""
+    """The address at which a rank listens."""
 
     listen: str
     """ZMQ endpoint; of the port `*` the system chooses one."""

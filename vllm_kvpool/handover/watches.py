@@ -63,7 +63,7 @@ class _Topic:
 
 
 class Watches:
-    """All topics that this engine waits for."""
+    """The topics that this engine waits for."""
 
     def __init__(self) -> None:
         self._topics: dict[bytes, _Topic] = {}
@@ -74,7 +74,7 @@ class Watches:
         return self._at.get(endpoint, ())
 
     def watch(self, endpoints: Iterable[str], topic: bytes) -> list[Action]:
-        """One more request waits for a prompt that the engine at these endpoints computes."""
+        """Add a request that waits for a prompt, computed by the engine at these endpoints."""
         state = self._topics.setdefault(topic, _Topic())
         state.num_watches += 1
         group = tuple(dict.fromkeys(endpoints))
@@ -84,7 +84,7 @@ class Watches:
         return [*sends, *self._progress(topic, state, is_new=True)]
 
     def forget(self, topic: bytes) -> list[Action]:
-        """One request less waits for it."""
+        """Remove a request that waits for the prompt."""
         state = self._topics.get(topic)
         if state is None:
             return []

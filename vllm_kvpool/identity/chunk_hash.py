@@ -40,7 +40,7 @@ class EmbedRows:
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """All that shapes a request's KV besides its token ids. `adapter` is a content digest."""
+    """The inputs of a request's KV besides its token ids. `adapter` is a content digest."""
 
     adapter: bytes = b""
     cache_salt: str = ""
@@ -193,7 +193,7 @@ class ChunkChain:
             hashes.append(parent)
 
     def _extras(self, start: int, size: int) -> bytes:
-        """What shapes the KV of tokens [start, start + size) besides their ids."""
+        """Return the inputs of the KV of tokens [start, start + size) besides their ids."""
         parts = []
         embeds = self._identity.embeds
         for offset, row in enumerate(embeds.digests[start : start + size] if embeds else ()):

@@ -48,7 +48,7 @@ SETTLED_NS = 2_000_000_000  # the coarsest file systems keep times to two second
 
 
 class FileState(NamedTuple):
-    """What changes when a file is written to or replaced."""
+    """The values that change when a file is written to or replaced."""
 
     name: str
     device: int
@@ -220,7 +220,7 @@ def _safetensors_header(first: bytes, size: int) -> int:
 
 
 def _tensor_spans(header: bytes, data_start: int, size: int) -> list[_Span]:
-    """What is sampled of each tensor; nothing if the header is not what it should."""
+    """Return the spans that are sampled of each tensor; none if the header is malformed."""
     tensors = _tensors(header)
     spans = []
     for name in sorted(tensors):
@@ -236,7 +236,7 @@ def _tensor_spans(header: bytes, data_start: int, size: int) -> list[_Span]:
 
 
 def _num_experts(shape: tuple[int, ...], size: int) -> int:
-    """How many matrices lie one after another in a tensor of `size` bytes."""
+    """Return the number of matrices in a tensor of `size` bytes."""
     if len(shape) < 3 or not 0 < shape[0] * MIN_MATRIX_BYTES <= size:
         return 1
     return shape[0]

@@ -7,7 +7,7 @@ from vllm_kvpool.layout.topology import AttentionWindow, Context, LayerGroup, To
 
 
 def described(layer_groups: Sequence[LayerGroup]) -> tuple[dict[str, Any], ...]:
-    """What decides the names of the cells of each layer group, as JSON."""
+    """The values that decide the names of each layer group's cells, as JSON."""
     return tuple(
         {
             "kind": group.name,

@@ -31,7 +31,7 @@ MAX_WORD_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class CpuForm:
-    """How CPU attention packs K and V in each head of a block: all of K, then all of V.
+    """The packing of K and V by CPU attention in each head of a block: all of K, then all of V.
 
     K lies in tiles of `key_tile` tokens, which take turns with `key_word` elements each; V in
     groups of `value_group` elements, and each group in tiles of `value_tile` tokens, which take

@@ -1,4 +1,4 @@
-"""Where the bytes of KV heads lie in an engine's pages, as strides.
+"""The places of KV heads' bytes in an engine's pages, as strides.
 
 A cell's canonical form is, for each head, layer and token, one **row**: `K[D] | V[Dv]`. A page
 format is a value: the **runs** that a row consists of. Copiers see only runs, on any device.

@@ -1,4 +1,4 @@
-"""How a recurrent state is cut into units, which take the place of KV heads (pure).
+"""The units into which a recurrent state is cut, in the place of KV heads (pure).
 
 A layer's state at a boundary is the window of a convolution (its last inputs), a recurrent state,
 or both. Tensor parallelism deals out heads or channels; a unit is what no allowed size cuts. Its
@@ -36,7 +36,7 @@ class WindowPart:
 
 @dataclass(frozen=True, slots=True)
 class StateForm:
-    """What one unit has of a state in one layer.
+    """The part of a state that a unit has in a layer.
 
     The window has `window_rows` rows of `item_bytes` a channel. `recurrent_bytes` are contiguous,
     those of the next unit of a rank behind them.
@@ -50,7 +50,7 @@ class StateForm:
 
     @property
     def window_bytes(self) -> int:
-        """Of one unit."""
+        """Bytes of a unit's convolution window."""
         return self.window_rows * self.item_bytes * sum(part.channels for part in self.parts)
 
     @property

@@ -1,4 +1,4 @@
-"""Which cells exist, and which of them a rank reads and writes (pure).
+"""The cells that exist, and those that a rank reads and writes (pure).
 
 The only place that reasons about parallelism. With `heads` KV heads in the whole model:
 
@@ -46,7 +46,7 @@ def cut_layers(
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Which tokens of a request a rank holds under context parallelism.
+    """The tokens of a request that a rank holds under context parallelism.
 
     Decode context parallelism (DCP) deals tokens out in turn, `interleave` to each rank. Ranks that
     differ only in prefill context parallelism (PCP) hold the same KV: they are replicas, and keys
@@ -70,7 +70,7 @@ class Context:
         return tuple(ContextRank(d, self.dcp_size) for d in range(self.dcp_size))
 
     def held(self, rank: ContextRank, tokens: int) -> int:
-        """How many of the first `tokens` tokens of a request a part has."""
+        """Return how many of a request's first `tokens` tokens a part has."""
         rounds, rest = divmod(tokens, self.interleave * self.dcp_size)
         own = rest - rank.dcp_rank * self.interleave
         return rounds * self.interleave + min(max(own, 0), self.interleave)
@@ -81,7 +81,7 @@ NO_CONTEXT = Context()
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """Which earlier tokens an attention layer reads: all, unless one of the fields is set.
+    """The earlier tokens that an attention layer reads: all, unless one of the fields is set.
 
     `sliding` is the window in tokens, the current one included (sliding window attention); `local`
     the length of an attention chunk (chunked local attention).
@@ -107,7 +107,7 @@ FULL_ATTENTION = AttentionWindow()
 
 
 class ReplicaRank(NamedTuple):
-    """One of the ranks of a pipeline stage that hold the same KV."""
+    """A rank of those in a pipeline stage that hold the same KV."""
 
     tp_rank: int
     pcp_rank: int
@@ -156,7 +156,7 @@ class LocalCell:
     is_optional: bool = False
 
     def rows(self, chunk_tokens: int) -> int:
-        """How many rows one head in one layer has."""
+        """Return the number of rows of a head in a layer."""
         return _rows(self, chunk_tokens)
 
     def payload_bytes(self, chunk_tokens: int) -> int:
@@ -242,7 +242,7 @@ class Topology:
 
     @property
     def replicas(self) -> int:
-        """How many consecutive TP ranks hold the same heads."""
+        """The number of consecutive TP ranks that hold the same heads."""
         return max(1, self.tp_size // self.num_heads)
 
     @property
@@ -392,7 +392,7 @@ def _rows(of: LocalCell | LayerGroup, chunk_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """One of the engine's KV cache groups: layers with a common block table.
+    """A KV cache group of the engine: layers with a common block table.
 
     `block_size` counts the tokens of a block on all context-parallel ranks. The pool stores nothing
     of a group that is not `shared`. A block of a group with `is_state` holds the state at one

@@ -1,4 +1,4 @@
-"""Who may be a peer: this machine, the hosts of `peers`, and what `allowed_peers` lists.
+"""Peers that are allowed: this machine, the hosts of `peers`, and entries of `allowed_peers`.
 
 It decides on endpoints that requests and peers name, on connections made to us, and on hosts
 that rows are written to. Listed host names are trusted; any other name counts by its addresses,
@@ -65,7 +65,7 @@ def check_advertised(endpoint: str) -> None:
 
 
 class Rule(NamedTuple):
-    """One entry of `allowed_peers`: a network or a host name, with the ports it may use."""
+    """An entry of `allowed_peers`: a network or a host name, with the ports that it may use."""
 
     network: Network | None
     name: str

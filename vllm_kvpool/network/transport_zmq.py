@@ -83,7 +83,7 @@ class RefusedHandshake(NamedTuple):
 
 
 class LinkEnd(Enum):
-    """Why a connection that we made has ended, or could not be made."""
+    """The reason why an outgoing connection has ended or could not be made."""
 
     LOST = "its process or host is gone"
     REFUSED = "no process listens there"

@@ -59,7 +59,7 @@ _S = TypeVar("_S", bound=Section)
 
 
 class FrontConfig(Section, frozen=True, kw_only=True):
-    """Where clients come in, and what they may send."""
+    """The clients' entrance, and limits of their requests."""
 
     listen: str = "0.0.0.0:8000"
     keys_file: str = ""
@@ -94,7 +94,7 @@ class FrontConfig(Section, frozen=True, kw_only=True):
     trust_clients: bool = False
     """Take `priority`, transfer parameters and the data-parallel rank from clients."""
     expect_timeout_ms: int = 10_000
-    """How long a decode engine waits for the prompt's KV in the pool."""
+    """Seconds that a decode engine waits for the prompt's KV in the pool."""
 
 
 class AdminConfig(Section, frozen=True, kw_only=True):
@@ -127,7 +127,7 @@ class TenantConfig(Section, frozen=True, kw_only=True):
     key: str
     """The key, or `sha256:` and its digest in hexadecimal digits."""
     models: tuple[str, ...] = ()
-    """Those it may use; empty: all."""
+    """Models that the key may use; empty: all."""
     requests_per_s: float = 0.0
     """0: any; so for the other limits."""
     burst: float = 10.0
@@ -137,7 +137,7 @@ class TenantConfig(Section, frozen=True, kw_only=True):
 
 
 class DiscoveryConfig(Section, frozen=True, kw_only=True):
-    """Where engines that run already are found, beside `[[replicas]]`."""
+    """Sources of running engines, beside `[[replicas]]`."""
 
     file: str = ""
     """A TOML file of `[[replicas]]`, which is watched."""
@@ -162,13 +162,13 @@ class RouterConfig(Section, frozen=True, kw_only=True):
 
 
 class _ReplicasFile(Section, frozen=True, kw_only=True):
-    """What `discovery.file` names."""
+    """The content of the file that `discovery.file` names."""
 
     replicas: tuple[ReplicaConfig, ...] = ()
 
 
 class _TenantsFile(Section, frozen=True, kw_only=True):
-    """What `front.keys_file` names."""
+    """The content of the file that `front.keys_file` names."""
 
     tenants: tuple[TenantConfig, ...] = ()
 
@@ -293,7 +293,7 @@ def listen_address(listen: str) -> tuple[str, int]:
 
 
 def replica_ids(config: RouterConfig) -> list[str]:
-    """What the configured replicas are called, in their order."""
+    """Return the names of the configured replicas, in their order."""
     return [each.id or f"replica-{number}" for number, each in enumerate(config.replicas, 1)]
 
 
@@ -432,7 +432,7 @@ def _check_numbers(section: Section, place: str) -> Iterator[str]:
 
 
 def url_error(url: str) -> str:
-    """What is wrong with an engine's address; "" if it can be one."""
+    """Return the fault of an engine's address; "" if it has none."""
     match = _URL.fullmatch(url)
     if match is None or not 0 < int((match[2] or ":1")[1:]) <= MAX_PORT:
         return f"url is {url!r}; write http://host:port"

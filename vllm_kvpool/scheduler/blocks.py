@@ -54,7 +54,7 @@ class PinLedger:
 
     @property
     def room(self) -> int:
-        """How many more blocks may be pinned."""
+        """The number of blocks that may be pinned besides."""
         return self._max_blocks - self.num_blocks - self.num_held
 
     def pin(self, job_id: JobId, block_ids: tuple[int, ...]) -> None:
@@ -158,7 +158,7 @@ class GroupTables:
         return bool(self._windows)
 
     def num_blocks(self, start: int, stop: int) -> int:
-        """How many blocks a save of tokens [start, stop) pins, if none is freed."""
+        """Return how many blocks a save of tokens [start, stop) pins, if none is freed."""
         return sum(
             (stop - start) // self._chunk_tokens * (group.tail_tokens // group.block_size)
             if group.tail_tokens
@@ -267,5 +267,5 @@ def state_page(block: int, boundary: int) -> JobPages:
 
 
 def all_blocks(pages: Sequence[JobPages]) -> tuple[int, ...]:
-    """All blocks of a plan."""
+    """Return all blocks of a plan."""
     return tuple([block for each in pages for block in each.block_ids if block != NULL_BLOCK])

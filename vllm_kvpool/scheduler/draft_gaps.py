@@ -1,4 +1,4 @@
-"""Which rows of a drafter's layers are missing in the pages (pure; the scheduler's thread).
+"""Missing rows of a drafter's layers in the pages (pure; the scheduler's thread).
 
 They are where a load found no cells of them, and where vLLM left its drafter out of a step. Rows
 behind them are computed from them. Neither are stored, or every engine would draft badly behind

@@ -22,7 +22,7 @@ MAX_WAITING = 65_536
 
 
 class Medium(NamedTuple):
-    """Where KV is stored, in the words of KV events."""
+    """Places of stored KV, in the words of KV events."""
 
     name: str
     locality: str | None = None
@@ -95,7 +95,7 @@ class _Content:
 
 
 class KVEventTracker:
-    """What has been announced, and the events that wait. `media`: the medium of each tier."""
+    """The announced chunks and the waiting events. `media`: the medium of each tier."""
 
     def __init__(self, media: Sequence[Medium]) -> None:
         self._tiers = tuple(media)
@@ -206,7 +206,7 @@ class KVEventTracker:
             self._emit(BlocksRemoved(medium, removed))
 
     def clear(self) -> None:
-        """All that was stored is removed, and saves that are under way do not count."""
+        """Announce that everything stored is removed. Saves in progress do not count."""
         self._last_before_clear = self._last_job
         media, self._media = self._media, {}
         for medium, content in media.items():

@@ -197,7 +197,7 @@ class TieredSearch:
 
     @property
     def num_tiers(self) -> int:
-        """How many tiers are asked: not those that are left alone or have failed."""
+        """The number of tiers in this search, without tiers that are left alone or have failed."""
         return len(self._order)
 
     @property
@@ -878,7 +878,7 @@ class LookupCore:
         return self._miss_reason(search) if self._tiers else LookupOutcome.STORE_ERROR
 
     def _miss_reason(self, search: TieredSearch) -> LookupOutcome:
-        """Why a search that has ended found no more chunks."""
+        """Return the reason why an ended search found no more chunks."""
         if search.has_failed:
             return LookupOutcome.STORE_ERROR
         is_left_out = search.num_tiers < len(self._tiers)

@@ -46,7 +46,7 @@ JOIN_S = 0.5
 
 
 class _Task(NamedTuple):
-    """What the lookup thread is to do."""
+    """A task of the lookup thread."""
 
     run: Callable[[], None]
     give_up: Callable[[], None]

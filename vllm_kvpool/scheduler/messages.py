@@ -60,7 +60,7 @@ class StepReport:
     """Workers to scheduler; `merge` makes one of several ranks' and steps'."""
 
     gathered: Mapping[JobId, int] = field(default_factory=dict)
-    """How many ranks have gathered a save since their last report."""
+    """The number of ranks that have gathered a save since their last report."""
     load_stops: Mapping[str, int] = field(default_factory=dict)
     """Request -> tokens that every reporting rank has loaded, for loads that stopped."""
     load_tokens: float = 0
@@ -78,7 +78,7 @@ class StepReport:
 
     @classmethod
     def merge(cls, reports: Iterable["StepReport"]) -> Self:
-        """One report of several ranks or steps, each rank's in order; linear in their size."""
+        """Merge the reports of ranks or steps, each rank's in order; linear in their size."""
         gathered: dict[JobId, int] = {}
         dropped: dict[int, int] = {}
         stops: dict[str, int] = {}

@@ -63,7 +63,7 @@ class CachedEmbeddings:
         return self._are_old
 
     def weights_changed(self) -> None:
-        """Those that are there are old from now on."""
+        """Mark every cached embedding as stale."""
         self._are_old |= self._are_there
 
     def own_cache_was_reset(self) -> None:
@@ -156,7 +156,7 @@ class PoolScheduler:
 
     @property
     def weights_version(self) -> str:
-        """Which weights the engine has now; "" are those that it has started with."""
+        """The version of the engine's weights; "" for the weights of its start."""
         return self.saves.weights_version
 
     # Arrival and lookup

@@ -1,4 +1,4 @@
-"""How long the stored prefix of a prompt is, in few questions (pure).
+"""The length of a prompt's stored prefix, found by few questions (pure).
 
 A few chunks are asked for whole, at once. Of many, the first round asks for the last chunk, and for
 one cell each of the first and up to `SAMPLES` chunks between; the second for all cells of the
@@ -131,7 +131,7 @@ class Tail(NamedTuple):
 
 
 class Search(Protocol):
-    """What a lookup asks next, and what it has found by the answers so far."""
+    """The next questions of a lookup, and its finding by the answers so far."""
 
     @property
     def found(self) -> int: ...
@@ -182,7 +182,7 @@ def largest_boundary(bound: int, step: int, is_missing: Callable[[int], bool]) -
 
 
 class HitSearch:
-    """How many chunks can be loaded, over all layer groups of a model.
+    """The search for chunks that can be loaded, over all layer groups of a model.
 
     Loads begin and end at multiples of `block` tokens, or one token before the prompt's end. With
     recurrent states they end at a boundary, a multiple of `block` whose state is stored: the caller
@@ -225,12 +225,12 @@ class HitSearch:
 
     @property
     def found(self) -> int:
-        """How many chunks can be loaded, by the answers so far; final when `done`."""
+        """The number of chunks that can be loaded, by the answers so far; final when `done`."""
         return self._prefix.found if self._bound is None else self._bound
 
     @property
     def attention(self) -> int:
-        """How many chunks could be loaded if there were no recurrent states."""
+        """The number of chunks that could be loaded without recurrent states."""
         return self.found if self._attention is None else self._attention
 
     @property

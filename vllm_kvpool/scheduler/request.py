@@ -1,4 +1,4 @@
-"""What the scheduler side knows of a request, a step and the engine."""
+"""The scheduler side's view of a request, a step and the engine."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ class OwnKV(NamedTuple):
 
 
 class RequestView(Protocol):
-    """What the pool needs of an engine's request; counts are read at every use."""
+    """The pool's view of an engine's request; counts are read at every use."""
 
     @property
     def request_id(self) -> str: ...
@@ -73,7 +73,7 @@ class RequestView(Protocol):
     @property
     def num_preemptions(self) -> int: ...
     def tokens(self) -> Sequence[int]:
-        """All known tokens; the sequence may grow later but does not change."""
+        """Return the known tokens; the sequence may grow later but does not change."""
 
     @property
     def tenant(self) -> str:
@@ -88,7 +88,7 @@ class RequestView(Protocol):
         """True if its KV depends on embeddings that the engine may have cached."""
 
     def identity(self) -> RequestIdentity | None:
-        """What shapes the KV besides the tokens; None if it cannot be told across engines.
+        """Return the inputs of the KV besides the tokens; None if other engines cannot know them.
 
         Runs on a thread of the lookup service. Raises OSError.
         """
@@ -123,7 +123,7 @@ class StateOffer(NamedTuple):
 
 
 class ScheduledStep(NamedTuple):
-    """One engine step; `block_tables` gives a request's table in each KV cache group."""
+    """A step of the engine; `block_tables` gives a request's table in each KV cache group."""
 
     scheduled: Mapping[str, int]
     block_tables: Callable[[str], Sequence[Sequence[int]]]

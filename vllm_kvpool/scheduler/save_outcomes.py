@@ -18,7 +18,7 @@ from vllm_kvpool.scheduler.request import PoolShape
 from vllm_kvpool.transfer.ops import CellOutcome, JobId, SavePlan
 
 END_WAIT_S = 2.0
-"""How long an engine without requests makes steps after its last save, to learn of its end."""
+"""Seconds in which an engine without requests makes steps to learn of its last save's end."""
 
 
 HashedPrompt = tuple[ChunkChain, Sequence[int]]

@@ -119,7 +119,7 @@ class SavePlanner:
         self._take_id = take_id
         self._save_decode = save_decode
         self.weights_version = ""
-        """Which weights the engine has now; "" are those that it has started with."""
+        """The version of the engine's weights; "" for the weights of its start."""
         self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks)
         # Requests with chunks still to save -> tokens to schedule until the next may be due.
         self._until_due: dict[str, float] = {}

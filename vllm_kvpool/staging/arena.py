@@ -80,7 +80,7 @@ class Arena:
         slack = alignment if alignment > SLOT_ALIGNMENT else 0
         given = memory_from(nbytes + alignment)
         self.descriptor: int | None = None
-        """Of the memory file, if the arena is one; owned by the arena."""
+        """The descriptor of the memory file, if the arena is one; owned by the arena."""
         self._memory: mmap.mmap | memoryview
         if given is not None:
             self._memory = given
@@ -112,11 +112,11 @@ class Arena:
         return Buffer(self.whole.address + start, self.whole.view[start : start + nbytes])
 
     def file_offset(self, slot: Slot) -> int:
-        """Where a slot begins in the memory file."""
+        """Return the offset of a slot in the memory file."""
         return self._start + slot * self.slot_bytes
 
     def payload_address(self, slot: Slot) -> int:
-        """Where the payload of the cell in a slot begins."""
+        """Return the address of a slot's cell payload."""
         return self.whole.address + slot * self.slot_bytes + HEADER_BYTES
 
     def commit_in_background(self, then: Callable[[Buffer], None] | None = None) -> None:

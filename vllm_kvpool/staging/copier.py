@@ -15,7 +15,7 @@ class Copier(Protocol):
     """
 
     num_threads: int
-    """How many batches may be under way: the device copies one while the next is started."""
+    """The number of batches in progress: the device copies one while the next is started."""
 
     def gather(self, moves: Sequence[CellMove]) -> None:
         """Pages -> slots; when it returns the pages may be overwritten."""
@@ -25,7 +25,7 @@ class Copier(Protocol):
 
 
 class Shape(NamedTuple):
-    """What the cells of a `Group` have in common; tokens as in `CellMove`."""
+    """The common part of a `Group`'s cells; tokens as in `CellMove`."""
 
     layer_start: int
     layer_stop: int

@@ -38,7 +38,7 @@ class _Piece(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What moves have in common that go together. Tokens count from the chunk's start."""
+    """The common part of moves that go together. Tokens count from the chunk's start."""
 
     layer_start: int
     layer_stop: int
@@ -93,7 +93,7 @@ class TorchCopier:
         self._stream.synchronize()
 
     def _groups(self, moves: Sequence[CellMove]) -> Iterator[_Group]:
-        """All moves, in as few groups as the size of the buffer permits."""
+        """Return the moves in as few groups as the size of the buffer permits."""
         groups: dict[tuple[_Shape, int, int], _Group] = {}
         for of_chunk in group_moves(moves, self._layers):
             shape = _Shape.within_chunk(of_chunk.shape)

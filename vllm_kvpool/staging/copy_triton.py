@@ -77,7 +77,7 @@ class Streams(Protocol):
         """A stream of the caller's own."""
 
     def model_event(self) -> DeviceEvent:
-        """Where the calling thread's current stream, the model's, is now."""
+        """Record the position of the calling thread's current stream, the model's."""
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
         """Uninitialised uint8 on the device, for use after the present work of the model's stream,

@@ -1,4 +1,4 @@
-"""What differs between the devices that pages lie on, and page-locked staging memory.
+"""Differences between the devices that pages lie on, and page-locked staging memory.
 
 A `Device` knows how a thread enters its device, how streams order work, and which memory transfers
 need. Ascend's runtime keeps its context per thread: **every** thread that touches pages, or lends
@@ -29,7 +29,7 @@ PLAIN_NPU_FORMATS = frozenset({-1, 0, 2})  # undefined, NCHW, ND: addressed by s
 
 
 class Fence(Protocol):
-    """All that the model's stream had been given when a plan was posted."""
+    """The work of the model's stream at the time when a plan was posted."""
 
     def synchronize(self) -> None:
         """Block until the stream has done it, without the GIL."""

@@ -47,7 +47,7 @@ attributes, the copies from which each holds, their number; the copy that failed
 
 @cache
 def driver_copies() -> StartCopies:
-    """What starts copies with this machine's driver."""
+    """Return the function that starts copies with this machine's driver."""
     driver = ctypes.CDLL("libcuda.so.1")
     one_by_one = copy_loop(driver)
     batch = getattr(driver, "cuMemcpyBatchAsync", None)  # absent before CUDA 12.8

@@ -23,7 +23,7 @@ CopierMaker = Callable[[Sequence[LayerPages]], Copier]
 
 
 class GpuCheck(NamedTuple):
-    """One GPU: what copied its pages, how long that took with compiling, and what is wrong."""
+    """The check of a GPU: its copier, the seconds with compiling, and the error."""
 
     gpu: str
     copier: str
@@ -86,7 +86,7 @@ def _whole_chunk(address: int, ids: list[int]) -> CellMove:
 
 
 def _copier_for(device: torch.device) -> tuple[str, CopierMaker]:
-    """What copies a GPU's pages, in words, and what makes it."""
+    """Return the name of a GPU's copier, and the function that makes it."""
     try:
         from vllm_kvpool.staging.copy_triton import TritonCopier
         from vllm_kvpool.staging.cuda_streams import CudaStreams

@@ -53,7 +53,7 @@ class SlotPool:
 
     @property
     def for_saves(self) -> int:
-        """How many slots saves may have together."""
+        """The number of slots that saves may have together."""
         return self.count - self._reserve
 
     @property

@@ -1,4 +1,4 @@
-"""What the Triton kernel works by (pure; imports neither torch nor Triton).
+"""Tables of the Triton kernel (pure; imports neither torch nor Triton).
 
 * Page formats as tables of runs. Runs that one compiled kernel can move, in units of one size, form
   one table; most models have one.

@@ -57,7 +57,7 @@ class ScalingAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One action on one replica. A step up names the role that the replica will serve."""
+    """An action on a replica. A step up names the role that the replica will serve."""
 
     action: ScalingAction
     replica: ReplicaId

@@ -49,7 +49,7 @@ class ReplicaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One reading of an engine's metrics. Counters grow until the engine restarts."""
+    """A reading of an engine's metrics. Counters grow until the engine restarts."""
 
     running: int = 0
     waiting: int = 0

@@ -44,7 +44,7 @@ class LockReason(Enum):
 
 
 class _Full(NamedTuple):
-    """One full replica."""
+    """The lock of a full replica."""
 
     why: LockReason
     since: float
@@ -314,7 +314,7 @@ class Shedder:
     def _refuse(
         self, status: int, later_s: float, reason: RejectionReason, numbers: str = ""
     ) -> Rejection:
-        """Those refused together are sent away for one to two times as long, not to meet again."""
+        """Refuse a request. The pause varies up to twice, so that refused requests return apart."""
         self._refused += 1
         least_s = math.ceil(min(max(later_s, 1.0), MAX_RETRY_AFTER_S))
         retry_after_s = min(least_s + self._refused % (least_s + 1), MAX_RETRY_AFTER_S)

@@ -1,4 +1,4 @@
-"""How many replicas of each role there should be (pure: inputs and memory in, plan and memory out).
+"""The wanted number of replicas of each role (pure: inputs and memory in, plan and memory out).
 
 `equations` says how many replicas the load asks for, `plan` what follows. Up is fast: as soon as
 the demand exceeds the band, by as many as it takes, UP_COOLDOWN_S apart. Down is slow: one

@@ -87,7 +87,7 @@ class Rate:
     _at: float = 0.0
 
     def add(self, now: float, amount: float, took: float) -> None:
-        """One sample; `took` is positive. Samples may be told a little out of order."""
+        """Add a sample; `took` is positive. Samples may come a little out of order."""
         if self.samples >= MIN_SAMPLES:
             # What was too slow took less, what was too fast was less: neither gains weight.
             took = min(took, _quotient(amount * self.outlier_factor, self._ratio))

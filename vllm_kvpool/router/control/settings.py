@@ -1,4 +1,4 @@
-"""What the controller is told at its start: sections of the router's file (values only)."""
+"""Settings of the controller: sections of the router's file (values only)."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class FlowConfig(Section, frozen=True, kw_only=True):
-    """How much a replica is given, and when prompts are computed apart."""
+    """Limits of a replica's work, and of prompts that are computed apart."""
 
     prefill_tokens: int = 16_384
     """Uncached prompt tokens in flight at one replica, unless it is a single prompt."""
@@ -38,9 +38,9 @@ class Settings(FlowConfig, frozen=True, kw_only=True):
     resume_within_s: float = 60.0
     """An answer that has stopped is given up when no replica can go on with it for so long."""
     busy_pause_s: float = 1.0
-    """How long a replica that has refused work is left alone."""
+    """Seconds for which a replica that has refused work is left alone."""
     retry_pause_s: float = 1.0
-    """How long a replica that has failed is left alone before it is tried again."""
+    """Seconds for which a replica that has failed is left alone before it is tried again."""
     stale_after_s: float = 10.0
     """Metrics older than that say nothing of the pool or the load."""
 
@@ -68,7 +68,7 @@ class PlannerConfig(Section, frozen=True, kw_only=True):
 
 
 class HealthConfig(Section, frozen=True, kw_only=True):
-    """How replicas are watched."""
+    """Settings of the replicas' monitor."""
 
     every_s: float = 1.0
     """Between two looks at a replica's metrics; its health is asked for at every second one."""

@@ -1,4 +1,4 @@
-"""All that serves clients: the paths of OpenAI's API, as vLLM serves it, and their requests' way.
+"""The part that serves clients: paths of OpenAI's API as vLLM serves it, and requests' way.
 
 Answers itself what needs no engine, and refuses what none would take; every other request is read
 whole, parsed, and performed by a `RequestHandler`. Decides nothing: that is `ControlPlane`'s.

@@ -38,7 +38,7 @@ ORIGIN_HEADERS = (
 )
 """Headers that name a request's origin. vLLM's server trusts `X-Forwarded-For` from its host."""
 RESERVED_HEADERS = (*STEERING_HEADERS, *ORIGIN_HEADERS)
-"""What only the router, or a client that is trusted, may tell an engine."""
+"""Headers that only the router or a trusted client may send to an engine."""
 _RESERVED = frozenset(map(str.lower, RESERVED_HEADERS))
 _OF_ORIGINS = frozenset({"access-control-allow-origin", "access-control-allow-credentials"})
 """Headers by which engines let pages of other sites read answers: by default vLLM lets all."""

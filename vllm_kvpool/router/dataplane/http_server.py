@@ -68,7 +68,7 @@ class ServerLimits:
     write_timeout_s: float
     """For a client to take what it was sent."""
     connections_option: str = ""
-    """What sets `max_connections`, as " (front.max_connections)"; empty: nothing does."""
+    """The option that sets `max_connections`, as " (front.max_connections)"; empty without one."""
 
 
 class ClientGone(Exception):

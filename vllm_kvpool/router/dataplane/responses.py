@@ -35,7 +35,7 @@ def outcome_of(status: int) -> Outcome:
 
 
 def error_event(status: int, body: bytes, path: str) -> bytes:
-    """What a stream says of an engine's answer that is an error: its own words, on one line."""
+    """Return the message of an engine's error for a stream: its own words, on one line."""
     try:
         reply = msgspec.json.decode(body, type=_Error)
         return msgspec.json.encode({"error": msgspec.json.decode(reply.error)})

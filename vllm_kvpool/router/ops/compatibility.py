@@ -31,7 +31,7 @@ class Mismatch(Enum):
 class Problem(NamedTuple):
     mismatch: Mismatch
     why: str
-    """What differs from what, and what to set."""
+    """A difference between two engines, and the option to set."""
 
 
 def problems(fleet: Fleet) -> dict[ReplicaId, Problem]:

@@ -1,4 +1,4 @@
-"""One answer: its tokens, its text, and the points from which an engine can go on.
+"""An answer: its tokens, its text, and the points from which an engine can go on.
 
 Characters are counted over all text delivered. A resume point is a number of tokens after which the
 engine's detokenizer had given out all text but what it withholds for stop strings: another engine
@@ -36,7 +36,7 @@ class Answer:
         self.prompt_ids = b""
         """The JSON of the prompt's, as the first engine has sent them: they are never decoded."""
         self.ids = array("i")
-        """All that engines have sent and nothing has contradicted; the last may be undelivered."""
+        """Tokens from engines that nothing has contradicted; the last may be undelivered."""
         self.ends = array("q")
         """Where the text of each token ends as `text_offset` counts, where that is known."""
         self.num_delivered = 0
@@ -141,7 +141,7 @@ class Answer:
 
 
 class Overlap:
-    """What a client has already of what an engine is going to say."""
+    """The part of an engine's coming text that the client has already."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._left = deque(pieces)

@@ -164,7 +164,7 @@ def _fields_of(head: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """What is to become of a chunk that goes on with the answer of another engine."""
+    """The changes to a chunk that goes on with the answer of another engine."""
 
     head: bytes
     """What its own head gives way to."""

@@ -1,4 +1,4 @@
-"""Whether, and from where, an answer goes on whose engine is lost (pure).
+"""The decision whether, and from where, an answer goes on whose engine is lost (pure).
 
 Nothing delivered: the same request again. Greedy answers go on from the last resume point that the
 stop strings allow, and what is generated again is compared. Sampled ones must not generate anything
