@@ -32,6 +32,7 @@ from tests.support.buffers import make_buffer
 from tests.support.commands import all_commands
 from tests.support.models import add_tokenizer
 from vllm_kvpool.cli import main
+from vllm_kvpool.cli.common.command import HELP_OPTIONS
 from vllm_kvpool.cli.common.start_line import option_of
 from vllm_kvpool.config import read_config, read_embeds_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity, tenant_of
@@ -110,7 +111,7 @@ Check = Callable[[Sequence[str], Path], None]
 
 def of_kvpool(words: Sequence[str], directory: Path) -> None:
     name, *arguments = words[1:]
-    with all_commands()[name].make_context(name, list(arguments)):
+    with all_commands()[name].make_context(name, list(arguments), **HELP_OPTIONS):
         pass
     if name == "doctor" and "--" in arguments:
         check(arguments[arguments.index("--") + 1 :], directory)
