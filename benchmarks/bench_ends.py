@@ -24,11 +24,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
-
 from benchmarks.bench_ttft import CASES
 from benchmarks.common import LIMITED_BY, Result, Row, Target, run_script, wait_until
 from benchmarks.limits import Meter
+from benchmarks.served import group_cpu_seconds
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, fresh, pool
 from tests.support.models import make_model
@@ -66,7 +65,7 @@ class Side:
     """Of a lookup, the mean by case."""
 
     def store(self, case: str, prompt: Prompt) -> None:
-        before, cpu = self._kept(), cpu_seconds(self.writer)
+        before, cpu = self._kept(), group_cpu_seconds(self.writer.pid)
         fresh(self.writer, prompt)
         seen = [before, self._kept()]
 
@@ -78,7 +77,7 @@ class Side:
 
         wait_until(is_settled, LIMIT_S)
         keys, nbytes = (after - was for after, was in zip(seen[-1], before, strict=True))
-        took = cpu_seconds(self.writer) - cpu
+        took = group_cpu_seconds(self.writer.pid) - cpu
         self.stored.setdefault(case, []).append((keys, nbytes, took))
 
     def _kept(self) -> tuple[int, int]:
@@ -87,16 +86,16 @@ class Side:
 
     def answer(self, case: str, prompt: Prompt) -> None:
         assert self.reader.reset_prefix_cache()
-        cpu = cpu_seconds(self.reader)
+        cpu = group_cpu_seconds(self.reader.pid)
         (answer,) = self.reader.generate(prompt, timeout_s=PATIENCE_S)
-        took = cpu_seconds(self.reader) - cpu
+        took = group_cpu_seconds(self.reader.pid) - cpu
         self.answered.setdefault(case, []).append(
             (answer.cached_tokens, answer.first_token_s, took)
         )
 
     def lookups(self) -> tuple[float, float]:
-        """How many lookups the reader has made, and how many seconds they took in all."""
-        time.sleep(3 * STATS_EVERY_S)
+        """Return the number of the reader's lookups, and their seconds in all."""
+        time.sleep(3 * STATS_EVERY_S)  # nothing tells when a thread has written the last values
         samples: dict[str, float] = json.loads(self.stats.read_bytes())
         count = sum(value for name, value in samples.items() if name.startswith("kvpool_lookups"))
         return count, samples["kvpool_lookup_seconds"]
@@ -114,13 +113,6 @@ class Side:
             "CPU ms": 1e3 * cpu,
             LIMITED_BY: meter.limited_by(f"{self.name}, {case}"),
         }
-
-
-def cpu_seconds(engine: Engine) -> float:
-    """The CPU seconds of an engine's processes so far."""
-    process = psutil.Process(engine.pid)
-    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-    return float(sum(each.user + each.system for each in times))
 
 
 def prompts_of(case: str, number: int) -> tuple[Prompt | None, Prompt]:
@@ -176,9 +168,11 @@ def measure(quick: bool) -> Result:
                 total, total_s = side.lookups()
                 side.lookup_s[case] = (total_s - seconds) / (total - count)
         result.rows = [side.row(case, meter) for case in (WHOLE, PARTS, NEW) for side in sides]
-    first = {(row["side"], row["known"]): row["first token ms"] for row in result.rows}
+    first: dict[tuple[object, object], Any] = {
+        (row["side"], row["known"]): row["first token ms"] for row in result.rows
+    }
     for case in (WHOLE, PARTS):
-        ratio = first["chunks of 256", case] / first[ALIASES, case]  # type: ignore[operator]
+        ratio = first["chunks of 256", case] / first[ALIASES, case]
         what = f"first token with chunks of 256 alone, of that with aliases: {case}"
         result.targets.append(Target(what, ratio, 1.5, at_least=True))
     return result

@@ -89,7 +89,7 @@ class LookupClient:
         return self._call("/stats", list[dict[str, Any]])
 
     def health(self) -> dict[str, Any]:
-        """Return True if each store can be reached; ServeError."""
+        """Return the service's status and each store's error, "" without one. Raises ServeError."""
         return self._call("/healthz", dict[str, Any])
 
     def _call(self, path: str, kind: type[T], body: bytes | None = None) -> T:

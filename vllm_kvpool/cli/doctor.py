@@ -114,7 +114,7 @@ def _keys(config: KVPoolConfig) -> Finding:
 
 
 def _gpus(root: Path) -> Iterator[Finding]:
-    """Return True if pages of each GPU are copied exactly."""
+    """Yield for each GPU whether its pages are copied exactly."""
     if not any((root / "dev" / name).exists() for name in GPU_FILES):
         has_npu = (root / "dev/davinci_manager").exists()
         text = "an Ascend NPU; its copies are not tried here" if has_npu else "no GPU"

@@ -163,7 +163,7 @@ class LookupApi:
             return self._stats
 
     def health(self) -> dict[str, Any]:
-        """That the service runs, and why a store cannot be reached; "" if it can."""
+        """Return the service's status and each store's error, "" without one."""
         return {"status": "ok", "stores": {each.url: _trouble(each) for each in self._stores}}
 
     def _content(self, each: NamedStore) -> dict[str, Any]:

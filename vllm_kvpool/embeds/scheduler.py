@@ -184,7 +184,7 @@ class EmbedsScheduler:
         return may_go
 
     def _check_workers(self) -> None:
-        """Return True if the workers have been silent too long for requests to wait."""
+        """Note whether the workers have been silent too long for requests to wait."""
         were_lost = self._are_workers_lost
         self._are_workers_lost = self._channel.silent_s > self._workers_lost_s
         if self._are_workers_lost and not were_lost:

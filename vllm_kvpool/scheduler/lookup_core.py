@@ -125,7 +125,7 @@ class _Round:
     asked: set[int] = field(default_factory=set)  # tiers that are, or will be, asked
 
     def answers(self) -> list[bool]:
-        """Return True if all cells of each question are present."""
+        """Return for each question whether all of its cells are present."""
         return [all(self.present[a:b]) for a, b in pairwise((0, *self.ends))]
 
 
@@ -292,7 +292,7 @@ class TieredSearch:
 
 
 class TierPace:
-    """True if lookups leave a tier alone because it answers after the deadline.
+    """The pace of a tier: lookups leave it alone while it answers after the deadline.
 
     Apart from the guard's breaker: such a tier is available, and loads and saves use it.
     """

@@ -45,7 +45,7 @@ ANSWER_SHARE = 0.9  # of the timeout: answers come before the request stops wait
 
 
 class CachedEmbeddings:
-    """True if an engine's encoder cache may hold embeddings that other weights have made.
+    """A record of embeddings by other weights that an engine's encoder cache may hold.
 
     vLLM keeps them, by the content of the media alone, when weights change and when its prefix
     cache is reset. KV that is computed from them is of neither weights. Scheduler's thread.

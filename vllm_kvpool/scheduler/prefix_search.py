@@ -32,7 +32,7 @@ WINDOW_SCAN = 64  # chunks asked for in a round, once some that windows need are
 
 
 class ChunkQuestion(NamedTuple):
-    """True if a chunk is stored: asks for all of its cells, or for one."""
+    """The question if a chunk is stored: all of its cells (`whole`), or one of them."""
 
     chunk: int
     whole: bool
@@ -105,7 +105,7 @@ def _spread(start: int, stop: int, count: int) -> tuple[int, ...]:
 
 
 class Question(NamedTuple):
-    """True if all cells of a chunk in a layer group (its index) are stored, or one of them."""
+    """The question if a chunk's cells in a layer group (its index) are stored: all, or one."""
 
     chunk: int
     layer_group: int

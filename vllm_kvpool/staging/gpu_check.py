@@ -1,4 +1,4 @@
-"""True if copies between the pages of this machine's GPUs and host memory are exact.
+"""A check that copies between pages of this machine's GPUs and host memory are exact.
 
 `kvpool doctor` asks, before an engine depends on it. Needs neither vLLM nor a model.
 """

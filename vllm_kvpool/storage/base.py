@@ -121,7 +121,7 @@ class Store(Protocol):
         return None
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return True if each key can be read now."""
+        """Return for each key whether it can be read now."""
 
     def put(
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]

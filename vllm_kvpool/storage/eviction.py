@@ -28,7 +28,7 @@ class EvictionPolicy(Protocol):
     """
 
     remembered: int
-    """For how many bytes of evicted chunks to remember scores, for each byte of the store."""
+    """How much of what was evicted to remember scores for, in multiples of the store's size."""
 
     def on_put(self, now_ns: int) -> int:
         """The score of a new chunk."""

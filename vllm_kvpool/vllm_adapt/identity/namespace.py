@@ -523,7 +523,7 @@ def _yarn_reading(rope: Mapping[str, Any], text: Any) -> dict[str, float]:
 
 
 def _llama4_temperature(model: Any) -> Any:
-    """Return True if queries of Llama 4 are scaled by their position, by vLLM's rule."""
+    """Return whether queries of Llama 4 are scaled by position, by vLLM's rule, as configured."""
     generation = model.try_get_generation_config() | (model.override_generation_config or {})
     is_long = compat.built_max_model_len(model) > _LLAMA4_LONG_TOKENS
     return generation.get("attn_temperature_tuning", is_long)

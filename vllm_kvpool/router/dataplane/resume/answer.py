@@ -50,7 +50,7 @@ class Answer:
         self.num_reasoning_tokens = 0
         """Tokens of chunks that had reasoning."""
         self.is_parsed = False
-        """True if its engine has looked for more in it than text."""
+        """True if the engine has parsed the answer for more than text."""
         self._runs: list[tuple[str, list[str]]] = []
         self._stops = stops
         longest = max(map(len, stops), default=1)

@@ -102,7 +102,7 @@ def pieces_of(choice: Choice) -> list[Piece]:
 
 
 def is_only_for_ids(choice: Choice, payload: bytes) -> bool:
-    """Return True if a chat would not have sent it, had nobody asked for token ids."""
+    """Return True if an engine sends the chunk only because token ids were asked for."""
     is_bare = choice.finish_reason is None and choice.logprobs is None
     return is_bare and _EMPTY_DELTA in payload
 

@@ -178,7 +178,7 @@ class StreamResumer:
         self.has_begun = False
         """True if the client has been sent anything."""
         self._has_role = self._has_error = self._has_usage = False
-        """True if the client has been sent that."""
+        """True if the client has been sent a role, an error, a usage."""
         self._num_finished = 0
         """Choices whose end the client has been sent."""
 
