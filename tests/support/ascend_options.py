@@ -1,6 +1,6 @@
 """The options of vLLM-Ascend by release, as its published wheels read them.
 
-`tests/ascend_engines/test_options.py` compares the table with the wheel that is installed there.
+`tests/emulated_npu/test_options.py` compares the table with the wheel that is installed there.
 """
 
 from collections.abc import Mapping
@@ -71,6 +71,12 @@ VARIABLES = {
 }
 """Environment variables that stand for an option, by release."""
 
+VARIABLES_OF_NO_OPTION = {
+    "0.23.0": {"VLLM_ASCEND_ENABLE_BATCH_MEMCPY"},
+    "0.26.0rc1": {"VLLM_ASCEND_ENABLE_BATCH_MEMCPY", "VLLM_ASCEND_MLA_FIA_SPLIT"},
+}
+"""The other environment variables of vLLM-Ascend that an engine reads, by release."""
+
 
 def paths(release: str) -> set[str]:
     """Return the options of a release; those of sections that are judged singly by their path."""
@@ -88,3 +94,9 @@ def written_by_platform(release: str, *, graphs: bool) -> Mapping[str, Any]:
         | {"enable_npugraph_ex": graphs, "enable_static_kernel": False},
         "ascend_fusion_config": {"fusion_ops_gmmswigluquant": True},
     }
+
+
+def written_for_producers(release: str) -> Mapping[str, Any]:
+    """Return what `NPUPlatform` writes to switch `recompute_scheduler_enable` off for producers."""
+    written = {"recompute_scheduler_enable": False}
+    return written if release == "0.23.0" else {"scheduler_config": written}

@@ -7,7 +7,14 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.support.ascend_options import OPTIONS, VARIABLES, paths, written_by_platform
+from tests.support.ascend_options import (
+    OPTIONS,
+    VARIABLES,
+    VARIABLES_OF_NO_OPTION,
+    paths,
+    written_by_platform,
+    written_for_producers,
+)
 from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.vllm_adapt import compat
@@ -95,7 +102,7 @@ def test_prefill_decode_and_a_cpu_share_under_the_options_of_the_guide(
 ) -> None:
     """The producer is eager, the consumer has graphs; `NPUPlatform` writes both down."""
     producer = PREFILL | written_by_platform(release, graphs=False)
-    producer["recompute_scheduler_enable"] = False  # which it writes for producers
+    producer |= written_for_producers(release)
     consumer = decode | written_by_platform(release, graphs=True)
     assert namespace(config, producer) == namespace(config, consumer) == namespace(config, {})
 
@@ -110,12 +117,26 @@ def test_variables_count_as_their_options(monkeypatch: pytest.MonkeyPatch, relea
         monkeypatch.delenv(name)
 
 
+@pytest.mark.parametrize("release", RELEASES)
+def test_variables_of_no_option_are_left_out_and_unknown_ones_count(
+    monkeypatch: pytest.MonkeyPatch, release: str
+) -> None:
+    later = "VLLM_ASCEND_LATER"
+    known = dict.fromkeys((*VARIABLES_OF_NO_OPTION[release], later), lambda: "1")
+    for name in known:
+        monkeypatch.setenv(name, "1")
+    assert environment_factors(known).keys() == {later}
+
+
 def test_the_variables_are_those_of_tested_releases() -> None:
     assert ascend_options.VARIABLES.keys() == set().union(*VARIABLES.values())
     options = ascend_options.COUNTED | ascend_options.LEFT_OUT
     assert set(ascend_options.VARIABLES.values()) <= options.keys()
-    for name in ascend_options.variables_left_out():
+    of_none = set().union(*VARIABLES_OF_NO_OPTION.values())
+    assert of_none == ascend_options.VARIABLES_LEFT_OUT.keys() - ascend_options.VARIABLES.keys()
+    for name, reason in ascend_options.VARIABLES_LEFT_OUT.items():
         assert any(fnmatchcase(name, pattern) for pattern in ENVIRONMENT_LEFT_OUT)
+        assert len(reason) > 5, name
 
 
 @pytest.mark.parametrize("quantised", [False, True])

@@ -107,6 +107,14 @@ VARIABLES: Table = {
 }
 """Environment variables -> the option that each stands for, and counts as."""
 
+VARIABLES_LEFT_OUT: Table = {
+    "VLLM_ASCEND_ENABLE_BATCH_MEMCPY": "says how vLLM-Ascend copies what it offloads",
+    # Since 0.26.0rc1, on A5: attention of MLA to a request's blocks in up to 16 parts, whose sums
+    # are added up, as `flash_attn_max_num_splits_for_cuda_graph` does on other devices.
+    "VLLM_ASCEND_MLA_FIA_SPLIT": _KERNEL,
+} | {name: "its option does not count" for name, option in VARIABLES.items() if option in LEFT_OUT}
+"""Environment variables that do not count, with the reason."""
+
 _SECTIONS = frozenset(name.partition(".")[0] for name in (*LEFT_OUT, *COUNTED) if "." in name)
 
 
@@ -115,11 +123,6 @@ def counting(additional_config: Any) -> Any:
     if not isinstance(additional_config, Mapping):
         return additional_config
     return {name: value for name, value in _options(additional_config) if not _is_out(name, value)}
-
-
-def variables_left_out() -> Iterator[str]:
-    """Return the environment variables whose option does not count."""
-    return (variable for variable, option in VARIABLES.items() if option in LEFT_OUT)
 
 
 def _options(additional_config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
