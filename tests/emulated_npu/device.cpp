@@ -557,6 +557,9 @@ const Tensor& resize(const Tensor& self, c10::IntArrayRef size, std::optional<at
     return self;
 }
 
+// A queued operation holds its tensors, so their memory is nobody else's before it has run.
+void record_stream(Tensor&, c10::Stream) { check_thread("memory of another stream"); }
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -572,6 +575,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_copy_from", copy_from);
     m.impl("_copy_from_and_resize", copy_from_and_resize);
     m.impl("_local_scalar_dense", number);
+    m.impl("record_stream", record_stream);
 }
 
 }  // namespace

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytestmark = pytest.mark.ascend
 
@@ -78,12 +80,37 @@ with torch.npu.stream(side):
     assert {seen(waits=True, seed=seed) for seed in (1, 2, 3)} == {"5.0"}
 
 
+def test_memory_that_another_stream_uses_may_be_let_go() -> None:
+    """The sampler of 0.26.0rc1 draws numbers on a stream of its own, and reads them on another."""
+    side = npu().Stream()
+    with npu().stream(side):
+        drawn = torch.full((8,), 2.0, device="npu")
+    npu().current_stream().wait_stream(side)
+    drawn.record_stream(npu().current_stream())
+    read = drawn + 1
+    del drawn
+    torch.full((8,), 7.0, device="npu")
+    assert read.cpu().tolist() == [3.0] * 8
+
+
+def test_a_process_group_keeps_its_name_until_it_is_destroyed(tmp_path: Path) -> None:
+    init = f"file://{tmp_path}/ranks"
+    dist.init_process_group("hccl", init_method=init, rank=0, world_size=1)
+    try:
+        group = dist.new_group([0])
+        assert group.group_name == dist._get_process_group_name(group)
+        dist.destroy_process_group(group)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_thread_must_enter_the_device() -> None:
     memory = torch.zeros(4, device="npu")
     for work in (
         lambda: torch.empty(4, device="npu"),
         lambda: memory.add_(1),
         lambda: memory.cpu(),
+        lambda: memory.record_stream(npu().current_stream()),
         npu().Stream,
         lambda: torch.empty(4, pin_memory=True),
     ):

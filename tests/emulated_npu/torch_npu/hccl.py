@@ -37,6 +37,14 @@ class Hccl(dist.ProcessGroup):
         self._set_group_name(f"hccl-{id(gloo)}")
         self._gloo = gloo
 
+    # torch asks for the name in C++ of the group's backends, and this group has none.
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
     def getBackendName(self) -> str:
         return "hccl"
 

@@ -19,9 +19,11 @@ __all__ = [
     "npu_fused_infer_attention_score",
     "npu_fused_infer_attention_score_v2",
     "npu_fusion_attention",
+    "npu_gather_pa_kv_cache",
     "npu_interleave_rope",
     "npu_kv_rmsnorm_rope_cache",
     "npu_rms_norm",
+    "npu_scatter_pa_kv_cache",
     "npu_swiglu",
     "npu_transpose_batchmatmul",
     "slot_mapping",
@@ -88,6 +90,20 @@ def _npu_reshape_and_cache(
         at = torch.where(slots < 0, flat.shape[0] - 1, slots)
         keep = (slots < 0).view(-1, *[1] * (flat.dim() - 1))
         flat.index_put_((at,), torch.where(keep, flat.index_select(0, at), rows[: len(slots)]))
+
+
+def npu_scatter_pa_kv_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    cache_mode: str = "Norm",
+) -> None:
+    """Write rows of tokens into pages; the name that 0.26.0rc1 calls."""
+    assert cache_mode == "Norm", cache_mode
+    _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
 
 
 def npu_fused_infer_attention_score(
@@ -273,12 +289,32 @@ def npu_paged_cache_load(
         rows.copy_(pages.flatten(0, 1).index_select(0, slots))
 
 
+def npu_gather_pa_kv_cache(
+    latent_cache: torch.Tensor,
+    rope_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    seq_offset: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> None:
+    """Copy rows of requests out of pages; the name that 0.26.0rc1 calls."""
+    npu_paged_cache_load(
+        latent_cache, rope_cache, block_table, lengths, seq_starts=seq_offset, key=key, value=value
+    )
+
+
 def npu_fusion_attention(*_: object, **__: object) -> None:
     raise NotImplementedError("training alone uses it")
 
 
 class _SlotMapping:
-    """The only Triton kernel of an eager step: the slots of a step's tokens."""
+    """The only Triton kernel of an eager step: the slots of a step's tokens.
+
+    0.26.0rc1 passes sizes of kernel blocks besides; without context parallelism they say nothing
+    that `block_size` does not.
+    """
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         num_reqs = grid[0] - 1

@@ -1,4 +1,6 @@
-"""Replaces vLLM's Triton kernel by the emulated device's, as the module that has it is imported.
+"""Replaces a Triton kernel by the emulated device's, as the module that has it is imported.
+
+vLLM-Ascend 0.23.0 launches vLLM's kernel, 0.26.0rc1 its own of the same name.
 
 Not by a plugin of vLLM: the pool counts plugins as code of the model.
 """
@@ -12,14 +14,20 @@ from collections.abc import Sequence
 
 from torch_npu.ops import slot_mapping
 
-MODULE, KERNEL = "vllm.v1.worker.block_table", "_compute_slot_mapping_kernel"
+KERNEL = "_compute_slot_mapping_kernel"
+MODULES = {"vllm.v1.worker.block_table", "vllm_ascend.ops.triton.compute_slot_mapping"}
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds one module, once."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != MODULE:
+        if name != self._module:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -37,5 +45,5 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Wait for the module."""
-    sys.meta_path.insert(0, _Finder())
+    """Wait for the modules."""
+    sys.meta_path[:0] = map(_Finder, MODULES)
