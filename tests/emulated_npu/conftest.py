@@ -6,7 +6,7 @@ from tests.support.left_out import left_out
 
 NAMES = (
     *("test_copier.py", "test_device.py", "test_multi_connector.py", "test_ops.py"),
-    "test_options.py",
+    *("test_options.py", "test_specs.py"),
 )
 OWN_FILES = left_out(__file__, *NAMES)
 collect_ignore = [] if find_spec("torch_npu") is not None else OWN_FILES

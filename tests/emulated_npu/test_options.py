@@ -12,7 +12,13 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm_ascend import envs
 
-from tests.support.ascend_options import OPTIONS, VARIABLES, written_by_platform
+from tests.support.ascend_options import (
+    OPTIONS,
+    VARIABLES,
+    VARIABLES_OF_NO_OPTION,
+    written_by_platform,
+    written_for_producers,
+)
 from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.vllm_adapt import ascend, compat
@@ -27,6 +33,7 @@ RELEASE = version("vllm-ascend")
 HOLDER = "additional_config"
 PREFILL = {"enable_shared_expert_dp": True}
 DECODE = {"recompute_scheduler_enable": True, "multistream_overlap_shared_expert": True}
+DECODE_IN_SECTION = {"scheduler_config": {"recompute_scheduler_enable": True}}  # since 0.26.0rc1
 
 
 def read_by(tree: ast.AST) -> Iterator[Any]:
@@ -56,8 +63,8 @@ def test_the_table_has_the_options_that_the_wheel_reads() -> None:
 
 def test_the_table_has_the_variables_that_stand_for_options() -> None:
     named = {name for name in envs.env_variables if name.startswith("VLLM_ASCEND_")}
-    others = {"VLLM_ASCEND_ENABLE_BATCH_MEMCPY"}  # of no option
-    assert named | {"MSMONITOR_USE_DAEMON"} == VARIABLES[RELEASE] | others
+    known = VARIABLES[RELEASE] | VARIABLES_OF_NO_OPTION[RELEASE]
+    assert named | {"MSMONITOR_USE_DAEMON"} == known
 
 
 def configured(model: Path, role: str, eager: bool, additional: dict[str, Any]) -> VllmConfig:
@@ -76,19 +83,18 @@ def test_what_the_platform_writes_is_in_the_table_and_keeps_no_engines_apart(
 ) -> None:
     """An eager producer and a consumer with graphs, as the platform itself configures them."""
     model = make_model(tmp_path, LlamaShape())
-    producer = configured(
-        model, "kv_producer", True, {**PREFILL, "recompute_scheduler_enable": True}
-    )
+    asked = PREFILL | {"recompute_scheduler_enable": True}
+    producer = configured(model, "kv_producer", True, dict(asked))
     consumer = configured(model, "kv_consumer", False, dict(DECODE))
     assert compat.device_type() == "npu"
     eager, graphs = (dict(written_by_platform(RELEASE, graphs=each)) for each in (False, True))
-    assert producer.additional_config == PREFILL | {"recompute_scheduler_enable": False} | eager
+    assert producer.additional_config == asked | written_for_producers(RELEASE) | eager
     written = consumer.additional_config
     assert {name: written[name] for name in graphs} in (eager, graphs)
-    names = {
-        engine_namespace(each, read_config({}, env={}), [], []).namespace
-        for each in (producer, consumer)
-    }
+    engines = [producer, consumer]
+    if "scheduler_config" in OPTIONS[RELEASE]:
+        engines.append(configured(model, "kv_consumer", False, dict(DECODE_IN_SECTION)))
+    names = {engine_namespace(each, read_config({}, env={}), [], []).namespace for each in engines}
     assert len(names) == 1
 
 
