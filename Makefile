@@ -5,7 +5,9 @@ MINUTES ?= 10
 OLDER_VLLM := 0.23.0
 OLDER ?= .venv-$(OLDER_VLLM)
 OLDER_PYTHON := $(OLDER)/bin/python
-ASCEND_VENV ?= .venv-ascend
+# Release of vLLM-Ascend: 0.23.0, or the pre-release 0.26.0rc1.
+ASCEND ?= 0.23.0
+ASCEND_VENV ?= .venv-ascend-$(ASCEND)
 TRITON_VENV ?= .venv-triton
 TOOLS_VENV ?= .venv-tools
 SET ?= all
@@ -38,7 +40,7 @@ FAST_TESTS := $(wildcard tests/test_*.py) tests/layout tests/scheduler tests/sta
 OLDER_TESTS := tests/vllm_adapt tests/faults tests/e2e tests/peers
 OLDER_all := $(HERE)
 OLDER_small := $(HERE) and (small or not e2e) and not slow and not mooncake and not s3
-export VENV OLDER ASCEND_VENV TRITON_VENV TOOLS_VENV
+export VENV OLDER ASCEND ASCEND_VENV TRITON_VENV TOOLS_VENV
 # Or each of many processes compiles the package and its tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -94,7 +96,8 @@ test-matrix: setup
 	$(OLDER_PYTHON) -m pytest -m "$(OLDER_$(SET)) and $(ALONE)" $(OLDER_TESTS)
 	KVPOOL_OLDER_PYTHON=$(abspath $(OLDER_PYTHON)) $(PYTHON) -m pytest -m matrix tests/e2e
 
-## make test-ascend  engines of the published vLLM-Ascend on an emulated NPU, and CPU engines, on one store
+## make test-ascend  engines of the published vLLM-Ascend on an emulated NPU, and CPU engines, on one store;
+##                  ASCEND=0.26.0rc1 for the pre-release
 test-ascend: setup
 	@scripts/setup-ascend.sh
 	$(ASCEND_VENV)/bin/python -m pytest -m ascend tests/emulated_npu

@@ -1,18 +1,22 @@
 #!/usr/bin/env bash
-# Makes the environment of the published vLLM-Ascend on an emulated NPU: .venv-ascend, or
-# $ASCEND_VENV, over that of the vLLM that its wheel is for (.venv-0.23.0, or $OLDER), which it makes
-# first. Compiles the device (tests/emulated_npu/device.cpp) once.
+# Makes the environment of a published vLLM-Ascend on an emulated NPU: .venv-ascend-0.23.0, or
+# $ASCEND_VENV. It lies over the environment of the vLLM that the wheel is for (.venv-0.23.0, or
+# $ASCEND_BASE), which is made first. Compiles the device (tests/emulated_npu/device.cpp) once.
 #
 #   scripts/setup-ascend.sh      nothing left to do: returns at once
+#   ASCEND=0.26.0rc1             another release, of which requirements/ascend-RELEASE.txt has the wheel
 #
 # PYTHON and TORCH_INDEX as in setup.sh; vLLM-Ascend's wheel is for Python 3.11 alone.
 set -euo pipefail
 HERE=$(dirname "${BASH_SOURCE[0]}")
-VLLM_ASCEND=0.23.0
-OLDER=${OLDER:-.venv-$VLLM_ASCEND}
+ASCEND=${ASCEND:-0.23.0}
+WHEEL=requirements/ascend-$ASCEND.txt
+[[ -f $HERE/../$WHEEL ]] || { printf 'setup: ASCEND=%s: there is no %s\n' "$ASCEND" "$WHEEL" >&2; exit 1; }
+VLLM=${ASCEND%rc*}
+OF_VLLM=${ASCEND_BASE:-.venv-$VLLM}
 PYTHON=${PYTHON:-python3.11}
-VENV=$OLDER VLLM_VERSION=$VLLM_ASCEND PYTHON=$PYTHON "$HERE/setup.sh"
-VENV=${ASCEND_VENV:-.venv-ascend}
+VENV=$OF_VLLM VLLM_VERSION=$VLLM PYTHON=$PYTHON "$HERE/setup.sh"
+VENV=${ASCEND_VENV:-.venv-ascend-$ASCEND}
 source "$HERE/setup.sh"
 DEVICE=tests/emulated_npu
 
@@ -20,24 +24,24 @@ folder_of() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("pl
 
 compile_device() {
     local torch include
-    torch=$(folder_of "$OLDER")/torch
-    include=$("$OLDER/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    torch=$(folder_of "$OF_VLLM")/torch
+    include=$("$OF_VLLM/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
     g++ -O1 -w -shared -fPIC -std=c++20 -DTORCH_EXTENSION_NAME=_npu_device \
         -I"$torch/include" -I"$torch/include/torch/csrc/api/include" -I"$include" \
         "$DEVICE/device.cpp" -o "$(folder_of "$VENV")/_npu_device.so" \
         -L"$torch/lib" -lc10 -ltorch_cpu -ltorch_python -Wl,-rpath,"$torch/lib"
 }
 
-wanted=$(cat requirements/ascend.txt scripts/setup-ascend.sh "$OLDER/.kvpool-setup" "$DEVICE/device.cpp" | sha256sum | cut -d' ' -f1)
+wanted=$(cat "$WHEEL" scripts/setup-ascend.sh "$OF_VLLM/.kvpool-setup" "$DEVICE/device.cpp" | sha256sum | cut -d' ' -f1)
 [[ ! -x $VENV/bin/python || ! -f $STAMP || $(<"$STAMP") != "$wanted" ]] || exit 0
 say "setting up $VENV (a first time usually takes 40 s)"
 command -v g++ >/dev/null || apt g++ || die "needs g++ to compile the emulated device; none found"
 make_venv
 # The other environment's packages and hooks, then the emulated torch_npu, whose entry point torch
 # finds in every process.
-printf 'import site; site.addsitedir("%s")\n%s\n' "$(realpath "$(folder_of "$OLDER")")" "$PWD/$DEVICE" \
+printf 'import site; site.addsitedir("%s")\n%s\n' "$(realpath "$(folder_of "$OF_VLLM")")" "$PWD/$DEVICE" \
     >"$(folder_of "$VENV")/kvpool_npu.pth"
-step "installing vLLM-Ascend" "10 s" pip install -q --no-deps --require-hashes -r requirements/ascend.txt
+step "installing vLLM-Ascend $ASCEND" "10 s" pip install -q --no-deps --require-hashes -r "$WHEEL"
 step "compiling the emulated device" "20 s" compile_device
 echo "$wanted" >"$STAMP"
 say "ready: $VENV"
