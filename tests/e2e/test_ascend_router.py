@@ -136,9 +136,10 @@ def prompts(seed: int, count: int) -> list[Prompt]:
 def test_what_prefill_computed_at_tp_2_decode_loads_at_tp_1(
     pair: Pair, engines: EngineShelf
 ) -> None:
-    [prompt] = prompts(seed=950, count=1)
-    [expected] = engines.get(EngineSpec(model=pair.model)).generate(prompt)
-    same(ask(pair.router.url, prompt), expected)
+    """Two prompts, since vLLM 0.23.0 may report the hits of a load with the next load's."""
+    for prompt in prompts(seed=950, count=2):
+        [expected] = engines.get(EngineSpec(model=pair.model)).generate(prompt)
+        same(ask(pair.router.url, prompt), expected)
     assert counter(pair.decode, HITS) >= COUNT // CHUNK * CHUNK // BLOCK["npu"] * BLOCK["npu"]
 
 
