@@ -37,7 +37,13 @@ from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import LayerGroup, Topology, cells_of_rank
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.messages import StepPlan
-from vllm_kvpool.sides import LOAD_RESERVE, OpenTiers, copy_batch_bytes, lanes_of
+from vllm_kvpool.sides import (
+    LOAD_RESERVE,
+    OpenTiers,
+    copy_batch_bytes,
+    lanes_of,
+    with_slab_limits,
+)
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.copy_triton import Copy, Streams, TritonCopier
 from vllm_kvpool.staging.devices import DEVICE_COPY_BATCH_BYTES, Device
@@ -291,6 +297,7 @@ class Rig:
             keeps_all=kept > 0,
             block_sizes=(BLOCK,),
         )
+        planner = with_slab_limits(planner, device, STAGING_CELLS * SLOT_BYTES)
         num_slots = STAGING_CELLS + kept
         plain = tuple(cast("Any", PlainStore()) for _ in range(stores))
         tiers = OpenTiers(plain, ("plain",) * stores, (1,) * stores, (1,) * stores)
@@ -313,7 +320,7 @@ class Rig:
                 SlotPool(num_slots, STAGING_CELLS // LOAD_RESERVE),
                 kept,
                 Lru(),
-                {"": CELLS_PER_CHUNK},
+                planner.slabs_per_chunk,
             ),
             tuple(Tier(f"t{i}", True, False) for i in range(stores)),
             {lane: limits for lane, (_, limits) in lanes.items()},

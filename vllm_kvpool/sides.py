@@ -15,7 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +46,7 @@ from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape
-from vllm_kvpool.staging.arena import Arena
+from vllm_kvpool.staging.arena import Arena, slot_bytes
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.devices import Device, HostDevice, PageLock, page_lock_for
 from vllm_kvpool.staging.slots import SlotPool
@@ -88,6 +88,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 16 << 20  # of a store call
 BATCH_CELLS = 64
+SLABS_IN_FLIGHT = 8  # at least: a slab waits for all its slots
 COPY_SHARE = 8  # a copy's batch is an eighth of the slots at most
 COPY_CELL_BYTES = 128 << 10  # of smaller cells a copy's batch has fewer bytes
 BUDGET_BATCHES = 4  # bytes in flight in a lane, in batches
@@ -179,6 +180,19 @@ def copy_batch_bytes(device: Device, staging_bytes: int) -> int:
     """Most of a gather or scatter: slots of two batches are in use, others of gets and puts."""
     most_staged = max(HOST_DEVICE.copy_batch_bytes, staging_bytes // COPY_SHARE)
     return min(device.copy_batch_bytes, most_staged)
+
+
+def with_slab_limits(planner: Planner, device: Device, staging_bytes: int) -> Planner:
+    """Return the planner with slabs that a call of a store or a copy moves at once.
+
+    The staging arena holds `SLABS_IN_FLIGHT` of them, or as many single cells.
+    """
+    slots = staging_bytes // slot_bytes(planner.max_cell_bytes())
+    return replace(
+        planner,
+        slab_cells=max(1, min(BATCH_CELLS, slots // SLABS_IN_FLIGHT)),
+        slab_bytes=min(BATCH_BYTES, device.copy_batch_bytes),
+    )
 
 
 def spare_threads(device: Device, ranks: int) -> int:
@@ -474,7 +488,9 @@ class WorkerSide:
                 block_sizes=tuple(group.block_size // context.dcp_size for group in model.groups),
                 context=context,
                 siblings={} if self._exchange is None else self._exchange.siblings,
+                by_span=bool(layer_spans),
             )
+            planner = with_slab_limits(planner, device, config.staging_nbytes)
             self._members = {} if self._exchange is None else _members(cells, self._exchange)
             for spec in specs.stores:
                 check_capacity(spec, planner.max_cell_bytes())
@@ -572,8 +588,11 @@ class WorkerSide:
                 SlotPool(arena.num_slots, staging // LOAD_RESERVE),
                 arena.num_kept,
                 POLICIES[specs.host.policy],
-                Counter(cell.span.layer_group for cell in planner.cells),
+                planner.slabs_per_chunk,
                 has_shares=specs.host.shares is Shares.TENANT,
+                least_cells=min(
+                    Counter(cell.span.layer_group for cell in planner.cells).values(), default=1
+                ),
             ),
             tuple(
                 Tier(name, store.capabilities.durable, store.capabilities.remote)

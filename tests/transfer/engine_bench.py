@@ -1,13 +1,14 @@
 """An engine on a bench: cells are named by letters, what it does is told in words.
 
-`"a b"` are two chunks of one cell; `"a0 a1 b0 b1"` two chunks of two cells: the letter is the
-chunk. `"a?"` is optional. Batch 3, of the lane GET of tier 0 and with two cells, reads
+`"a b"` are two slabs of one cell, each of a chunk; `"a0 a1 b0 b1"` two slabs of two cells: the
+letter is the chunk. `"a?"` is an optional slab of chunk `a`. Batch 3, of the lane GET of tier 0 and with two cells, reads
 `"3 get-0 a b"`, and the reports `"loaded 1 to 2 missing"`, `"gathered 1"`, `"saved 1: 2 done"` and
 `"host +a -b"`.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 
 from tests.support.fakes import FakeClock
 from tests.support.invariants import check
@@ -24,7 +25,6 @@ from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.loans import ReplicaSet
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
-    Cell,
     CellOutcome,
     DropSaves,
     Flush,
@@ -39,6 +39,7 @@ from vllm_kvpool.transfer.ops import (
     LoadPlan,
     LoanEnded,
     OpKind,
+    Outcome,
     PrefetchJob,
     PrefetchPlan,
     SaveDone,
@@ -47,9 +48,12 @@ from vllm_kvpool.transfer.ops import (
     SavePlan,
     SavesDropped,
     SavesStalled,
+    Slab,
+    SlabKind,
     SpanLoaded,
     TierHealth,
     TimePassed,
+    outcome_of,
 )
 
 DONE, EXISTED, MISSING = CellOutcome.DONE, CellOutcome.EXISTED, CellOutcome.MISSING
@@ -72,28 +76,32 @@ MEMORY = Tier("memory", durable=False, remote=False)
 FAR = Tier("far", durable=True, remote=True)
 
 
-def name_of(key: str) -> Cell:
-    return Cell(key, ChunkRef(key[0]), CELL_BYTES)
+def slab_of(keys: str, chunk: ChunkRef | None = None) -> Slab:
+    """A slab of these cells."""
+    names = tuple(keys.split())
+    place = OPTIONAL if keys.endswith("?") else PLACE
+    sizes = (CELL_BYTES,) * len(names)
+    kind = SlabKind(names, sizes, (place,) * len(names), part="?" * keys.endswith("?"))
+    return Slab.of(kind, chunk or ChunkRef(keys[0]), "")
 
 
-def cells_of(
+def slabs_of(
     job: int, cells: str, first_chunk: int = 0, *, stored: bool = True
-) -> tuple[Cell, ...]:
+) -> tuple[Slab, ...]:
     """The job's number is its only page."""
-    keys = cells.split()
     pages = (JobPages((job,), 0, 0, 0),)
+    slabs: dict[tuple[str, bool], list[str]] = {}
+    for key in cells.split():
+        slabs.setdefault((key[0], key.endswith("?")), []).append(key)
     chunks: dict[str, ChunkRef] = {}
     before = ""
-    for i, chunk_id in enumerate(dict.fromkeys(key[0] for key in keys)):
+    for i, chunk_id in enumerate(dict.fromkeys(chunk_id for chunk_id, _ in slabs)):
         parent = before if before < chunk_id else ""  # so that none comes before itself
         chunks[chunk_id] = ChunkRef(chunk_id, parent, first_chunk + i)
         before = chunk_id
     return tuple(
-        Cell(
-            *(key, chunks[key[0]], CELL_BYTES, OPTIONAL if key.endswith("?") else PLACE),
-            *(pages, stored),
-        )
-        for key in keys
+        slab_of(" ".join(keys), chunks[chunk_id])._replace(pages=pages, stored=stored)
+        for (chunk_id, _), keys in slabs.items()
     )
 
 
@@ -105,9 +113,9 @@ def load_job(
     timeout_s: float = TIMEOUT_S,
     landed: int | None = None,
 ) -> LoadJob:
-    planned = cells_of(job, cells, first_chunk)
+    planned = slabs_of(job, cells, first_chunk)
     if stop is None:
-        stop = max((cell.chunk.position + 1 for cell in planned), default=first_chunk)
+        stop = max((slab.chunk.position + 1 for slab in planned), default=first_chunk)
     hashes = (b"",) * (stop - first_chunk)
     plan = LoadPlan(
         JobId(job),
@@ -123,7 +131,11 @@ def load_job(
 
 
 def save_job(job: int, cells: str, *, stored: bool = True) -> SaveJob:
-    return SaveJob(SavePlan(JobId(job), f"r{job}", 0, (), ()), cells_of(job, cells, stored=stored))
+    return SaveJob(SavePlan(JobId(job), f"r{job}", 0, (), ()), slabs_of(job, cells, stored=stored))
+
+
+def keys_of(batch: Batch) -> list[str]:
+    return [key for part in batch.parts for key in part.cell_keys()]
 
 
 def counts_of(outcomes: tuple[tuple[CellOutcome, int], ...]) -> str:
@@ -134,7 +146,7 @@ def in_words(action: Action) -> str:
     """See the module docstring."""
     match action:
         case Batch():
-            return f"{action.lane} {' '.join(cell.key for cell in action.cells)}"
+            return f"{action.lane} {' '.join(keys_of(action))}"
         case LoadDone(job, request, stop, reason):
             assert request == f"r{job}"
             return f"loaded {job} to {stop} {reason.value}"
@@ -149,7 +161,7 @@ def in_words(action: Action) -> str:
         case HostCacheChange(added, removed):
             return " ".join(["host", *(f"+{g}" for g in added), *(f"-{g}" for g in removed)])
         case Lent(loan, slots):
-            return f"lent {loan}: {' '.join('no' if slot is None else 'yes' for slot in slots)}"
+            return f"lent {loan}: {' '.join('yes' if each else 'no' for each in slots)}"
         case LoanEnded(loan, held):
             return f"loan {loan} was {'' if held else 'not '}held"
         case SavesDropped(generation):
@@ -169,7 +181,7 @@ class Bench:
         reserve: int = 1,
         keep: int = 0,
         policy: str = "lru",
-        cells_per_chunk: int = 1,
+        slabs_per_chunk: int = 1,
         limits: LaneLimits = WIDE,
         write_back: bool = False,
         lanes: dict[OpKind, LaneLimits] | None = None,
@@ -178,7 +190,7 @@ class Bench:
         names = lane_names(len(tiers), replicas=replicas is not None)
         own = lanes or {}
         self.host_cache = HostCache(
-            SlotPool(slots, reserve), keep, POLICIES[policy], {"": cells_per_chunk}
+            SlotPool(slots, reserve), keep, POLICIES[policy], {"": slabs_per_chunk}
         )
         self.engine = Engine(
             self.host_cache,
@@ -211,15 +223,17 @@ class Bench:
         return self.step(save_job(job, cells, stored=stored))
 
     def prefetch(self, job: int, cells: str) -> list[str]:
-        named = (Cell(cell.key, cell.chunk, cell.nbytes) for cell in cells_of(job, cells))
-        return self.step(PrefetchJob(PrefetchPlan(f"r{job}", ()), tuple(named)))
+        slabs = tuple(slab._replace(pages=()) for slab in slabs_of(job, cells))
+        return self.step(PrefetchJob(PrefetchPlan(f"r{job}", ()), slabs))
 
     def ends(self, number: int, *outcomes: CellOutcome) -> list[str]:
         """A batch ends; one outcome stands for all its cells, none for DONE."""
         batch = self.running.pop(number)
         if len(outcomes) < 2:
-            outcomes = (outcomes or (DONE,)) * batch.size
-        return self.step(BatchDone(batch, outcomes))
+            return self.step(BatchDone(batch, (outcomes or (DONE,)) * len(batch.ops)))
+        left = iter(outcomes)
+        parts = [outcome_of(list(islice(left, part.num_cells))) for part in batch.parts]
+        return self.step(BatchDone(batch, parts))
 
     def hangs(self, number: int) -> list[str]:
         """A batch is given up, since its store does not answer."""
@@ -229,7 +243,7 @@ class Bench:
     def late(self, number: int, outcome: CellOutcome = DONE) -> list[str]:
         """A batch that was given up ends after all."""
         batch = self.hanging.pop(number)
-        return self.step(BatchDone(batch, (outcome,) * batch.size))
+        return self.step(BatchDone(batch, (outcome,) * len(batch.ops)))
 
     def health(self, tier: int, up: bool) -> list[str]:
         return self.step(TierHealth(tier, up))
@@ -282,10 +296,12 @@ class Bench:
         while self.running:
             assert len(told) < MOST_LINES, told[-8:]
             number, batch = next(iter(self.running.items()))
-            outcomes = [
-                DONE if outcome is None else outcome(batch.lane, cell.key) for cell in batch.cells
-            ]
-            outcomes += [DONE] * len(batch.fences)
+            outcomes: list[Outcome] = [DONE] * len(batch.ops)
+            if outcome is not None and batch.parts:
+                outcomes = [
+                    outcome_of([outcome(batch.lane, key) for key in part.cell_keys()])
+                    for part in batch.parts
+                ]
             del self.running[number]
             told += self.step(BatchDone(batch, outcomes))
         return [line.lstrip("0123456789 ") for line in told]
@@ -306,7 +322,13 @@ class Bench:
 
     def cells(self) -> str:
         """The cells in host memory or on their way into it; dirty ones have a star."""
-        return " ".join(sorted(entry.key + "*" * entry.dirty for entry in self.host_cache))
+        return " ".join(
+            sorted(
+                key + "*" * entry.dirty
+                for entry in self.host_cache
+                for key in entry.slab.cell_keys()
+            )
+        )
 
     def counted(self, name: str, **labels: str) -> int:
         self.engine.context.fill(self.registry)
@@ -316,7 +338,7 @@ class Bench:
     def is_clean(self) -> bool:
         """Nothing is under way, and all slots are free or of cells that stay."""
         slots = self.host_cache.slots
-        held = sum(1 for _ in self.host_cache)
+        held = sum(entry.num_cells for entry in self.host_cache)
         return self.engine.idle and slots.num_free == slots.count - held
 
 

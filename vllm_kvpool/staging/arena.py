@@ -37,6 +37,11 @@ _SEAL_FUTURE_WRITE = 0x10  # since Linux 5.1
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
 
+def slot_bytes(cell_bytes: int) -> int:
+    """Return the size of a slot for cells of so many bytes."""
+    return -(-cell_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
 class Arena:
     """Slots of one cell of `cell_bytes` each: `staging_nbytes` for cells in flight, `host_nbytes`
     for the host tier.
@@ -60,7 +65,7 @@ class Arena:
         shared: bool = False,
     ) -> None:
         assert alignment % SLOT_ALIGNMENT == 0, alignment
-        self.slot_bytes = -(-cell_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        self.slot_bytes = slot_bytes(cell_bytes)
         count = min(staging_nbytes // self.slot_bytes, MAX_SLOTS)
         if count < MIN_SLOTS:
             raise ConfigError(

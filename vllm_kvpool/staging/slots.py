@@ -4,6 +4,7 @@ A quarantined slot was given up by its holder while a transfer may still write t
 `reserve_for_loads` slots free, so that a slow store cannot starve loads.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import NewType
 
@@ -26,35 +27,31 @@ class SlotPool:
         self._held: set[Slot] = set()
         self._quarantined: set[Slot] = set()
 
-    def has_room(self, use: SlotUse, more: int = 0) -> bool:
-        """Return True if this use may take a slot; `more` held ones could be freed for it."""
-        return len(self._free) + more > (self._reserve if use is SlotUse.SAVE else 0)
+    def has_room(self, use: SlotUse, num_slots: int = 1, more: int = 0) -> bool:
+        """Return True if this use may take slots; `more` held ones could be freed for it."""
+        reserve = self._reserve if use is SlotUse.SAVE else 0
+        return len(self._free) + more >= num_slots + reserve
 
-    def take(self, use: SlotUse, more: int = 0) -> Slot | None:
-        """A free slot, or None if this use may have none now; `more` as in `has_room`."""
-        if not self._free or not self.has_room(use, more):
-            return None
-        slot = self._free.pop()
-        self._held.add(slot)
-        return slot
+    def take(self, num_slots: int) -> list[Slot]:
+        """Take free slots, of which there are enough."""
+        assert 0 < num_slots <= len(self._free), (num_slots, len(self._free))
+        slots = self._free[-num_slots:]
+        del self._free[-num_slots:]
+        self._held.update(slots)
+        return slots
 
-    def give_back(self, slot: Slot) -> None:
-        """The holder is done, or the transfer into a quarantined slot has ended."""
-        if slot in self._quarantined:
-            self._quarantined.remove(slot)
+    def give_back(self, slots: Sequence[Slot]) -> None:
+        """The holder is done, or the transfer into quarantined slots has ended."""
+        if self._quarantined.isdisjoint(slots):
+            self._held.difference_update(slots)
         else:
-            self._held.remove(slot)
-        self._free.append(slot)
+            self._quarantined.difference_update(slots)
+        self._free += slots
 
-    def quarantine(self, slot: Slot) -> None:
+    def quarantine(self, slots: Sequence[Slot]) -> None:
         """The holder gives up while a transfer may still write: out of use until `give_back`."""
-        self._held.remove(slot)
-        self._quarantined.add(slot)
-
-    @property
-    def for_saves(self) -> int:
-        """The number of slots that saves may have together."""
-        return self.count - self._reserve
+        self._held.difference_update(slots)
+        self._quarantined.update(slots)
 
     @property
     def num_free(self) -> int:
