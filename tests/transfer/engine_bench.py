@@ -1,9 +1,9 @@
 """An engine on a bench: cells are named by letters, what it does is told in words.
 
 `"a b"` are two slabs of one cell, each of a chunk; `"a0 a1 b0 b1"` two slabs of two cells: the
-letter is the chunk. `"a?"` is an optional slab of chunk `a`. Batch 3, of the lane GET of tier 0 and with two cells, reads
-`"3 get-0 a b"`, and the reports `"loaded 1 to 2 missing"`, `"gathered 1"`, `"saved 1: 2 done"` and
-`"host +a -b"`.
+letter is the chunk. `"a?"` is an optional slab of chunk `a`. Batch 3, of the lane GET of tier 0
+and with two cells, reads `"3 get-0 a b"`, and the reports `"loaded 1 to 2 missing"`,
+`"gathered 1"`, `"saved 1: 2 done"` and `"host +a -b"`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tests.support.invariants import check
 from vllm_kvpool.identity.keys import HeadShard, LayerSpan
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.metrics import MetricsRegistry, sample_name
-from vllm_kvpool.staging.slots import SlotPool
+from vllm_kvpool.staging.slots import Slot, SlotPool
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.transfer.context import Tier
@@ -76,23 +76,24 @@ MEMORY = Tier("memory", durable=False, remote=False)
 FAR = Tier("far", durable=True, remote=True)
 
 
-def slab_of(keys: str, chunk: ChunkRef | None = None) -> Slab:
-    """A slab of these cells."""
+def slab_of(keys: str, chunk: ChunkRef | None = None, part: str = "") -> Slab:
+    """A slab of these cells; a part that is a number is its layer."""
     names = tuple(keys.split())
-    place = OPTIONAL if keys.endswith("?") else PLACE
-    sizes = (CELL_BYTES,) * len(names)
-    kind = SlabKind(names, sizes, (place,) * len(names), part="?" * keys.endswith("?"))
+    place = OPTIONAL if part == "?" else PLACE
+    if part.isdecimal():
+        place = replace(place, layer_start=int(part), layer_stop=int(part) + 1)
+    kind = SlabKind(names, (CELL_BYTES,) * len(names), (place,) * len(names), part)
     return Slab.of(kind, chunk or ChunkRef(keys[0]), "")
 
 
 def slabs_of(
-    job: int, cells: str, first_chunk: int = 0, *, stored: bool = True
+    job: int, cells: str, first_chunk: int = 0, *, stored: bool = True, apart: bool = False
 ) -> tuple[Slab, ...]:
-    """The job's number is its only page."""
+    """The job's number is its only page. `apart`: each cell is a slab, and its number a layer."""
     pages = (JobPages((job,), 0, 0, 0),)
-    slabs: dict[tuple[str, bool], list[str]] = {}
+    slabs: dict[tuple[str, str], list[str]] = {}
     for key in cells.split():
-        slabs.setdefault((key[0], key.endswith("?")), []).append(key)
+        slabs.setdefault((key[0], key[1:] if apart or "?" in key else ""), []).append(key)
     chunks: dict[str, ChunkRef] = {}
     before = ""
     for i, chunk_id in enumerate(dict.fromkeys(chunk_id for chunk_id, _ in slabs)):
@@ -100,8 +101,8 @@ def slabs_of(
         chunks[chunk_id] = ChunkRef(chunk_id, parent, first_chunk + i)
         before = chunk_id
     return tuple(
-        slab_of(" ".join(keys), chunks[chunk_id])._replace(pages=pages, stored=stored)
-        for (chunk_id, _), keys in slabs.items()
+        slab_of(" ".join(keys), chunks[chunk_id], part)._replace(pages=pages, stored=stored)
+        for (chunk_id, part), keys in slabs.items()
     )
 
 
@@ -112,8 +113,10 @@ def load_job(
     stop: int | None = None,
     timeout_s: float = TIMEOUT_S,
     landed: int | None = None,
+    *,
+    apart: bool = False,
 ) -> LoadJob:
-    planned = slabs_of(job, cells, first_chunk)
+    planned = slabs_of(job, cells, first_chunk, apart=apart)
     if stop is None:
         stop = max((slab.chunk.position + 1 for slab in planned), default=first_chunk)
     hashes = (b"",) * (stop - first_chunk)
@@ -130,12 +133,17 @@ def load_job(
     return LoadJob(plan, planned, timeout_s)
 
 
-def save_job(job: int, cells: str, *, stored: bool = True) -> SaveJob:
-    return SaveJob(SavePlan(JobId(job), f"r{job}", 0, (), ()), slabs_of(job, cells, stored=stored))
+def save_job(job: int, cells: str, *, stored: bool = True, apart: bool = False) -> SaveJob:
+    plan = SavePlan(JobId(job), f"r{job}", 0, (), ())
+    return SaveJob(plan, slabs_of(job, cells, stored=stored, apart=apart))
 
 
 def keys_of(batch: Batch) -> list[str]:
     return [key for part in batch.parts for key in part.cell_keys()]
+
+
+def slots_of(batch: Batch) -> list[Slot]:
+    return [slot for part in batch.parts for slot in part.slots]
 
 
 def counts_of(outcomes: tuple[tuple[CellOutcome, int], ...]) -> str:
@@ -171,7 +179,7 @@ def in_words(action: Action) -> str:
 class Bench:
     """See the module docstring; the engine's invariants are checked after every step.
 
-    `keep` is the size of the host tier, `slots` that of the whole arena.
+    `keep` is the size of the host tier, `slots` that of the whole arena. `apart`: as in `slabs_of`.
     """
 
     def __init__(
@@ -186,7 +194,9 @@ class Bench:
         write_back: bool = False,
         lanes: dict[OpKind, LaneLimits] | None = None,
         replicas: ReplicaSet | None = None,
+        apart: bool = False,
     ) -> None:
+        self.apart = apart
         names = lane_names(len(tiers), replicas=replicas is not None)
         own = lanes or {}
         self.host_cache = HostCache(
@@ -213,17 +223,17 @@ class Bench:
     # Events
 
     def load(self, job: int, cells: str, first_chunk: int = 0, **more: int) -> list[str]:
-        return self.step(load_job(job, cells, first_chunk, **more))
+        return self.step(load_job(job, cells, first_chunk, apart=self.apart, **more))
 
     def land(self, job: int, stop: int, *, final: bool = False, urgent: bool = False) -> list[str]:
         """More chunks of a load have been stored."""
         return self.step(Landed(JobId(job), stop, final, urgent))
 
     def save(self, job: int, cells: str, *, stored: bool = True) -> list[str]:
-        return self.step(save_job(job, cells, stored=stored))
+        return self.step(save_job(job, cells, stored=stored, apart=self.apart))
 
     def prefetch(self, job: int, cells: str) -> list[str]:
-        slabs = tuple(slab._replace(pages=()) for slab in slabs_of(job, cells))
+        slabs = tuple(slab._replace(pages=()) for slab in slabs_of(job, cells, apart=self.apart))
         return self.step(PrefetchJob(PrefetchPlan(f"r{job}", ()), slabs))
 
     def ends(self, number: int, *outcomes: CellOutcome) -> list[str]:

@@ -87,8 +87,11 @@ class Fetches:
         if not fetch.entry.indexed:  # before a reset
             self._fail(op, CellOutcome.CANCELLED)
             return
-        given = _refuse(fetch, outcome)
-        if fetch.tier != REPLICA and given:
+        given = self._refuse(op, outcome)
+        if fetch.refused and given and self._next_tier(fetch.slab, fetch.tier + 1) is None:
+            fetch.refused += given  # the slab will not be whole, unless this tier is asked again
+            self._try_elsewhere(op)
+        elif fetch.tier != REPLICA and given:
             _narrow(op, given)
             self._context.scheduler.move(op, self._context.lane(OpKind.CHECK))
         elif fetch.refused:
@@ -99,12 +102,7 @@ class Fetches:
     def checked(self, op: Op, outcome: Outcome) -> None:
         """CHECK has ended: ask the next tier for cells that this one lacked or that are bad."""
         fetch: Fetch = op.what
-        if outcome is not CellOutcome.DONE:
-            cells = _cells_of(fetch)
-            for cell, each in zip(cells, each_of(outcome, len(cells)), strict=True):
-                if each is CellOutcome.CORRUPT:
-                    self.remove(fetch.slab, cell, fetch.tier, op.owner)
-            _refuse(fetch, outcome)
+        self._refuse(op, outcome)
         if fetch.refused:
             self._try_elsewhere(op)
         elif not fetch.entry.indexed:  # before a reset
@@ -173,6 +171,24 @@ class Fetches:
                 return tier
         return None
 
+    def _refuse(self, op: Op, outcome: Outcome) -> Sequence[int]:
+        """Note which cells a tier did not give, and remove bad ones; returns the others."""
+        fetch: Fetch = op.what
+        cells = range(fetch.slab.num_cells) if fetch.cells is None else fetch.cells
+        if outcome is CellOutcome.DONE:
+            return cells
+        given = []
+        for cell, each in zip(cells, each_of(outcome, len(cells)), strict=True):
+            if each is CellOutcome.DONE:
+                given.append(cell)
+                continue
+            fetch.refused.append(cell)
+            if each is not CellOutcome.MISSING:
+                fetch.reason = each
+            if each is CellOutcome.CORRUPT:
+                self.remove(fetch.slab, cell, fetch.tier, op.owner)
+        return given
+
     def _try_elsewhere(self, op: Op) -> None:
         """The tier did not give all cells: try again, or the next tier, or fail."""
         fetch: Fetch = op.what
@@ -216,24 +232,6 @@ class Fetches:
         self._context.scheduler.fail(op)
         self._context.host_cache.failed(entry)
         self._context.host_cache.unpin(entry)
-
-
-def _cells_of(fetch: Fetch) -> Sequence[int]:
-    return range(fetch.slab.num_cells) if fetch.cells is None else fetch.cells
-
-
-def _refuse(fetch: Fetch, outcome: Outcome) -> Sequence[int]:
-    """Note which cells a tier did not give, or gave badly; returns the others."""
-    cells = _cells_of(fetch)
-    if outcome is CellOutcome.DONE:
-        return cells
-    outcomes = dict(zip(cells, each_of(outcome, len(cells)), strict=True))
-    for cell, each in outcomes.items():
-        if each is not CellOutcome.DONE:
-            fetch.refused.append(cell)
-            if each is not CellOutcome.MISSING:
-                fetch.reason = each
-    return [cell for cell, each in outcomes.items() if each is CellOutcome.DONE]
 
 
 def _narrow(op: Op, cells: Sequence[int]) -> None:
