@@ -96,8 +96,7 @@ class Planner:
     KV cache groups on this rank. `keeps_all`: there is a host tier, which keeps this rank's cells
     of every chunk that it fetches, not only of those that it stores. `siblings` are the replicas of
     this rank on its host, by their number in the set (`replicas.py`). A slab has at most
-    `slab_cells` cells and `slab_bytes` bytes, but for one cell that is larger; `by_span`: and the
-    layers of one span.
+    `slab_cells` cells and about `slab_bytes` of payload; `by_span`: and the layers of one span.
     """
 
     cells: tuple[LocalCell, ...]
@@ -292,18 +291,18 @@ class Planner:
         return Counter(cells[0].span.layer_group for cells in self._cut())
 
     def _cut(self) -> list[tuple[LocalCell, ...]]:
-        """Cut this rank's cells of a chunk into slabs."""
-        slabs: list[list[LocalCell]] = []
-        open_in: dict[object, list[LocalCell]] = {}
+        """Cut this rank's cells of a chunk into slabs of about equal size."""
+        together: dict[object, list[LocalCell]] = {}
         for cell in self.cells:
             group = cell.span.layer_group, cell.span.start if self.by_span else 0
-            slab = open_in.get(group)
-            nbytes = sum(map(self._cell_bytes, slab or ())) + self._cell_bytes(cell)
-            if slab is None or len(slab) == self.slab_cells or nbytes > self.slab_bytes:
-                slab = open_in[group] = []
-                slabs.append(slab)
-            slab.append(cell)
-        return [tuple(slab) for slab in slabs]
+            together.setdefault(group, []).append(cell)
+        slabs = []
+        for cells in together.values():
+            nbytes = sum(cell.payload_bytes(self.local_chunk_tokens) for cell in cells)
+            parts = max(-(-len(cells) // self.slab_cells), -(-nbytes // self.slab_bytes))
+            step = -(-len(cells) // parts)
+            slabs += [tuple(cells[i : i + step]) for i in range(0, len(cells), step)]
+        return slabs
 
     def _with_weights(self, weights_version: str) -> _Names:
         names = self._names.get(weights_version)
