@@ -196,9 +196,10 @@ def with_slab_limits(planner: Planner, device: Device, staging_bytes: int) -> Pl
 
 
 def spare_threads(device: Device, ranks: int) -> int:
-    """How many threads may compute checksums at once, without the GIL, at 12 GB/s each.
+    """Return the number of threads that may compute checksums at once.
 
-    On a CPU the model needs the cores; beside a device a worker has `SPARE_SHARE` of its part.
+    Each computes 12 GB/s without the GIL. On a CPU the model needs the cores; beside a device a
+    worker has `SPARE_SHARE` of its part.
     """
     if device.is_host:
         return 1
@@ -213,7 +214,7 @@ def lanes_of(
     replica_bytes: int | None,
     seal_threads: int = 1,
 ) -> dict[LaneName, tuple[int, LaneLimits]]:
-    """How many threads each lane has, and its limits.
+    """Return the number of threads of each lane, and its limits.
 
     `copy_bytes`: most of a gather or scatter; `copy_threads`: as `Copier.num_threads`.
     `seal_threads`: those of seals and of checks, whose checksums take one core each.
@@ -249,7 +250,7 @@ def lanes_of(
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What both sides know of the model and its engine."""
+    """Facts about the model and its engine that scheduler and workers share."""
 
     namespace: Namespace
     """Empty in a worker, which is sent it later (`WorkerSide.use_namespace`)."""
@@ -283,7 +284,7 @@ class ModelShape:
 
     @property
     def cells_per_chunk(self) -> int:
-        """Of the whole model."""
+        """The number of cells in a chunk of the whole model."""
         return sum(
             len(layer_group.topology.all_shards()) * len(layer_group.topology.all_spans())
             for layer_group in self.layer_groups
@@ -710,7 +711,7 @@ def _check_memory(config: KVPoolConfig, specs: TierSpecs, ranks: int) -> None:
 
 
 def encrypted_cells(config: KVPoolConfig, stores: "Sequence[Store]") -> "EncryptedCells | None":
-    """What encrypts and decrypts cells; None if they are not encrypted. Raises ConfigError."""
+    """Return the encryption of cells; None if cells are not encrypted. Raises ConfigError."""
     if not config.encrypts_cells:
         return None
     try:
@@ -794,7 +795,7 @@ def _members(cells: Sequence[LocalCell], exchange: ReplicaExchange) -> dict[str,
 
 
 def memory_source(device: Device, specs: Sequence[StoreSpec]) -> Callable[[int], memoryview | None]:
-    """Where staging memory comes from: the device's runtime, unless files are written from it.
+    """Return the source of staging memory: the device's runtime, unless files are written from it.
 
     Page-locked memory of Ascend's runtime has been seen to fail direct I/O (EFAULT), but a store
     that uses the device takes no other.

@@ -38,7 +38,7 @@ from vllm_kvpool.transfer.ops import (
 
 
 class LayerWaits:
-    """Which layers of a step are loaded, and which have waited for it (pure; the model's thread).
+    """The layers of a step that are loaded, and those that have waited (pure; the model's thread).
 
     A layer that was computed without waiting may have read pages that were not filled; then the
     step's layered loads count as failed. `spans`: each layer's name -> the first layer of its
@@ -366,7 +366,7 @@ class PoolWorker:
         return plan, kept
 
     def take_report(self) -> StepReport | None:
-        """What has happened since the last call, for the scheduler side; None if nothing."""
+        """Return the report of all events since the last call; None if there were none."""
         if not self._reports:
             return None
         reports, self._reports = self._reports, []

@@ -71,7 +71,7 @@ class SlabOp:
 
     @property
     def part(self) -> Part:
-        """What the op's lane is told."""
+        """The cells to move and their slots, for the op's lane."""
         slots = () if self.entry is None else self.entry.slots
         if self.cells is not None and slots:
             slots = [slots[cell] for cell in self.cells]

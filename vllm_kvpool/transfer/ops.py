@@ -110,7 +110,7 @@ class LoadPlan:
     layered: bool = False
     """The request is running: load in the order of its layers, and report each `SpanLoaded`."""
     before: tuple[bytes, ...] = ()
-    """As in `SavePlan`."""
+    """Hashes of the chunks before the first one, as in `SavePlan`."""
     tenant: str = ""
     landed_stop: int | None = None
     """Chunks from this index on are not stored yet: a `Landed` follows for each group of chunks
@@ -147,7 +147,7 @@ class PrefetchPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlabKind:
-    """What the slabs of one kind have in common: the same cells of each chunk, of one layer group.
+    """The common part of slabs of one kind: the same cells of each chunk, of one layer group.
 
     `part` tells apart the kinds that share a layer group; empty if it has one. `cells` say where a
     slab lies in this rank's pages, `sizes` how many bytes its cells have in a store (header and
@@ -172,7 +172,7 @@ class SlabKind:
 
 
 class Slab(NamedTuple):
-    """What a rank has of a chunk in one layer group, or a part of it: the unit of copies, slots,
+    """A rank's cells of a chunk in one layer group, or some of them: the unit of copies, slots,
     pins and eviction.
 
     Stores know its cells by their keys. `pages` is empty where no pages take part (prefetches,
@@ -208,11 +208,11 @@ class Slab(NamedTuple):
 
 
 Cells = Sequence[int] | None
-"""Which cells of a slab, by their places in it; None: all."""
+"""Cells of a slab by their places in it; None: all."""
 
 
 class Part(NamedTuple):
-    """What an op of a batch moves: these cells of a slab, each in its slot."""
+    """The cells of a slab that an op of a batch moves, each in its slot."""
 
     slab: Slab
     slots: "Sequence[Slot]"  # none for a REMOVE, and where pages are filled with zeros
@@ -245,7 +245,7 @@ class LoadJob(NamedTuple):
 
 
 class SaveJob(NamedTuple):
-    """As `LoadJob`."""
+    """A plan's first slabs, and the others as the engine asks for them, as in `LoadJob`."""
 
     plan: SavePlan
     slabs: tuple[Slab, ...]
@@ -313,7 +313,7 @@ class CellOutcome(Enum):
 STORED = frozenset({CellOutcome.DONE, CellOutcome.EXISTED})  # of a put
 
 Outcome = CellOutcome | tuple[CellOutcome, ...]
-"""What became of a part: one outcome of all its cells, or one of each."""
+"""The outcome of a part: one of all its cells, or a tuple with one of each."""
 
 
 def outcome_of(each: Sequence[CellOutcome]) -> Outcome:

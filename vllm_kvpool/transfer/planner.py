@@ -142,7 +142,7 @@ class Planner:
         return LoadJob(plan, first, self.load_timeout_s, rest=rest if parts[1:] else NO_SLABS)
 
     def begin_save(self, plan: SavePlan) -> SaveJob:
-        """As `begin_load`."""
+        """Return the job of a plan with its first slabs, as `begin_load`."""
         # How far a prompt is stored is counted over all slabs of its plan.
         parts = [plan] if plan.topic else self._parts(plan)
         rest = (self.save(part).slabs for part in parts[1:])

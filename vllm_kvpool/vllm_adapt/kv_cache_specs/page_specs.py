@@ -1,4 +1,4 @@
-"""Which of vLLM's page contents can be cut into rows, one for each token, head and layer.
+"""vLLM's page contents that can be cut into rows, one for each token, head and layer.
 
 A row must be complete: no scale of it may lie with other tokens or heads, since those are stored,
 evicted and loaded apart. Layouts of a backend's own are accepted by name only, because a size does
@@ -246,7 +246,7 @@ def form_written_by(
     stored: torch.dtype,
     value_type: torch.dtype,
 ) -> page_formats.CpuForm | None:
-    """Which known form `write` gives a block of one head; None if it is another.
+    """Return the known form that `write` gives a block of one head; None if it is another.
 
     `write(k_thd, v_thd, halves)` puts rows into the two halves of the pages. A kernel is tried, as
     its name does not say: "neon" packs bfloat16 only in builds for ARM with matrix instructions.
