@@ -113,6 +113,11 @@ class Planner:
     by_span: bool = False
     _names: dict[str, _Names] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By version of the weights, the last `VERSIONS_KEPT`."""
+    _slabs: list[tuple[LocalCell, ...]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    """This rank's cells of a chunk, cut into slabs: the same tuples under every version, since
+    lanes keep what they know of a slab's pages by its tuple."""
 
     def named(self, namespace: Namespace, drafter: str = "") -> Self:
         """A planner of the same cells in another namespace, those of drafts by this drafter."""
@@ -293,6 +298,8 @@ class Planner:
 
     def _cut(self) -> list[tuple[LocalCell, ...]]:
         """Cut this rank's cells of a chunk into slabs."""
+        if self._slabs:
+            return self._slabs
         slabs: list[list[LocalCell]] = []
         open_in: dict[object, list[LocalCell]] = {}
         for cell in self.cells:
@@ -303,7 +310,8 @@ class Planner:
                 slab = open_in[group] = []
                 slabs.append(slab)
             slab.append(cell)
-        return [tuple(slab) for slab in slabs]
+        self._slabs.extend(map(tuple, slabs))
+        return self._slabs
 
     def _with_weights(self, weights_version: str) -> _Names:
         names = self._names.get(weights_version)
