@@ -87,7 +87,7 @@ class Fetches:
         if not fetch.entry.indexed:  # before a reset
             self._fail(op, CellOutcome.CANCELLED)
             return
-        given = _refuse(fetch, outcome)
+        given = self._refuse(op, outcome)
         if fetch.tier != REPLICA and given:
             _narrow(op, given)
             self._context.scheduler.move(op, self._context.lane(OpKind.CHECK))
@@ -100,17 +100,34 @@ class Fetches:
         """CHECK has ended: ask the next tier for cells that this one lacked or that are bad."""
         fetch: Fetch = op.what
         if outcome is not CellOutcome.DONE:
-            cells = _cells_of(fetch)
-            for cell, each in zip(cells, each_of(outcome, len(cells)), strict=True):
-                if each is CellOutcome.CORRUPT:
-                    self.remove(fetch.slab, cell, fetch.tier, op.owner)
-            _refuse(fetch, outcome)
+            self._refuse(op, outcome)
         if fetch.refused:
             self._try_elsewhere(op)
         elif not fetch.entry.indexed:  # before a reset
             self._fail(op, CellOutcome.CANCELLED)
         else:
             self._arrived(op)
+
+    def _refuse(self, op: Op, outcome: Outcome) -> Sequence[int]:
+        """Note which cells a tier did not give, or gave badly; returns the others.
+
+        Bad cells are removed from it: those of a wrong size, which GET tells, and damaged ones.
+        """
+        fetch: Fetch = op.what
+        cells = range(fetch.slab.num_cells) if fetch.cells is None else fetch.cells
+        if outcome is CellOutcome.DONE:
+            return cells
+        given = []
+        for cell, each in zip(cells, each_of(outcome, len(cells)), strict=True):
+            if each is CellOutcome.DONE:
+                given.append(cell)
+                continue
+            fetch.refused.append(cell)
+            if each is not CellOutcome.MISSING:
+                fetch.reason = each
+            if each is CellOutcome.CORRUPT:
+                self.remove(fetch.slab, cell, fetch.tier, op.owner)
+        return given
 
     def _arrived(self, op: Op) -> None:
         fetch, host_cache = op.what, self._context.host_cache
@@ -216,24 +233,6 @@ class Fetches:
         self._context.scheduler.fail(op)
         self._context.host_cache.failed(entry)
         self._context.host_cache.unpin(entry)
-
-
-def _cells_of(fetch: Fetch) -> Sequence[int]:
-    return range(fetch.slab.num_cells) if fetch.cells is None else fetch.cells
-
-
-def _refuse(fetch: Fetch, outcome: Outcome) -> Sequence[int]:
-    """Note which cells a tier did not give, or gave badly; returns the others."""
-    cells = _cells_of(fetch)
-    if outcome is CellOutcome.DONE:
-        return cells
-    outcomes = dict(zip(cells, each_of(outcome, len(cells)), strict=True))
-    for cell, each in outcomes.items():
-        if each is not CellOutcome.DONE:
-            fetch.refused.append(cell)
-            if each is not CellOutcome.MISSING:
-                fetch.reason = each
-    return [cell for cell, each in outcomes.items() if each is CellOutcome.DONE]
 
 
 def _narrow(op: Op, cells: Sequence[int]) -> None:
