@@ -70,7 +70,8 @@ class SlotPool:
 
 
 def _take_out(place: set[Slot], slots: Sequence[Slot]) -> None:
-    """Take slots out of a set, which must have them all: a slot that is free twice has two users."""
+    """Take slots out of a set, which must have all of them: a slot that is free twice would have
+    two holders."""
     if not place.issuperset(slots):
         raise KeyError(slots)
     place.difference_update(slots)
