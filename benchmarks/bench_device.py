@@ -66,11 +66,11 @@ from vllm_kvpool.transfer.graph import Batch
 from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.lanes import BatchRunner
 from vllm_kvpool.transfer.ops import (
-    CellOutcome,
     JobId,
     JobPages,
     LoadDone,
     LoadPlan,
+    Outcome,
     Report,
     SaveDone,
     SaveGathered,
@@ -327,7 +327,7 @@ class Rig:
             slot_bytes=SLOT_BYTES,
         )
 
-        def perform(batch: Batch) -> Sequence[CellOutcome]:
+        def perform(batch: Batch) -> Sequence[Outcome]:
             self.batches[batch.lane.kind.value] += 1
             return runner.perform(batch)
 

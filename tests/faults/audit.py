@@ -31,7 +31,7 @@ def check_nothing_leaked(rig: Rig, *, stuck: bool = False) -> None:
         assert not executor.unreported, f"never reported: {executor.unreported}\n{rig.describe()}"
         if not stuck:
             host_cache = executor.engine.context.host_cache
-            kept = sum(entry.slot is not None for entry in host_cache)
+            kept = sum(len(entry.slots) for entry in host_cache)
             assert host_cache.slots.num_held == kept, f"{host_cache.slots.num_held} slots, {kept}"
             assert host_cache.slots.num_quarantined == 0
             assert kept <= host_cache.capacity, "slots are kept although there is no host tier"

@@ -41,16 +41,19 @@ class SlotPool:
         return slots
 
     def give_back(self, slots: Sequence[Slot]) -> None:
-        """The holder is done, or the transfer into quarantined slots has ended."""
-        if self._quarantined.isdisjoint(slots):
-            self._held.difference_update(slots)
-        else:
-            self._quarantined.difference_update(slots)
+        """The holder is done, or the transfer into quarantined slots has ended.
+
+        KeyError if not all of them are held, or not all in quarantine.
+        """
+        _take_out(self._held if self._quarantined.isdisjoint(slots) else self._quarantined, slots)
         self._free += slots
 
     def quarantine(self, slots: Sequence[Slot]) -> None:
-        """The holder gives up while a transfer may still write: out of use until `give_back`."""
-        self._held.difference_update(slots)
+        """The holder gives up while a transfer may still write: out of use until `give_back`.
+
+        KeyError if not all of them are held.
+        """
+        _take_out(self._held, slots)
         self._quarantined.update(slots)
 
     @property
@@ -64,3 +67,11 @@ class SlotPool:
     @property
     def num_quarantined(self) -> int:
         return len(self._quarantined)
+
+
+def _take_out(place: set[Slot], slots: Sequence[Slot]) -> None:
+    """Take slots out of a set, which must have all of them: a slot that is free twice would have
+    two holders."""
+    if not place.issuperset(slots):
+        raise KeyError(slots)
+    place.difference_update(slots)

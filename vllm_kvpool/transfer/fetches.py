@@ -172,7 +172,10 @@ class Fetches:
         return None
 
     def _refuse(self, op: Op, outcome: Outcome) -> Sequence[int]:
-        """Note which cells a tier did not give, and remove bad ones; returns the others."""
+        """Note the cells that a tier did not give, and remove bad ones; returns the others.
+
+        Bad are cells of a wrong size, which GET tells, and damaged ones.
+        """
         fetch: Fetch = op.what
         cells = range(fetch.slab.num_cells) if fetch.cells is None else fetch.cells
         if outcome is CellOutcome.DONE:

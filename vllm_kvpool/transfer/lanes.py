@@ -38,6 +38,7 @@ from vllm_kvpool.transfer.ops import (
     Slab,
     each_of,
     outcome_of,
+    worst_of,
 )
 from vllm_kvpool.transfer.trace import NO_TRACE, Span, Trace
 
@@ -364,7 +365,9 @@ class BatchRunner:
         kind, tier = batch.lane
         tier_name = NO_STORE.get(tier) or self.names[tier]
         nbytes, counts = batch.nbytes, Counter({CellOutcome.DONE: batch.num_cells})
-        if outcomes.count(CellOutcome.DONE) < len(batch.parts):
+        if kind is OpKind.FENCE:  # it has no cells
+            counts = Counter(map(worst_of, outcomes))
+        elif outcomes.count(CellOutcome.DONE) < len(batch.parts):
             nbytes, counts = 0, Counter()
             for part, outcome in zip(batch.parts, outcomes, strict=True):
                 each = each_of(outcome, part.num_cells)

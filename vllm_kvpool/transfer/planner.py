@@ -96,7 +96,8 @@ class Planner:
     KV cache groups on this rank. `keeps_all`: there is a host tier, which keeps this rank's cells
     of every chunk that it fetches, not only of those that it stores. `siblings` are the replicas of
     this rank on its host, by their number in the set (`replicas.py`). A slab has at most
-    `slab_cells` cells and about `slab_bytes` of payload; `by_span`: and the layers of one span.
+    `slab_cells` cells and `slab_bytes` of payload, but for one cell that is larger; `by_span`: and
+    the layers of one span.
     """
 
     cells: tuple[LocalCell, ...]
@@ -112,6 +113,11 @@ class Planner:
     by_span: bool = False
     _names: dict[str, _Names] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By version of the weights, the last `VERSIONS_KEPT`."""
+    _slabs: list[tuple[LocalCell, ...]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    """This rank's cells of a chunk, cut into slabs: the same tuples under every version, since
+    lanes keep what they know of a slab's pages by its tuple."""
 
     def named(self, namespace: Namespace, drafter: str = "") -> Self:
         """A planner of the same cells in another namespace, those of drafts by this drafter."""
@@ -291,18 +297,22 @@ class Planner:
         return Counter(cells[0].span.layer_group for cells in self._cut())
 
     def _cut(self) -> list[tuple[LocalCell, ...]]:
-        """Cut this rank's cells of a chunk into slabs of about equal size."""
-        together: dict[object, list[LocalCell]] = {}
+        """Cut this rank's cells of a chunk into slabs."""
+        if self._slabs:
+            return self._slabs
+        slabs: list[list[LocalCell]] = []
+        open_in: dict[object, tuple[list[LocalCell], int]] = {}
         for cell in self.cells:
             group = cell.span.layer_group, cell.span.start if self.by_span else 0
-            together.setdefault(group, []).append(cell)
-        slabs = []
-        for cells in together.values():
-            nbytes = sum(cell.payload_bytes(self.local_chunk_tokens) for cell in cells)
-            parts = max(-(-len(cells) // self.slab_cells), -(-nbytes // self.slab_bytes))
-            step = -(-len(cells) // parts)
-            slabs += [tuple(cells[i : i + step]) for i in range(0, len(cells), step)]
-        return slabs
+            slab, nbytes = open_in.get(group, ([], 0))
+            nbytes += cell.payload_bytes(self.local_chunk_tokens)
+            if not slab or len(slab) == self.slab_cells or nbytes > self.slab_bytes:
+                slab, nbytes = [], cell.payload_bytes(self.local_chunk_tokens)
+                slabs.append(slab)
+            slab.append(cell)
+            open_in[group] = slab, nbytes
+        self._slabs.extend(map(tuple, slabs))
+        return self._slabs
 
     def _with_weights(self, weights_version: str) -> _Names:
         names = self._names.get(weights_version)
