@@ -12,9 +12,10 @@ from tests.support.buffers import make_buffer, random_bytes
 from tests.support.fakes import FakeClock, FakeCopier, FakeTrace
 from tests.support.faults import Fault, FaultyStore
 from tests.support.memory_store import MemoryStore
+from tests.support.moves import plain, slab
 from tests.support.store_contract import StoreContract
 from vllm_kvpool.identity.keys import HeadShard, LayerSpan, key_digest
-from vllm_kvpool.layout.pages import CellMove
+from vllm_kvpool.layout.pages import SlabMove
 from vllm_kvpool.layout.topology import LocalCell, Piece
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
@@ -304,22 +305,9 @@ def test_a_move_is_clipped_to_its_job(
     if kind is OpKind.SCATTER:
         moves, others = others, moves
     assert others == []
-    assert moves == [
-        CellMove(
-            address=bench.arena.payload_address(Slot(slot)),
-            layer_start=0,
-            layer_stop=2,
-            head_start=1,
-            head_stop=2,
-            block_ids=pages.block_ids,
-            table_start=64,
-            chunk_start=chunk * CHUNK_TOKENS,
-            chunk_tokens=CHUNK_TOKENS,
-            token_start=tokens[0],
-            token_stop=tokens[1],
-        )
-        for slot in (0, 1)
-    ]
+    payloads = [bench.arena.payload_address(Slot(slot)) for slot in (0, 1)]
+    rows = pages.block_ids, 64, chunk * CHUNK_TOKENS, CHUNK_TOKENS, *tokens
+    assert [plain(move) for move in moves] == [plain(slab(payloads, [(0, 2, 1, 2)] * 2, *rows))]
     assert bench.counts("kvpool_copy_bytes") == {
         f"kvpool_copy_bytes{{direction={kind.value}}}": 2 * CELL_BYTES
     }
@@ -334,11 +322,10 @@ def test_pieces_of_a_cell_are_moved_by_tables_of_their_own(kind: OpKind) -> None
     assert bench.runner.perform(batch) == [DONE]
     payload = bench.arena.payload_address(Slot(0))
     moved = bench.gatherer.gathered if kind is OpKind.GATHER else bench.scatterer.scattered
-    first = CellMove(payload, 0, 1, 1, 2, (7,), 96, 96, CHUNK_TOKENS, 96, 120)
-    second = CellMove(
-        payload + 3 * CHUNK_TOKENS * ROW_BYTES, 1, 2, 1, 2, (5, 6), 64, 96, CHUNK_TOKENS, 96, 128
-    )
-    assert moved == [first, second]
+    later = payload + 3 * CHUNK_TOKENS * ROW_BYTES
+    first = slab([payload], [(0, 1, 1, 2)], (7,), 96, 96, CHUNK_TOKENS, 96, 120)
+    second = slab([later], [(1, 2, 1, 2)], (5, 6), 64, 96, CHUNK_TOKENS, 96, 128)
+    assert [plain(move) for move in moved] == [plain(first), plain(second)]
 
 
 @pytest.mark.parametrize("kind", [OpKind.GATHER, OpKind.SCATTER])
@@ -357,9 +344,9 @@ def test_a_state_is_one_row_in_the_place_of_the_last_token_before_its_boundary(
     assert bench.runner.perform(batch) == [DONE]
     payload = bench.arena.payload_address(Slot(0))
     moved = bench.gatherer.gathered if kind is OpKind.GATHER else bench.scatterer.scattered
-    assert moved == [
-        CellMove(payload, 0, 1, 0, 1, (7,), last, last, 1, last, last + 1),
-        CellMove(payload + ROW_BYTES, 1, 2, 0, 1, (9,), last, last, 1, last, last + 1),
+    assert [plain(move) for move in moved] == [
+        plain(slab([payload], [(0, 1, 0, 1)], (7,), last, last, 1, last, last + 1)),
+        plain(slab([payload + ROW_BYTES], [(1, 2, 0, 1)], (9,), last, last, 1, last, last + 1)),
     ]
 
 
@@ -375,8 +362,9 @@ def test_layers_whose_group_does_not_need_the_chunk_are_not_moved() -> None:
     batch = batch_of(OpKind.SCATTER, "key-a", pages=pages, pieces=pieces, chunk=3)
     assert bench.runner.perform(batch) == [DONE]
     [moved] = bench.scatterer.scattered
-    assert isinstance(moved, CellMove)
-    assert (moved.layer_start, moved.block_ids, moved.token_start) == (1, (7,), 96)
+    assert isinstance(moved, SlabMove)
+    assert moved.places.tolist() == [[1, 2, 1, 2]]
+    assert (moved.block_ids, moved.token_start) == ((7,), 96)
 
 
 # What is counted and recorded
@@ -555,7 +543,7 @@ def test_rows_before_the_prompt_are_zeros_in_a_drafters_first_cell() -> None:
         assert bench.runner.perform(batch) == [DONE]
     assert bench.payload(0) == bytes(PAYLOAD_BYTES)
     assert bench.payload(1) == b"\1" * PAYLOAD_BYTES
-    moves = [each for each in bench.gatherer.gathered if isinstance(each, CellMove)]
+    moves = [each for each in bench.gatherer.gathered if isinstance(each, SlabMove)]
     assert [(move.chunk_start, move.token_start, move.token_stop) for move in moves] == [
         (-1, 0, CHUNK_TOKENS - 1),
         (CHUNK_TOKENS - 1, CHUNK_TOKENS - 1, 2 * CHUNK_TOKENS - 1),
@@ -570,5 +558,5 @@ def test_pages_of_a_cell_without_a_slot_are_filled_with_zeros() -> None:
     batch.slots = [None]
     assert bench.runner.perform(batch) == [DONE]
     [move] = bench.scatterer.scattered
-    assert isinstance(move, CellMove)
-    assert move.address == zeros.address
+    assert isinstance(move, SlabMove)
+    assert move.addresses.tolist() == [zeros.address]

@@ -12,17 +12,20 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, repeat, starmap
+from itertools import groupby, islice, repeat, starmap
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
 
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import key_digest
-from vllm_kvpool.layout.pages import CellMove
+from vllm_kvpool.layout.pages import SlabMove
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import Arena
-from vllm_kvpool.staging.copier import Copier
+from vllm_kvpool.staging.copier import MAX_TEMPLATES, Copier
+from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import Buffer, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, CellFault, verify, write_header
 from vllm_kvpool.transfer.graph import Batch, BatchDone
@@ -32,12 +35,14 @@ from vllm_kvpool.transfer.ops import (
     REPLICA,
     Cell,
     CellOutcome,
+    JobPages,
     LaneName,
     OpKind,
 )
 from vllm_kvpool.transfer.trace import NO_TRACE, Span, Trace
 
 if TYPE_CHECKING:
+    from vllm_kvpool.layout.pages import Int64s
     from vllm_kvpool.storage.base import Pinning
     from vllm_kvpool.storage.contents.encryption import EncryptedCells
 
@@ -144,25 +149,37 @@ Borrow = Callable[[Sequence[Cell], Sequence[Buffer], int], list[CellOutcome]]
 """`ReplicaExchange.borrow`."""
 
 
-_Rows = tuple[Sequence[int], int, int, int, int, int]
-"""The last fields of a `CellMove`: what cells of one chunk have in common."""
+class _Pieces(NamedTuple):
+    """Pieces of a slab's cells that share a block table and the geometry of rows."""
+
+    group: int  # KV cache group
+    num_rows: int
+    per_row: int  # tokens
+    lookahead: int
+    cells: "Int64s | slice"  # of each piece: the index of its cell in the slab
+    offsets: "Int64s"  # of each piece in its cell's payload
+    places: "Int64s"  # as in `SlabMove`
 
 
-class _Place:
-    """What every chunk's cell of one `LocalCell` has in common: its pieces, each with its KV cache
-    group, its offset in the payload, and its layers and heads."""
+def _pieces_of(locals_: Sequence[LocalCell], tokens: int) -> list[_Pieces]:
+    found: defaultdict[tuple[int, int, int, int], list[tuple[int, ...]]] = defaultdict(list)
+    for index, local in enumerate(locals_):
+        rows = local.rows(tokens)
+        for group, *place, rows_before in local.pieces:
+            offset = rows_before * rows * local.row_bytes
+            key = group, rows, local.tokens_per_row, local.lookahead
+            found[key].append((index, offset, *place))
+    result = []
+    for key, pieces in found.items():
+        table = np.array(pieces, np.int64)
+        is_one_each = table[:, 0].tolist() == list(range(len(locals_)))
+        cells = slice(None) if is_one_each else table[:, 0]  # a view takes less time
+        result.append(_Pieces(*key, cells, table[:, 1], np.ascontiguousarray(table[:, 2:])))
+    return result
 
-    def __init__(self, local: LocalCell, tokens: int) -> None:
-        self.local = local  # its id is a key
-        self.num_rows, self.per_row = local.rows(tokens), local.tokens_per_row
-        self.pieces = [
-            (
-                piece.group,
-                piece.rows_before * self.num_rows * local.row_bytes,
-                (piece.layer_start, piece.layer_stop, piece.head_start, piece.head_stop),
-            )
-            for piece in local.pieces
-        ]
+
+def _chunk_of(cell: Cell) -> tuple[int, int, int]:
+    return id(cell.pages), cell.chunk.position, cell.end_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +199,10 @@ class BatchRunner:
     borrow: Borrow | None = None  # where replicas are on this host
     encrypted: "EncryptedCells | None" = None  # if cells are encrypted
     zeros: Buffer | None = None  # as many bytes of zeros as the largest optional cell has
-    _places: dict[tuple[int, int], _Place] = field(default_factory=dict, init=False)
-    """By a `LocalCell`, whose hash takes as long as the rest of a move, and a prompt's end."""
+    _slabs: dict[tuple[int, ...], tuple[list[_Pieces], list[LocalCell]]] = field(
+        default_factory=dict, init=False
+    )
+    """By a prompt's end and the ids of `LocalCell`s, whose hashes take as long as all the rest."""
 
     def perform(self, batch: Batch) -> list[CellOutcome]:
         """Perform a batch; one outcome per cell."""
@@ -297,40 +316,42 @@ class BatchRunner:
                 view = self.arena.buffer(slot, cell.nbytes).view[HEADER_BYTES:]
                 view[:] = bytes(len(view))
 
-    def _moves(self, batch: Batch) -> list[CellMove]:
-        moves: list[CellMove] = []
-        ranges: dict[tuple[int, int, int, int], _Rows | None] = {}  # of the cells of one chunk
-        chunk: tuple[object, ...] = ()
-        for cell, slot in zip(batch.cells, batch.slots, strict=True):
-            local, end_tokens = cell.local, cell.end_tokens
-            assert local is not None, cell
-            if chunk != (of_cell := (id(cell.pages), cell.chunk.position, end_tokens)):
-                chunk = of_cell
-                ranges.clear()
-            place = self._places.get((id(local), end_tokens))
-            if place is None:
-                place = _Place(local, end_tokens or self.chunk_tokens)
-                self._places[id(local), end_tokens] = place
-            if slot is None:  # an optional cell that cannot be had
-                assert self.zeros is not None, cell
-                payload = self.zeros.address
-            else:
-                payload = self.arena.payload_address(slot)
-            for group, offset, where in place.pieces:
-                key = group, place.num_rows, place.per_row, local.lookahead
-                if key not in ranges:
-                    ranges[key] = self._rows(cell, group, place)
-                rows = ranges[key]
-                if rows is not None:  # this piece's group needs the chunk
-                    moves.append(CellMove._make((payload + offset, *where, *rows)))
+    def _moves(self, batch: Batch) -> list[SlabMove]:
+        moves: list[SlabMove] = []
+        payloads, stop = np.array(list(map(self._payload, batch.slots)), np.int64), 0
+        for (_, position, end_tokens), chunk in groupby(batch.cells, _chunk_of):
+            cells = list(chunk)
+            key = end_tokens, *[id(cell.local) for cell in cells]
+            if (slab := self._slabs.get(key)) is None:
+                locals_ = [cell.local for cell in cells if cell.local is not None]
+                assert len(locals_) == len(cells), cells
+                if len(self._slabs) >= MAX_TEMPLATES:
+                    self._slabs.clear()
+                slab = _pieces_of(locals_, end_tokens or self.chunk_tokens), locals_
+                self._slabs[key] = slab
+            start, stop = stop, stop + len(cells)
+            for pieces in slab[0]:
+                pages = cells[0].pages[pieces.group]
+                rows = self._rows(pages, position, end_tokens, pieces)
+                if rows is not None:  # this group needs the chunk
+                    addresses = payloads[start:stop][pieces.cells] + pieces.offsets
+                    moves.append(SlabMove(addresses, pieces.places, *rows))
         return moves
 
-    def _rows(self, cell: Cell, group: int, place: "_Place") -> "_Rows | None":
-        """The rows of a cell to move, and their places in a KV cache group's pages."""
+    def _payload(self, slot: Slot | None) -> int:
+        if slot is None:  # an optional cell that cannot be had
+            assert self.zeros is not None
+            return self.zeros.address
+        return self.arena.payload_address(slot)
+
+    def _rows(
+        self, pages: JobPages, position: int, end_tokens: int, pieces: _Pieces
+    ) -> tuple[Sequence[int], int, int, int, int, int] | None:
+        """The last fields of a `SlabMove`; None if there is nothing to move."""
         # A state has one row, in the place of the last token before its boundary.
-        num_rows, per_row, pages = place.num_rows, place.per_row, cell.pages[group]
-        start = cell.chunk.position * self.chunk_tokens - place.local.lookahead
-        if not cell.end_tokens:
+        num_rows, per_row = pieces.num_rows, pieces.per_row
+        start = position * self.chunk_tokens - pieces.lookahead
+        if not end_tokens:
             start += self.chunk_tokens - num_rows * per_row
         token_start = max(pages.token_start, start)
         token_stop = min(pages.token_stop, start + num_rows * per_row)
