@@ -39,7 +39,6 @@ def cell_move(
     return slab([address], [place], block_ids, table_start, chunk_start, chunk_tokens, start, stop)
 
 
-def plain(move: object) -> tuple[object, ...]:
+def plain(move: SlabMove) -> tuple[object, ...]:
     """The fields of a move, with lists for arrays: equal for equal moves."""
-    assert isinstance(move, SlabMove)
     return (move.addresses.tolist(), move.places.tolist(), *move[2:])

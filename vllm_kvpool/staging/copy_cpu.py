@@ -49,14 +49,13 @@ class CpuCopier:
 
     def __init__(self, layers: Sequence[LayerPages]) -> None:
         self._checker = MoveChecker(layers)
-        self._tables = lru_cache(MAX_TABLES)(self._tables_of)
         runs = [run for pages in layers for run in pages.runs]
         for run in runs:
             if run.num_elems > 1 and run.elem_stride != run.elem_bytes:
                 assert run.token_stride == run.elem_bytes in ELEM_BYTES, run
         self._runs = _table([astuple(run) for run in runs], _RUN_COLUMNS)
         run_stops = list(accumulate((len(pages.runs) for pages in layers), initial=0))
-        self._rows_before = list(accumulate((pages.row_bytes for pages in layers), initial=0))
+        self._rows_before = tuple(accumulate((pages.row_bytes for pages in layers), initial=0))
         starts = zip(self._rows_before, run_stops, run_stops[1:], strict=False)
         layer_rows = [
             (pages.tokens_per_block, pages.blocks_per_id, pages.row_bytes, *start)
@@ -81,27 +80,30 @@ class CpuCopier:
 
     def _run(self, moves: Sequence[SlabMove], *, is_gather: bool) -> None:
         for template, shape, addresses, block_ids in self._checker.check(moves):
-            groups, (heads, pieces, offsets) = self._tables(template, shape)
+            groups, (heads, pieces, offsets) = _tables(template, shape, self._rows_before)
             entries = np.empty((len(addresses), len(heads), 2), np.int64)
             entries[:, :, _HEAD] = heads
             entries[:, :, _ADDRESS] = addresses[:, pieces] + offsets
             pages = self._runs, self._layer_table
             _move_slabs(is_gather, *pages, groups, entries, block_ids)
 
-    def _tables_of(self, template: Template, shape: Shape) -> "tuple[Int64s, Int64s]":
-        """The groups of a move, and of its entries the heads, pieces and offsets in these."""
-        groups: list[tuple[int, ...]] = []
-        entries: list[tuple[int, int, int]] = []
-        by_layers = sorted(range(len(template.places)), key=template.places.__getitem__)
-        for layers, pieces in groupby(by_layers, lambda piece: template.places[piece][:2]):
-            start, stop = (self._rows_before[layer] for layer in layers)
-            head_bytes = (stop - start) * shape.chunk_tokens
-            first_entry = len(entries)
-            for piece in pieces:
-                heads = range(*template.places[piece][2:])
-                entries += [(head, piece, i * head_bytes) for i, head in enumerate(heads)]
-            groups.append((*layers, first_entry, len(entries), *shape))
-        return _table(groups, _GROUP_COLUMNS), _table(entries, 3).T
+
+@lru_cache(MAX_TABLES)
+def _tables(
+    template: Template, shape: Shape, rows_before: tuple[int, ...]
+) -> "tuple[Int64s, Int64s]":
+    """The groups of a move, and of its entries the heads, pieces and offsets in these."""
+    groups: list[tuple[int, ...]] = []
+    entries: list[tuple[int, int, int]] = []
+    by_layers = sorted(range(len(template.places)), key=template.places.__getitem__)
+    for layers, pieces in groupby(by_layers, lambda piece: template.places[piece][:2]):
+        head_bytes = (rows_before[layers[1]] - rows_before[layers[0]]) * shape.chunk_tokens
+        first_entry = len(entries)
+        for piece in pieces:
+            heads = range(*template.places[piece][2:])
+            entries += [(head, piece, i * head_bytes) for i, head in enumerate(heads)]
+        groups.append((*layers, first_entry, len(entries), *shape))
+    return _table(groups, _GROUP_COLUMNS), _table(entries, 3).T
 
 
 def _table(rows: Sequence[tuple[int, ...]], num_columns: int) -> "np.ndarray[Any, Any]":

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDEST_WORD_BYTES = max(_WORDS)
-BUFFER_BYTES = 16 << 20  # on the device, at a time; a cell that is larger goes alone
+BUFFER_BYTES = 16 << 20  # on the device, at a time; a chunk that is larger goes alone
 
 
 class _Piece(NamedTuple):

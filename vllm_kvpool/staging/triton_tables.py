@@ -31,7 +31,7 @@ NUM_COLUMNS, FRAGMENT_ENTRIES = 14, 9  # of the kernel's rows of a run and of a 
 MAX_FRAGMENT_TOKENS = 8192
 TABLE_ENTRIES = 4 * MAX_FRAGMENT_TOKENS  # int64 for the fragments of a round and their block ids
 PAYLOAD_ALIGNMENT = 256  # of payloads in a buffer
-MAX_REMEMBERED = 64  # kinds of calls, and of moves
+MAX_ROUNDS, MAX_CUTS = 64, 256  # kinds of calls and of moves that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class RoundCutter:
         rows = (pages.row_bytes for pages in layers)
         self._bytes_before = tuple(accumulate(rows, initial=0))  # each layer, of one token
         self._buffer_bytes = buffer_bytes
-        self.rounds = lru_cache(MAX_REMEMBERED)(self._rounds)
+        self.rounds = lru_cache(MAX_ROUNDS)(self._rounds)
 
     def launches(self, num_fragments: int, largest: Fragment) -> list[Any]:
         """The launches for fragments that are no larger in any direction."""
@@ -244,7 +244,7 @@ class RoundCutter:
         return Rounds(in_table, copies, rows[:, _COLUMNS.piece].copy(), parts)
 
 
-@lru_cache(MAX_REMEMBERED)
+@lru_cache(MAX_CUTS)
 def cut(
     template: Template, shape: Shape, bytes_before: tuple[int, ...], max_bytes: int
 ) -> "Int64s":
