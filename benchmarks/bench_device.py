@@ -45,7 +45,7 @@ from vllm_kvpool.sides import (
     with_slab_limits,
 )
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
-from vllm_kvpool.staging.copy_triton import Copy, Streams, TritonCopier
+from vllm_kvpool.staging.copy_triton import Streams, TritonCopier
 from vllm_kvpool.staging.devices import DEVICE_COPY_BATCH_BYTES, Device
 from vllm_kvpool.staging.slots import Slot, SlotPool
 from vllm_kvpool.staging.triton_tables import RunTable
@@ -83,6 +83,7 @@ ROW_BYTES = 2 * HEAD_DIM * 2
 TOKEN_BYTES = NUM_LAYERS * NUM_HEADS * ROW_BYTES
 BLOCK_BYTES = NUM_HEADS * BLOCK * ROW_BYTES  # of one layer
 CELLS_PER_CHUNK = NUM_HEADS * NUM_LAYERS // LAYER_SPAN
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
 SIZES, QUICK_SIZES = (2048, 8192, 32768), (2048,)
 COST_TOKENS = 8192  # 1 GiB
 STAGING_CELLS, KEPT_CELLS = 1024, 8192
@@ -118,16 +119,12 @@ class Link:
         """The next copy is the first."""
         self.first_at = None
 
-    def carry(self, start: float, copies: Sequence[Copy]) -> float:
+    def carry(self, start: float, copies: Int64s) -> float:
         """Copy after `start`; returns when that has ended."""
         now = time.perf_counter()
         if self.first_at is None:
             self.first_at = now
-        rows: object = copies  # an array where a list would be long
-        if isinstance(rows, np.ndarray):
-            nbytes = int(rows[:, 2].sum())
-        else:
-            nbytes = sum(nbytes for _, _, nbytes in copies)
+        nbytes = int(copies[:, 2].sum())
         self.num_bytes += nbytes
         loss_s = LIST_COPY_LOSS_S if len(copies) > 1 else COPY_LOSS_S
         seconds = nbytes / LINK_BYTES_S + len(copies) * loss_s
@@ -163,12 +160,13 @@ class SimulatedStream:
     def wait(self, event: Any) -> None:
         self.ready_at = max(self.ready_at, event.at)
 
-    def copy(self, copies: Sequence[Copy]) -> None:
+    def copy(self, copies: Int64s) -> None:
+        if copies[0, 2] < BLOCK_BYTES:  # a table, which shares the link and is not counted
+            return
         streams = self.streams
-        is_upload = copies[0][0] in streams.device_addresses
+        is_upload = copies[0, 0] in streams.device_addresses
         link = streams.to_device if is_upload else streams.to_host
-        if copies[0][2] >= BLOCK_BYTES:  # tables share the link, and are not counted
-            self.ready_at = link.carry(self.ready_at, copies)
+        self.ready_at = link.carry(self.ready_at, copies)
 
     def launch(self, runs: RunTable, num_programs: int, *args: Any, is_gather: bool) -> None:
         self.ready_at = max(self.ready_at, time.perf_counter()) + self.streams.kernel_s
@@ -234,8 +232,8 @@ class HeadersOnly:
     def buffer(self, slot: Slot, nbytes: int) -> Buffer:
         return self._memory.part(slot * self._each, (slot + 1) * self._each)
 
-    def payload_address(self, slot: Slot) -> int:
-        return HEADER_BYTES + slot * SLOT_BYTES
+    def payload_addresses(self, slots: Sequence[Slot]) -> Int64s:
+        return np.array(slots, np.int64) * SLOT_BYTES + HEADER_BYTES
 
 
 class PlainStore:

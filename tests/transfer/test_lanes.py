@@ -16,9 +16,9 @@ from tests.support.buffers import make_buffer, random_bytes
 from tests.support.fakes import FakeClock, FakeCopier, FakeTrace
 from tests.support.faults import Fault, FaultyStore
 from tests.support.memory_store import MemoryStore
+from tests.support.moves import plain, slab
 from tests.support.store_contract import StoreContract
 from vllm_kvpool.identity.keys import HeadShard, LayerSpan, key_digest
-from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.layout.topology import LocalCell, Piece
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
@@ -353,21 +353,10 @@ def test_a_move_is_clipped_to_its_job(
     if kind is OpKind.SCATTER:
         moves, others = others, moves
     assert others == []
-    assert moves == [
-        CellMove(
-            address=bench.arena.payload_address(Slot(slot)),
-            layer_start=0,
-            layer_stop=2,
-            head_start=1,
-            head_stop=2,
-            block_ids=pages.block_ids,
-            table_start=64,
-            chunk_start=chunk * CHUNK_TOKENS,
-            chunk_tokens=CHUNK_TOKENS,
-            token_start=tokens[0],
-            token_stop=tokens[1],
-        )
-        for slot in (0, 1)
+    payloads = bench.arena.payload_addresses([Slot(0), Slot(1)]).tolist()
+    rows = pages.block_ids, 64, chunk * CHUNK_TOKENS, CHUNK_TOKENS, *tokens
+    assert [plain(move) for move in moves] == [
+        plain(slab([payload], [(0, 2, 1, 2)], *rows)) for payload in payloads
     ]
     assert bench.counts("kvpool_copy_bytes") == {
         f"kvpool_copy_bytes{{direction={kind.value}}}": 2 * CELL_BYTES
@@ -381,13 +370,12 @@ def test_pieces_of_a_cell_are_moved_by_tables_of_their_own(kind: OpKind) -> None
     pieces = (Piece(2, 0, 1, 1, 2, 0), Piece(0, 1, 2, 1, 2, 3))
     batch = batch_of(kind, "key-a", pages=pages, pieces=pieces, chunk=3)
     assert bench.runner.perform(batch) == [DONE]
-    payload = bench.arena.payload_address(Slot(0))
+    [payload] = bench.arena.payload_addresses([Slot(0)]).tolist()
     moved = bench.gatherer.gathered if kind is OpKind.GATHER else bench.scatterer.scattered
-    first = CellMove(payload, 0, 1, 1, 2, (7,), 96, 96, CHUNK_TOKENS, 96, 120)
-    second = CellMove(
-        payload + 3 * CHUNK_TOKENS * ROW_BYTES, 1, 2, 1, 2, (5, 6), 64, 96, CHUNK_TOKENS, 96, 128
-    )
-    assert moved == [first, second]
+    later = payload + 3 * CHUNK_TOKENS * ROW_BYTES
+    first = slab([payload], [(0, 1, 1, 2)], (7,), 96, 96, CHUNK_TOKENS, 96, 120)
+    second = slab([later], [(1, 2, 1, 2)], (5, 6), 64, 96, CHUNK_TOKENS, 96, 128)
+    assert [plain(move) for move in moved] == [plain(first), plain(second)]
 
 
 @pytest.mark.parametrize("kind", [OpKind.GATHER, OpKind.SCATTER])
@@ -401,11 +389,11 @@ def test_a_state_is_one_row_in_the_place_of_the_last_token_before_its_boundary(
     pieces = (Piece(0, 0, 1, 0, 1, 0), Piece(1, 1, 2, 0, 1, 1))
     batch = batch_of(kind, "key-a", pages=pages, pieces=pieces, chunk=2)
     assert bench.runner.perform(with_places(batch, is_state=True)) == [DONE]
-    payload = bench.arena.payload_address(Slot(0))
+    [payload] = bench.arena.payload_addresses([Slot(0)]).tolist()
     moved = bench.gatherer.gathered if kind is OpKind.GATHER else bench.scatterer.scattered
-    assert moved == [
-        CellMove(payload, 0, 1, 0, 1, (7,), last, last, 1, last, last + 1),
-        CellMove(payload + ROW_BYTES, 1, 2, 0, 1, (9,), last, last, 1, last, last + 1),
+    assert [plain(move) for move in moved] == [
+        plain(slab([payload], [(0, 1, 0, 1)], (7,), last, last, 1, last, last + 1)),
+        plain(slab([payload + ROW_BYTES], [(1, 2, 0, 1)], (9,), last, last, 1, last, last + 1)),
     ]
 
 
@@ -421,8 +409,8 @@ def test_layers_whose_group_does_not_need_the_chunk_are_not_moved() -> None:
     batch = batch_of(OpKind.SCATTER, "key-a", pages=pages, pieces=pieces, chunk=3)
     assert bench.runner.perform(batch) == [DONE]
     [moved] = bench.scatterer.scattered
-    assert isinstance(moved, CellMove)
-    assert (moved.layer_start, moved.block_ids, moved.token_start) == (1, (7,), 96)
+    assert moved.places.tolist() == [[1, 2, 1, 2]]
+    assert (moved.block_ids, moved.token_start) == ((7,), 96)
 
 
 # What is counted and recorded
@@ -600,10 +588,10 @@ def test_rows_before_the_prompt_are_zeros_in_a_drafters_first_cell() -> None:
         assert bench.runner.perform(batch) == [DONE]
     assert [bench.payload(slot) for slot in (0, 1)] == [bytes(PAYLOAD_BYTES)] * 2
     assert [bench.payload(slot) for slot in (2, 3)] == [b"\1" * PAYLOAD_BYTES] * 2
-    moves = [each for each in bench.gatherer.gathered if isinstance(each, CellMove)]
+    moves = bench.gatherer.gathered
     assert [(move.chunk_start, move.token_start, move.token_stop) for move in moves] == [
-        *[(-1, 0, CHUNK_TOKENS - 1)] * 2,
-        *[(CHUNK_TOKENS - 1, CHUNK_TOKENS - 1, 2 * CHUNK_TOKENS - 1)] * 2,
+        (-1, 0, CHUNK_TOKENS - 1),
+        (CHUNK_TOKENS - 1, CHUNK_TOKENS - 1, 2 * CHUNK_TOKENS - 1),
     ]
 
 
@@ -614,11 +602,9 @@ def test_pages_of_a_slab_without_slots_are_filled_with_zeros() -> None:
     batch = batch_of(OpKind.SCATTER, "key-a key-b")
     batch.parts = [part._replace(slots=()) for part in batch.parts]
     assert bench.runner.perform(batch) == [DONE]
-    moves = [each for each in bench.scatterer.scattered if isinstance(each, CellMove)]
-    assert [(move.address, move.head_start) for move in moves] == [
-        (zeros.address, 1),
-        (zeros.address, 2),
-    ]
+    [move] = bench.scatterer.scattered
+    assert move.addresses.tolist() == [zeros.address] * 2
+    assert move.places[:, 2].tolist() == [1, 2]
 
 
 # Slabs of several cells
@@ -786,17 +772,17 @@ def test_cells_of_a_slab_are_moved_each_between_its_slot_and_its_pages(kind: OpK
     batch.nbytes += later.nbytes
     assert bench.runner.perform(batch) == [DONE, DONE]
     moved = bench.gatherer.gathered if kind is OpKind.GATHER else bench.scatterer.scattered
-    assert moved == [
-        CellMove(
-            *(bench.arena.payload_address(Slot(slot)), 0, 2, head, head + 1),
-            *((5, 6), 64, start, CHUNK_TOKENS, *tokens),
+    assert [plain(move) for move in moved] == [
+        plain(
+            slab(
+                bench.arena.payload_addresses(slots).tolist(),
+                [(0, 2, head, head + 1) for head in heads],
+                *((5, 6), 64, start, CHUNK_TOKENS, *tokens),
+            )
         )
-        for slot, head, start, tokens in [
-            (0, 1, 64, (70, 96)),
-            (1, 2, 64, (70, 96)),
-            (7, 1, 96, (96, 127)),
-            (2, 2, 96, (96, 127)),
-            (5, 3, 96, (96, 127)),
+        for slots, heads, start, tokens in [
+            ([Slot(0), Slot(1)], (1, 2), 64, (70, 96)),
+            ([Slot(7), Slot(2), Slot(5)], (1, 2, 3), 96, (96, 127)),
         ]
     ]
     assert bench.counts("kvpool_copy_bytes") == {
@@ -814,16 +800,19 @@ def test_cells_of_a_slab_whose_layers_are_in_several_groups_are_moved_by_their_o
         place(0, (Piece(1, 0, 1, 0, 1, 0), Piece(0, 1, 2, 0, 1, 1))),
         place(0, (Piece(2, 2, 3, 0, 1, 0), Piece(1, 3, 4, 0, 1, 1))),
     )
-    slab = part.slab._replace(kind=replace(part.slab.kind, cells=places))
-    batch.parts = [part._replace(slab=slab)]
+    kind = replace(part.slab.kind, cells=places)
+    batch.parts = [part._replace(slab=part.slab._replace(kind=kind))]
     assert bench.runner.perform(batch) == [DONE]
-    first, second = (bench.arena.payload_address(Slot(slot)) for slot in (0, 1))
-    assert bench.scatterer.scattered == [
-        CellMove(first, 0, 1, 0, 1, (9,), 96, 96, CHUNK_TOKENS, 96, 128),
-        CellMove(second, 2, 3, 0, 1, (7,), 96, 96, CHUNK_TOKENS, 100, 120),
-        CellMove(
-            second + CHUNK_TOKENS * ROW_BYTES, 3, 4, 0, 1, (9,), 96, 96, CHUNK_TOKENS, 96, 128
+    first, second = bench.arena.payload_addresses([Slot(0), Slot(1)]).tolist()
+    after_one = second + CHUNK_TOKENS * ROW_BYTES
+    assert [plain(move) for move in bench.scatterer.scattered] == [
+        plain(
+            slab(
+                *([first, after_one], [(0, 1, 0, 1), (3, 4, 0, 1)], (9,), 96, 96, CHUNK_TOKENS),
+                *(96, 128),
+            )
         ),
+        plain(slab([second], [(2, 3, 0, 1)], (7,), 96, 96, CHUNK_TOKENS, 100, 120)),
     ]
 
 
@@ -836,7 +825,7 @@ def test_prompt_end_of_a_slab_is_moved_and_whole_chunks_after_it() -> None:
     for end_tokens in (0, 5, 0, 5):
         batch.parts = [part._replace(slab=part.slab._replace(end_tokens=end_tokens))]
         assert bench.runner.perform(batch) == [DONE]
-    moves = [each for each in bench.gatherer.gathered if isinstance(each, CellMove)]
+    moves = bench.gatherer.gathered
     assert [(each.chunk_tokens, each.token_stop) for each in moves] == [(32, 32), (5, 5)] * 2
 
 

@@ -14,7 +14,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from vllm_kvpool.host_memory import huge_pages_left
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import Buffer
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from vllm_kvpool.layout.pages import Int64s
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +124,9 @@ class Arena:
         """Return the offset of a slot in the memory file."""
         return self._start + slot * self.slot_bytes
 
-    def payload_address(self, slot: Slot) -> int:
-        """Return the address of a slot's cell payload."""
-        return self.whole.address + slot * self.slot_bytes + HEADER_BYTES
+    def payload_addresses(self, slots: Sequence[Slot]) -> "Int64s":
+        """Return the addresses of the cell payloads in these slots, as int64."""
+        return np.array(slots, np.int64) * self.slot_bytes + self.whole.address + HEADER_BYTES
 
     def commit_in_background(self, then: Callable[[Buffer], None] | None = None) -> None:
         """Commit the rest, in a thread that ends when it is done or the arena is closed.

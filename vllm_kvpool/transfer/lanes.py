@@ -14,15 +14,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, islice, pairwise, repeat, starmap
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
 
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import key_digest
-from vllm_kvpool.layout.pages import CellMove
+from vllm_kvpool.layout.pages import SlabMove
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import Arena
-from vllm_kvpool.staging.copier import Copier
+from vllm_kvpool.staging.copier import MAX_TEMPLATES, Copier
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, CellFault, verify, write_header
 from vllm_kvpool.transfer.graph import Batch, BatchDone
@@ -43,6 +45,7 @@ from vllm_kvpool.transfer.ops import (
 from vllm_kvpool.transfer.trace import NO_TRACE, Span, Trace
 
 if TYPE_CHECKING:
+    from vllm_kvpool.layout.pages import Int64s
     from vllm_kvpool.storage.base import Pinning
     from vllm_kvpool.storage.contents.encryption import EncryptedCells
 
@@ -149,25 +152,34 @@ Borrow = Callable[[Sequence[Slab], Sequence[Sequence[Buffer]], int], list[CellOu
 """`ReplicaExchange.borrow`."""
 
 
-_Rows = tuple[Sequence[int], int, int, int, int, int]
-"""The last fields of a `CellMove`: what cells of one chunk have in common."""
+class _Pieces(NamedTuple):
+    """The pieces of a slab's cells whose layers share a block table."""
+
+    group: int  # KV cache group
+    num_rows: int
+    per_row: int  # tokens
+    lookahead: int
+    cells: "Int64s | slice"  # of each piece: the index of its cell in the slab
+    offsets: "Int64s"  # of each piece in its cell's payload
+    places: "Int64s"  # as in `SlabMove`
 
 
-class _Place:
-    """What every chunk's cell of one `LocalCell` has in common: its pieces, each with its KV cache
-    group, its offset in the payload, and its layers and heads."""
-
-    def __init__(self, local: LocalCell, tokens: int) -> None:
-        self.local = local  # its id is a key
-        self.num_rows, self.per_row = local.rows(tokens), local.tokens_per_row
-        self.pieces = [
-            (
-                piece.group,
-                piece.rows_before * self.num_rows * local.row_bytes,
-                (piece.layer_start, piece.layer_stop, piece.head_start, piece.head_stop),
-            )
-            for piece in local.pieces
-        ]
+def _pieces_of(cells: Sequence[LocalCell], tokens: int) -> list[_Pieces]:
+    by_group: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+    num_rows = cells[0].rows(tokens)
+    for index, cell in enumerate(cells):
+        for group, *place, rows_before in cell.pieces:
+            offset = rows_before * num_rows * cell.row_bytes
+            by_group[group].append((index, offset, *place))
+    found = []
+    for group, pieces in by_group.items():
+        table = np.array(pieces, np.int64)
+        is_one_each = table[:, 0].tolist() == list(range(len(cells)))
+        indices = slice(None) if is_one_each else table[:, 0]  # a view takes less time
+        geometry = num_rows, cells[0].tokens_per_row, cells[0].lookahead
+        places = np.ascontiguousarray(table[:, 2:])
+        found.append(_Pieces(group, *geometry, indices, table[:, 1], places))
+    return found
 
 
 def _keys_of(parts: Sequence[Part]) -> list[str]:
@@ -197,7 +209,7 @@ class BatchRunner:
     borrow: Borrow | None = None  # where replicas are on this host
     encrypted: "EncryptedCells | None" = None  # if cells are encrypted
     zeros: Buffer | None = None  # as many bytes of zeros as the largest optional cell has
-    _places: dict[tuple[int, int], tuple[tuple[LocalCell, ...], list[_Place]]] = field(
+    _slabs: dict[tuple[int, int], tuple[list[_Pieces], tuple[LocalCell, ...]]] = field(
         default_factory=dict, init=False
     )
     """By the id of a slab's cells, which are kept here, and a prompt's end."""
@@ -319,37 +331,37 @@ class BatchRunner:
                     view = buffer.view[HEADER_BYTES:]
                     view[:] = bytes(len(view))
 
-    def _moves(self, parts: Sequence[Part]) -> list[CellMove]:
-        moves: list[CellMove] = []
+    def _moves(self, parts: Sequence[Part]) -> list[SlabMove]:
+        moves: list[SlabMove] = []
         for slab, slots, _ in parts:
-            ranges: dict[int, _Rows | None] = {}  # by KV cache group
-            places = self._places_of(slab.kind.cells, slab.end_tokens)
             if slots:
-                payloads = list(map(self.arena.payload_address, slots))
+                payloads = self.arena.payload_addresses(slots)
             else:  # optional, and it cannot be had
                 assert self.zeros is not None, slab
-                payloads = [self.zeros.address] * len(places)
-            for place, payload in zip(places, payloads, strict=True):
-                for group, offset, where in place.pieces:
-                    if group not in ranges:
-                        ranges[group] = self._rows(slab, group, place)
-                    rows = ranges[group]
-                    if rows is not None:  # this piece's group needs the chunk
-                        moves.append(CellMove._make((payload + offset, *where, *rows)))
+                payloads = np.full(slab.num_cells, self.zeros.address, np.int64)
+            for pieces in self._pieces_of(slab.kind.cells, slab.end_tokens):
+                rows = self._rows(slab, pieces)
+                if rows is not None:  # this group needs the chunk
+                    addresses = payloads[pieces.cells] + pieces.offsets
+                    moves.append(SlabMove(addresses, pieces.places, *rows))
         return moves
 
-    def _places_of(self, cells: tuple[LocalCell, ...], end_tokens: int) -> list["_Place"]:
-        known = self._places.get((id(cells), end_tokens))
+    def _pieces_of(self, cells: tuple[LocalCell, ...], end_tokens: int) -> list[_Pieces]:
+        known = self._slabs.get((id(cells), end_tokens))
         if known is None:
-            places = [_Place(cell, end_tokens or self.chunk_tokens) for cell in cells]
-            known = self._places[id(cells), end_tokens] = (cells, places)
-        return known[1]
+            if len(self._slabs) >= MAX_TEMPLATES:
+                self._slabs.clear()
+            known = _pieces_of(cells, end_tokens or self.chunk_tokens), cells
+            self._slabs[id(cells), end_tokens] = known
+        return known[0]
 
-    def _rows(self, slab: Slab, group: int, place: "_Place") -> "_Rows | None":
-        """The rows of a slab to move, and their places in a KV cache group's pages."""
+    def _rows(
+        self, slab: Slab, pieces: _Pieces
+    ) -> tuple[Sequence[int], int, int, int, int, int] | None:
+        """The last fields of a `SlabMove`; None if there is nothing to move."""
         # A state has one row, in the place of the last token before its boundary.
-        num_rows, per_row, pages = place.num_rows, place.per_row, slab.pages[group]
-        start = slab.chunk.position * self.chunk_tokens - place.local.lookahead
+        num_rows, per_row, pages = pieces.num_rows, pieces.per_row, slab.pages[pieces.group]
+        start = slab.chunk.position * self.chunk_tokens - pieces.lookahead
         if not slab.end_tokens:
             start += self.chunk_tokens - num_rows * per_row
         token_start = max(pages.token_start, start)
