@@ -229,8 +229,9 @@ class HeadersOnly:
         self._each = 2 * HEADER_BYTES
         self._memory = map_buffer(num_slots * self._each)
 
-    def buffer(self, slot: Slot, nbytes: int) -> Buffer:
-        return self._memory.part(slot * self._each, (slot + 1) * self._each)
+    def buffers(self, slots: Sequence[Slot], sizes: Sequence[int]) -> list[Buffer]:
+        address, view, step = self._memory.address, self._memory.view, self._each
+        return [Buffer(address + s * step, view[s * step : (s + 1) * step]) for s in slots]
 
     def payload_addresses(self, slots: Sequence[Slot]) -> Int64s:
         return np.array(slots, np.int64) * SLOT_BYTES + HEADER_BYTES

@@ -120,6 +120,14 @@ class Arena:
         start = slot * self.slot_bytes
         return Buffer(self.whole.address + start, self.whole.view[start : start + nbytes])
 
+    def buffers(self, slots: Sequence[Slot], sizes: Sequence[int]) -> list[Buffer]:
+        """The first bytes of slots, as many of each as `sizes` says."""
+        address, view, step = self.whole.address, self.whole.view, self.slot_bytes
+        return [
+            Buffer(address + slot * step, view[slot * step : slot * step + nbytes])
+            for slot, nbytes in zip(slots, sizes, strict=True)
+        ]
+
     def file_offset(self, slot: Slot) -> int:
         """Return the offset of a slot in the memory file."""
         return self._start + slot * self.slot_bytes

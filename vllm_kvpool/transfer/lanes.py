@@ -320,7 +320,7 @@ class BatchRunner:
         return CellOutcome.MISSING if fault is CellFault.UNKNOWN_KEY else CellOutcome.CORRUPT
 
     def _buffers(self, part: Part) -> Sequence[Buffer]:
-        return list(map(self.arena.buffer, part.slots, part.sizes()))
+        return self.arena.buffers(part.slots, part.sizes())
 
     def _clear_heads(self, parts: Sequence[Part]) -> None:
         """Fill slots with zeros whose first rows are of tokens before the prompt, which has none:
