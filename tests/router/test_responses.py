@@ -5,6 +5,7 @@ import pytest
 from vllm_kvpool.router.control.events import Outcome
 from vllm_kvpool.router.dataplane.responses import (
     EngineLost,
+    PromptDetails,
     TokenCounts,
     outcome_of,
     read_detokenized,
@@ -50,7 +51,7 @@ def test_what_a_status_means(status: int, outcome: Outcome) -> None:
             b'{"choices":[{"text":"x"}],"usage":{"prompt_tokens":7,"completion_tokens":2,'
             b'"prompt_tokens_details":{"cached_tokens":4}},'
             b'"kv_transfer_params":{"kvpool":{"tokens":6}}}',
-            TokenCounts(prompt_tokens=7, output_tokens=2, cached_tokens=4, saved_tokens=6),
+            TokenCounts(prompt_tokens=7, output_tokens=2, details=PromptDetails(4), saved_tokens=6),
         ),
         (b'{"choices":[],"kv_transfer_params":{"other":1}}', TokenCounts()),
         (b'{"choices":[],"kv_transfer_params":{"kvpool":null}}', TokenCounts()),

@@ -54,7 +54,9 @@ from vllm_kvpool.router.dataplane.request_body import (
 from vllm_kvpool.router.dataplane.responses import (
     OK,
     SERVER_ERROR,
+    UNKNOWN,
     EngineLost,
+    PromptDetails,
     TokenCounts,
     call_ended,
     error_event,
@@ -63,7 +65,7 @@ from vllm_kvpool.router.dataplane.responses import (
     read_reply,
     read_usage,
 )
-from vllm_kvpool.router.dataplane.resume.chunks import DONE, with_cached
+from vllm_kvpool.router.dataplane.resume.chunks import DONE, has_other_details, with_details
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
 from vllm_kvpool.router.dataplane.resume.stream_resumer import (
     Finish,
@@ -94,6 +96,8 @@ DETOKENIZE_PATH = "/detokenize"
 DETOKENIZE_TIMEOUT_S = 5.0
 MAX_DETOKENIZERS = 3
 """Engines that are asked, one after the other."""
+_MAY_HAVE_COMPUTED = frozenset({Outcome.LOST, Outcome.FAILED})
+"""Outcomes of calls whose engine may have put a part of the prompt into the pool."""
 
 
 class RequestHandler:
@@ -126,8 +130,10 @@ class RequestHandler:
         self._wake = asyncio.Event()
         self._prompt_call: PromptCall | None = None
         """The prompt's call, while it runs."""
-        self._cached_tokens: int | None = None
-        """Cached tokens by the prompt's call: 0 while the call runs, None without such a call."""
+        self._details: PromptDetails | None = None
+        """Details of the prompt by the first engine that had it; None: the one that answers."""
+        self._is_part_computed = False
+        """True once an engine may have computed a part of the prompt and has not said how much."""
         self._notices: tuple[str, ...] = ()
         """Endpoints that the prompt's call has answered."""
         self._call: AnswerCall | None = None
@@ -249,6 +255,9 @@ class RequestHandler:
         call, self._call = self._call, None
         assert call is not None
         call.is_reported = True
+        has_waited = call.directive.expect_tokens and not call.num_payloads
+        if self._details is None and outcome in _MAY_HAVE_COMPUTED and not has_waited:
+            self._note_prompt(outcome, UNKNOWN)
         self._is_over |= outcome in ANSWERED
         event = call_ended(call.directive, outcome, counts or TokenCounts(), began=call.begins)
         now = self._clock()
@@ -284,7 +293,7 @@ class RequestHandler:
 
     def _begin_prefill(self, directive: Prefill) -> None:
         assert self._prompt_call is None, directive
-        self._limit_cached(0)
+        self._set_details(UNKNOWN)
         self.log.asks(directive, self._clock())
         task = asyncio.get_running_loop().create_task(self._run_prefill(directive))
         self._prompt_call = PromptCall(directive, task)
@@ -321,7 +330,7 @@ class RequestHandler:
     def _report_prefill(self, outcome: Outcome, counts: TokenCounts) -> None:
         prompt_call, self._prompt_call = self._prompt_call, None
         assert prompt_call is not None
-        self._limit_cached(counts.cached_tokens if outcome is Outcome.OK else None)
+        self._note_prompt(outcome, counts.details)
         self._notices = counts.notices
         event = call_ended(prompt_call.directive, outcome, counts)
         self.log.call_ended(event, self._clock())
@@ -330,11 +339,22 @@ class RequestHandler:
         if call is not None and call.is_in_one_piece and outcome is Outcome.OK:
             self._post_unseen()
 
-    def _limit_cached(self, most: int | None) -> None:
-        """Bound the number of cached tokens that the client is told."""
-        self._cached_tokens = most
+    def _note_prompt(self, outcome: Outcome, details: PromptDetails) -> None:
+        """Choose the details that the client is told, after a call whose engine had the prompt.
+
+        The details are those of the first engine that had the prompt: later engines find what the
+        first one has computed. Where that engine was lost, the details are unknown.
+        """
+        self._is_part_computed |= outcome in _MAY_HAVE_COMPUTED
+        if self._is_part_computed:
+            self._set_details(UNKNOWN)
+        else:
+            self._set_details(details if outcome is Outcome.OK else None)
+
+    def _set_details(self, details: PromptDetails | None) -> None:
+        self._details = details
         if self._resumer is not None:
-            self._resumer.max_cached_tokens = most
+            self._resumer.details = details
 
     # Decode
 
@@ -344,7 +364,7 @@ class RequestHandler:
         directive = call.directive
         resumer = self._resumer
         if resumer is not None:
-            resumer.max_cached_tokens = self._cached_tokens
+            resumer.details = self._details
         try:
             if resumer is not None:
                 return await self._attempt(call, partial(self._answer_stream, call, resumer))
@@ -354,6 +374,8 @@ class RequestHandler:
         except NotAssembled as error:
             log.info("%s: asked again without a stream: %s", self.request_id, error)
             self._whole = self._resumer = self._resume = None
+            if self._details is None:
+                self._note_prompt(Outcome.LOST, UNKNOWN)  # the engine has computed the prompt
             if call.begins:
                 self._post_began(call)
             self._request = self._client_request
@@ -443,9 +465,9 @@ class RequestHandler:
         read = read_usage if self._request.is_passed_on else read_reply
         counts = read(answer.body)
         self._report(Outcome.OK, counts)
-        body, most = answer.body, self._cached_tokens
-        if most is not None and counts.cached_tokens > most:
-            body = with_cached(body, most)
+        body, details, is_read = answer.body, self._details, not self._request.is_passed_on
+        if is_read and details is not None and has_other_details(counts.details, details):
+            body = with_details(body, details)
         await self._http.send(answer.status, answer_headers(answer.headers), body)
         return True
 

@@ -44,12 +44,28 @@ def error_event(status: int, body: bytes, path: str) -> bytes:
         return error_body(status, f"The engine refuses: {why}", path)
 
 
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+"""Tokens that an engine counts. Nothing else is added to what the router counts."""
+
+
+class PromptDetails(msgspec.Struct, frozen=True, gc=False):
+    """vLLM's `prompt_tokens_details`: the two counts that depend on the engine. None: unknown."""
+
+    cached_tokens: Count | None = None
+    """Prompt tokens found in the engine's prefix cache or in the pool."""
+    created_cache_tokens: Count | None = None
+    """Prompt tokens computed and written to the engine's prefix cache."""
+
+
+UNKNOWN = PromptDetails()
+
+
 class TokenCounts(msgspec.Struct, frozen=True, gc=False):
     """Token counts of an answer."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
-    cached_tokens: int = 0
+    details: PromptDetails = UNKNOWN
     saved_tokens: int = 0
     notices: tuple[str, ...] = ()
     """Endpoints at which the engine tells what it has stored of the prompt."""
@@ -74,16 +90,8 @@ def call_ended(
         outcome=outcome,
         prompt_tokens=counts.prompt_tokens,
         saved_tokens=counts.saved_tokens,
-        cached_tokens=counts.cached_tokens,
+        cached_tokens=counts.details.cached_tokens or 0,
     )
-
-
-Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
-"""Tokens that an engine counts. Nothing else is added to what the router counts."""
-
-
-class PromptDetails(msgspec.Struct):
-    cached_tokens: Count | None = None
 
 
 class CompletionDetails(msgspec.Struct):
@@ -145,12 +153,11 @@ def read_reply(body: bytes) -> TokenCounts:
     except UNREADABLE as error:
         raise EngineLost(f"answers what is not its JSON: {error}") from None
     usage, transfer = reply.usage or Usage(), reply.kv_transfer_params
-    details = usage.prompt_tokens_details
     saved = (transfer.kvpool if transfer else None) or _Saved()
     return TokenCounts(
         prompt_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens or 0,
-        cached_tokens=(details.cached_tokens or 0) if details else 0,
+        details=usage.prompt_tokens_details or UNKNOWN,
         saved_tokens=saved.tokens,
         notices=saved.notices,
     )

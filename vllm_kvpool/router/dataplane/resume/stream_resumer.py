@@ -15,7 +15,14 @@ from vllm_kvpool.router.dataplane.request_body import (
     error_body,
     scalar_of,
 )
-from vllm_kvpool.router.dataplane.responses import BAD_REQUEST, SERVER_ERROR, EngineLost, Usage
+from vllm_kvpool.router.dataplane.responses import (
+    BAD_REQUEST,
+    SERVER_ERROR,
+    UNKNOWN,
+    EngineLost,
+    PromptDetails,
+    Usage,
+)
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, Overlap, ResumePoint
 from vllm_kvpool.router.dataplane.resume.chunks import (
     DONE,
@@ -27,7 +34,7 @@ from vllm_kvpool.router.dataplane.resume.chunks import (
     Patch,
     Piece,
     end_chunk,
-    has_more_cached,
+    has_other_details,
     head_of,
     is_only_for_ids,
     is_something,
@@ -38,7 +45,7 @@ from vllm_kvpool.router.dataplane.resume.chunks import (
     read,
     text_ends,
     usage_chunk,
-    with_cached,
+    with_details,
     with_head,
 )
 from vllm_kvpool.router.dataplane.resume.policy import (
@@ -151,8 +158,8 @@ class StreamResumer:
         self.num_resumes = 0
         self.ended = False
         """True once the client has been given all of the answer, `[DONE]` included."""
-        self.max_cached_tokens: int | None = None
-        """Of the prompt, what was cached before a prefill replica computed it; None: no limit."""
+        self.details: PromptDetails | None = None
+        """Details of the prompt that the client is told; None: as the present engine says."""
         self._request = request
         self._is_chat = request.api_path is ApiPath.CHAT
         asks_ids, logprobs = request.asks_token_ids, request.value("logprobs")
@@ -221,9 +228,8 @@ class StreamResumer:
                 raise EngineLost("the engine has given the request back for want of blocks")
         if self._num_choices > 1:
             self._num_finished += sum(bool(each.finish_reason) for each in chunk.choices)
-            most = self.max_cached_tokens
-            if most is not None and has_more_cached(chunk.usage, most):
-                payload = with_cached(payload, most)
+            if self.details is not None and self._tells_other_details(chunk):
+                payload = with_details(payload, self.details)
             return self._tell(payload)
         if not self.answer.prompt_ids or self._stream.sent_ids:
             self._see_prompt(chunk)
@@ -399,7 +405,7 @@ class StreamResumer:
         stream = self._stream
         num_earlier = stream.start.num_tokens
         counts_on = bool(num_earlier) and (chunk.usage is not None or self._counts_chars)
-        counts_on |= has_more_cached(chunk.usage, self.max_cached_tokens)
+        counts_on |= self._tells_other_details(chunk)
         if pieces is not None or skipped or counts_on:
             patch = Patch(
                 head=self._head,
@@ -409,7 +415,7 @@ class StreamResumer:
                 earlier_reasoning_tokens=stream.earlier_reasoning_tokens,
                 earlier_chars=stream.earlier_chars,
                 prompt_tokens=self.prompt_tokens or 0,
-                max_cached_tokens=self.max_cached_tokens,
+                details=self.details,
             )
             payload = patched(payload, patch)
         elif stream.head != self._head:
@@ -419,6 +425,11 @@ class StreamResumer:
         if self._hides_ids or stream.goes_on:
             payload = nulled(payload, PROMPT_IDS)
         return payload
+
+    def _tells_other_details(self, chunk: Chunk) -> bool:
+        if chunk.usage is None or self.details is None:
+            return False
+        return has_other_details(chunk.usage.prompt_tokens_details, self.details)
 
     def _diverged(self, how: str) -> EngineLost:
         self._restart.failed(self._stream.mode)
@@ -472,7 +483,9 @@ class StreamResumer:
         asks_usage = "include_usage" in options and bool(scalar_of(options["include_usage"]))
         has_usage = self._has_usage or self._has_error or not asks_usage
         if not has_usage and answer.has_ids and (prompt_tokens := self.prompt_tokens) is not None:
-            payloads.append(usage_chunk(self._head, prompt_tokens, self._stream.num_tokens))
+            details = self.details or UNKNOWN
+            chunk = usage_chunk(self._head, prompt_tokens, self._stream.num_tokens, details)
+            payloads.append(chunk)
         self.ended = True
         return Finish((*payloads, DONE))
 
