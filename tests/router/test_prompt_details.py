@@ -1,6 +1,7 @@
 """The details of a prompt in an answer's `usage`: the counts of the engine that computed it."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from tests.support import scripted_http
 from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig
 from tests.support.scripted_protocol import Usage
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
+from vllm_kvpool.router.dataplane.request_body import ApiPath
 
 LONG = "hello world " * 400  # over a thousand tokens: worth a prefill of its own
 TALK = {"messages": [{"role": "user", "content": LONG}]}
@@ -122,3 +124,83 @@ async def test_answer_tells_the_counts_of_the_first_engine_that_had_the_prompt(
             rig.fail(case.engine, times=1, **case.fault)
         assert await details_of(rig, path, body) == case.told
         assert not rig.engines[case.engine].board.faults(), "it has happened"
+
+
+# Counters
+
+KEY = "key-of-search-0123456789"
+RESPONSES, MESSAGES = ApiPath.RESPONSES.value, ApiPath.MESSAGES.value
+PASSED_ON: dict[str, tuple[str, Body]] = {
+    "response": (RESPONSES, {"input": LONG, "max_output_tokens": 8}),
+    "message": (MESSAGES, {**TALK, "max_tokens": 8}),
+}
+STREAM = {"stream": True}
+COUNTED: dict[str, tuple[str, Body, str]] = {
+    **{form: (path, body, "told") for form, (path, body) in FORMS.items()},
+    "stream without usage": (COMPLETIONS, {"prompt": LONG, **STREAM}, "told"),
+    "several prompts": (COMPLETIONS, {"prompt": [LONG, LONG]}, "unknown"),
+    **{f"{name}, whole": (*each, "unknown") for name, each in PASSED_ON.items()},
+    **{
+        f"{name}, stream": (path, {**body, **STREAM}, "unknown")
+        for name, (path, body) in PASSED_ON.items()
+    },
+}
+"""Requests, and whether their cached tokens are told. Scripted engines tell none when passed on."""
+
+
+def prompt_tokens(rig: RouterRig) -> dict[tuple[str, str], int]:
+    return dict(rig.router.telemetry._prompt_tokens)
+
+
+@pytest.mark.parametrize("form", COUNTED)
+async def test_prompt_tokens_are_counted_for_the_tenant(
+    form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, body, source = COUNTED[form]
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[[tenants]]\nname = "search"\nkey = "{KEY}"\n')
+    keys.chmod(0o600)
+    front = {"trust_clients": True, "keys_file": str(keys)}
+    async with RouterRig(1, 1, spec=SPEC, config={"front": front}) as rig:
+        let_tell(monkeypatch, rig, (PREFILL, DECODE))
+        reply = await rig.complete(body, path, {"Authorization": f"Bearer {KEY}"})
+        assert reply.status == 200
+        await rig.until(lambda: not rig.router._open, "it is over")
+        counts = prompt_tokens(rig)
+    assert {tenant for tenant, _ in counts} == {"search"}
+    by_source = {name: tokens for (_, name), tokens in counts.items()}
+    assert sum(by_source.values()) > 1000
+    if source == "told":
+        assert by_source.keys() == {"cached", "computed"}
+        assert by_source["cached"] == PREFILL[0]
+    else:
+        assert by_source.keys() == {"unknown"}
+
+
+@pytest.mark.parametrize("name", ["engine tells", "stream without usage", "choices"])
+async def test_prompt_tokens_without_prefill_are_those_that_the_answer_tells(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream without a usage, and an engine's count of one of several choices, do not tell."""
+    more = {"engine tells": {}, "stream without usage": STREAM, "choices": {"n": 2}}[name]
+    async with RouterRig(0, 1, spec=SPEC) as rig:
+        let_tell(monkeypatch, rig, (DECODE,))
+        reply = await rig.complete({"prompt": LONG, "max_tokens": 4, **more})
+        assert reply.status == 200
+        await rig.until(lambda: not rig.router._open, "it is over")
+        counts = prompt_tokens(rig)
+    expected = {("-", "cached"), ("-", "computed")} if not more else {("-", "unknown")}
+    assert counts.keys() == expected
+    if not more:
+        assert counts["-", "cached"] == DECODE[0]
+
+
+async def test_prompt_tokens_of_an_answer_that_its_client_leaves_are_counted() -> None:
+    async with RouterRig(0, 1, spec=SPEC) as rig:
+        body = rig.body({"prompt": LONG, "max_tokens": 2000, **STREAM})
+        async with rig.session.post(rig.url + COMPLETIONS, json=body) as got:
+            await got.content.readany()
+        await rig.until(lambda: not rig.router._open, "it is over")
+        counts = prompt_tokens(rig)
+    assert counts.keys() == {("-", "unknown")}
+    assert counts["-", "unknown"] > 1000

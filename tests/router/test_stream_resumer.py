@@ -371,13 +371,15 @@ def test_an_error_of_the_clients_own_is_passed_on() -> None:
     assert resumer.lost() == Finish((b"[DONE]",))
 
 
-def test_an_end_that_was_lost_is_made_up() -> None:
+@pytest.mark.parametrize("details", [{}, {"prompt_tokens_details": {"cached_tokens": 1}}])
+def test_an_end_that_was_lost_is_made_up(details: dict[str, Any]) -> None:
     resumer = splice_of(COMPLETION, **USAGE)
+    resumer.details = PromptDetails(1) if details else None
     feed(resumer, first(), said("b", [2, 3], "stop"))
     step = resumer.lost()
     assert isinstance(step, Finish)
     usage, done = step.payloads
-    counts = {"prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3}
+    counts = {"prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3, **details}
     assert json.loads(usage) == json.loads(HEAD[:-1] + b"}") | {"choices": [], "usage": counts}
     assert done == b"[DONE]"
     resumer = splice_of(COMPLETION)
@@ -458,6 +460,11 @@ def test_usage_and_offsets_go_on_after_a_resume() -> None:
         ({"cached_tokens": 3}, PromptDetails(9, 1), {"cached_tokens": 9}),
         ({"cached_tokens": 9}, UNKNOWN, {"cached_tokens": None}),
         (None, PromptDetails(4, 6), None),
+        (
+            {"cached_tokens": 4, "created_cache_tokens": 0},
+            PromptDetails(4, 6),
+            {"cached_tokens": 4, "created_cache_tokens": 6},
+        ),
         (
             {"cached_tokens": 9, "created_cache_tokens": 0, "multimodal_tokens": {"image": 3}},
             PromptDetails(0, 8),

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 from multidict import CIMultiDict
 
 from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS
@@ -33,7 +34,12 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.calls import AnswerCall, AnswerStream, PromptCall
+from vllm_kvpool.router.dataplane.calls import (
+    AnswerCall,
+    AnswerStream,
+    PassedStream,
+    PromptCall,
+)
 from vllm_kvpool.router.dataplane.control_plane import ControlPlane, Directive
 from vllm_kvpool.router.dataplane.headers import (
     EVENT_STREAM,
@@ -249,17 +255,22 @@ class RequestHandler:
                 self._call = call
                 self._report(Outcome.CANCELLED)
         self._end_prefill(Outcome.CANCELLED)
+        if self._resumer is not None:  # of an answer that its client has not taken to its end
+            tokens = self._resumer.prompt_tokens or 0
+            self.log.prompt_tokens = max(self.log.prompt_tokens, tokens)
 
     def _report(self, outcome: Outcome, counts: TokenCounts | None = None) -> None:
         """The call that decodes has ended."""
         call, self._call = self._call, None
         assert call is not None
         call.is_reported = True
+        counts = counts or TokenCounts()
+        self._log_cached(counts.details)
         has_waited = call.directive.expect_tokens and not call.num_payloads
         if self._details is None and outcome in _MAY_HAVE_COMPUTED and not has_waited:
             self._note_prompt(outcome, UNKNOWN)
         self._is_over |= outcome in ANSWERED
-        event = call_ended(call.directive, outcome, counts or TokenCounts(), began=call.begins)
+        event = call_ended(call.directive, outcome, counts, began=call.begins)
         now = self._clock()
         if call.begins:
             self.log.decode_has_begun(now)
@@ -350,6 +361,17 @@ class RequestHandler:
             self._set_details(UNKNOWN)
         else:
             self._set_details(details if outcome is Outcome.OK else None)
+
+    def _log_cached(self, details: PromptDetails) -> None:
+        """Log the cached tokens that the client is told; `details` are those of the last answer.
+
+        Of several sequences, an engine tells the details of one: the others may differ.
+        """
+        if self._details is not None:
+            details = self._details
+        elif self._request.num_sequences > 1:
+            details = UNKNOWN
+        self.log.cached_tokens = details.cached_tokens
 
     def _set_details(self, details: PromptDetails | None) -> None:
         self._details = details
@@ -483,20 +505,23 @@ class RequestHandler:
             if engine.status != OK:
                 return await self._answer_error(call, await engine.read())
             headers = answer_headers(engine.headers)
-            while not await engine.pump(partial(self._forward, call, headers)):
+            stream = PassedStream(call, headers)
+            while not await engine.pump(partial(self._forward, stream)):
                 await http.drain()
         self._report(Outcome.OK, self._stream_counts(call))
         await http.end(b"", headers)
         return True
 
-    def _forward(self, call: AnswerCall, headers: Mapping[str, str], data: bytes) -> bool:
-        """Send the client bytes of a stream that is not read; False while it takes no more."""
+    def _forward(self, stream: PassedStream, data: bytes) -> bool:
+        """Send the client bytes of a stream as they come; False while it takes no more."""
+        call = stream.call
         if call.is_aborted:
             return True  # as in `_send_on`
         if not call.num_payloads:
             self._post_began(call)
         call.num_payloads += data.count(b"data:") or 1
-        return self._http.put(data, headers)
+        stream.feed(data)
+        return self._http.put(data, stream.headers)
 
     async def _answer_stream(self, call: AnswerCall, resumer: StreamResumer) -> bool:
         resume = self._resume
@@ -572,16 +597,20 @@ class RequestHandler:
     def _stream_counts(self, call: AnswerCall) -> TokenCounts:
         """Return the tokens that the call's stream has brought."""
         if self._request.is_passed_on:
-            return TokenCounts(output_tokens=call.num_payloads)  # mostly one token each
+            # Before the usage at the stream's end: mostly one token each.
+            tokens = call.counts.output_tokens or call.num_payloads
+            return msgspec.structs.replace(call.counts, output_tokens=tokens)
         if self._resumer is None:
             return TokenCounts()
         prompt_tokens = self._resumer.prompt_tokens or 0
+        details = self._resumer.engine_details
         if not self._request.trackable:
             # Without a usage: mostly one token each; the last one is the end.
             counted = self._resumer.output_tokens
             tokens = max(0, call.num_payloads - 1) if counted is None else counted
-            return TokenCounts(prompt_tokens, tokens)
-        return TokenCounts(prompt_tokens, self._resumer.answer.num_delivered - call.num_delivered)
+            return TokenCounts(prompt_tokens, tokens, details)
+        tokens = self._resumer.answer.num_delivered - call.num_delivered
+        return TokenCounts(prompt_tokens, tokens, details)
 
     async def _answer_error(self, call: AnswerCall, answer: EngineResponse) -> bool:
         """An engine has refused the request, or has failed with it, and says so."""

@@ -48,7 +48,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 """Tokens that an engine counts. Nothing else is added to what the router counts."""
 
 
-class PromptDetails(msgspec.Struct, frozen=True, gc=False):
+class PromptDetails(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """vLLM's `prompt_tokens_details`: the two counts that depend on the engine. None: unknown."""
 
     cached_tokens: Count | None = None
@@ -129,13 +129,27 @@ class _Body(msgspec.Struct):
     kv_transfer_params: _Transfer | None = None
 
 
+class _InputDetails(msgspec.Struct):
+    cached_tokens: Count | None = None
+
+
 class _OtherUsage(msgspec.Struct):
+    """A usage of /v1/responses, or of /v1/messages: only the latter's cache counts are apart."""
+
     input_tokens: Count = 0
     output_tokens: Count = 0
+    input_tokens_details: _InputDetails | None = None
+    cache_read_input_tokens: Count | None = None
+    cache_creation_input_tokens: Count | None = None
 
 
 class _OtherBody(msgspec.Struct):
     usage: _OtherUsage | None = None
+
+
+class _OtherEvent(_OtherBody):
+    response: _OtherBody | None = None
+    message: _OtherBody | None = None
 
 
 class _Detokenized(msgspec.Struct):
@@ -164,12 +178,26 @@ def read_reply(body: bytes) -> TokenCounts:
 
 
 def read_usage(body: bytes) -> TokenCounts:
-    """The counts of an answer of /v1/responses or /v1/messages; zero where there are none."""
+    """Return the counts of /v1/responses or /v1/messages; zero where there are none.
+
+    `body` is an answer in one piece, or an event of a stream.
+    """
     try:
-        usage = msgspec.json.decode(body, type=_OtherBody).usage or _OtherUsage()
+        event = msgspec.json.decode(body, type=_OtherEvent)
     except UNREADABLE:
         return TokenCounts()
-    return TokenCounts(usage.input_tokens, usage.output_tokens)
+    told = (each.usage for each in (event, event.response, event.message) if each is not None)
+    usage = next((each for each in told if each is not None), _OtherUsage())
+    details, cached = usage.input_tokens_details, usage.cache_read_input_tokens
+    if details is not None:
+        cached = details.cached_tokens
+    # In /v1/messages, `input_tokens` are those that were neither found nor created.
+    apart = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    return TokenCounts(
+        prompt_tokens=usage.input_tokens + apart,
+        output_tokens=usage.output_tokens,
+        details=PromptDetails(cached_tokens=cached),
+    )
 
 
 def read_detokenized(body: bytes) -> str:

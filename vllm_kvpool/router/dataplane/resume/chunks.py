@@ -159,7 +159,7 @@ def usage_chunk(
         "completion_tokens": completion_tokens,
     }
     if details != UNKNOWN:
-        usage["prompt_tokens_details"] = msgspec.structs.asdict(details)
+        usage["prompt_tokens_details"] = details
     return _chunk(head, [], {"usage": usage})
 
 

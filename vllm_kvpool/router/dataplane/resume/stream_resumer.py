@@ -202,6 +202,12 @@ class StreamResumer:
         """Of all choices together, as the stream's usage says; None before it came."""
         return self._usage.completion_tokens if self._usage is not None else None
 
+    @property
+    def engine_details(self) -> PromptDetails:
+        """Details of the prompt as the present engine's usage says."""
+        details = self._usage.prompt_tokens_details if self._usage is not None else None
+        return details or UNKNOWN
+
     def feed(self, payload: bytes) -> list[bytes]:
         """Return the client's payloads for one payload of the engine. Raises EngineLost."""
         assert not self.ended
