@@ -16,7 +16,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from tests.support.deployment import MODEL, START_TIMEOUT_S, Deployment, DeploymentSpec
+from tests.support.deployment import MODEL, START_TIMEOUT_S, TOKEN, Deployment, DeploymentSpec
 from tests.support.engine_control import is_running
 from tests.support.stream_client import Told, chat, complete, words
 from vllm_kvpool.cli import main
@@ -24,6 +24,7 @@ from vllm_kvpool.cli import main
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKENS = 128
+BLOCK = 32
 EXPECT_MS = 60_000
 """What is waited for in vain is seen."""
 PREFILL, DECODE = "here-{0}", "here-{1}"
@@ -83,6 +84,57 @@ def test_a_prompt_is_computed_on_one_engine_and_decoded_on_the_other(
     urls = {each["id"]: each["url"] for each in deployment.state()["replicas"]}
     engine = httpx.get(f"{urls[prefill]}/metrics", timeout=30).text
     assert "vllm:kvpool_pending_save_tokens{" in engine, "the router waits for it before a stop"
+
+
+def prompt_tokens(deployment: Deployment) -> dict[str, float]:
+    """The router's count of prompt tokens, by source."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    text = httpx.get(f"{deployment.admin}/metrics", headers=headers, timeout=30).text
+    name = r"^kvpool_router_prompt_tokens_total"
+    found = re.findall(name + r'\{tenant="-",source="(\w+)"\} (\S+)$', text, re.M)
+    return {source: float(value) for source, value in found}
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_usage_tells_what_the_cluster_found_of_a_prompt_and_what_it_computed(
+    deployment: Deployment, streams: bool
+) -> None:
+    """The decoder finds nearly all of a prompt that prefill has just computed, and creates little.
+
+    The same chat again is found. A longer chat is found as far as the first one goes.
+    """
+    text = words(70 + streams, 150)
+
+    def counts(content: str) -> tuple[int, int, int]:
+        if streams:
+            usage = chat(deployment.front, content, max_tokens=4).usage
+        else:
+            messages = [{"role": "user", "content": content}]
+            body = {"model": MODEL, "messages": messages, "max_tokens": 4}
+            url = f"{deployment.front}/v1/chat/completions"
+            usage = httpx.post(url, json=body, timeout=60).json()["usage"]
+        assert usage is not None
+        details = usage["prompt_tokens_details"]
+        return usage["prompt_tokens"], details["cached_tokens"], details["created_cache_tokens"]
+
+    def handed_over() -> int:
+        return int(deployment.state()["prompts"]["handed_over"])
+
+    apart, before = handed_over(), prompt_tokens(deployment)
+    prompt, cached, created = counts(text)
+    assert handed_over() == apart + 1, "it was computed apart"
+    assert cached < BLOCK
+    assert created + cached == prompt // BLOCK * BLOCK
+    again = counts(text)
+    assert again == (prompt, (prompt - 1) // BLOCK * BLOCK, 0)
+    longer = counts(text + " " + words(80 + streams, 60))
+    assert 0 < prompt - longer[1] <= 2 * deployment.spec.chunk_tokens
+    assert longer[0] - longer[1] - longer[2] < BLOCK
+    after = prompt_tokens(deployment)
+    told = (prompt, cached), again[:2], longer[:2]
+    found = sum(each for _, each in told)
+    assert after["cached"] - before.get("cached", 0) == found
+    assert after["computed"] - before.get("computed", 0) == sum(n for n, _ in told) - found
 
 
 def test_the_kit_shows_what_an_engine_has_loaded_from_each_tier(deployment: Deployment) -> None:
