@@ -1,5 +1,6 @@
 """The details of a prompt in an answer's `usage`: the counts of the engine that computed it."""
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig
 from tests.support.scripted_protocol import Usage
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.router.dataplane.request_body import ApiPath
+from vllm_kvpool.router.dataplane.request_handler import PROMPT_GRACE_S
+from vllm_kvpool.router.dataplane.upstream import Upstream
 
 LONG = "hello world " * 400  # over a thousand tokens: worth a prefill of its own
 TALK = {"messages": [{"role": "user", "content": LONG}]}
@@ -124,6 +127,30 @@ async def test_answer_tells_the_counts_of_the_first_engine_that_had_the_prompt(
             rig.fail(case.engine, times=1, **case.fault)
         assert await details_of(rig, path, body) == case.told
         assert not rig.engines[case.engine].board.faults(), "it has happened"
+
+
+@pytest.mark.parametrize(
+    ("late_s", "told"), [(0.05, PREFILL), (4 * PROMPT_GRACE_S, (None, None))], ids=str
+)
+@pytest.mark.parametrize("form", [form for form in FORMS if form.startswith("chat")])
+async def test_usage_waits_a_moment_for_the_counts_of_prefill(
+    form: str, late_s: float, told: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decoder has answered while the answer of the prefill engine is on its way."""
+    own = Upstream.post
+
+    async def post(upstream: Upstream, url: str, body: bytes, *more: Any, **named: Any) -> Any:
+        answer = await own(upstream, url, body, *more, **named)
+        if b'"hand_over":true' in body:
+            await asyncio.sleep(late_s)
+        return answer
+
+    path, body = FORMS[form]
+    async with RouterRig(1, 1, spec=SPEC, config=TRUSTING) as rig:
+        let_tell(monkeypatch, rig, (PREFILL, DECODE))
+        monkeypatch.setattr(Upstream, "post", post)
+        assert await details_of(rig, path, {**body, "max_tokens": 2}) == told
+        assert rig.counts["served"] == 1
 
 
 # Counters

@@ -102,6 +102,8 @@ DETOKENIZE_PATH = "/detokenize"
 DETOKENIZE_TIMEOUT_S = 5.0
 MAX_DETOKENIZERS = 3
 """Engines that are asked, one after the other."""
+PROMPT_GRACE_S = 0.25
+"""Time that a usage waits for the counts of a prompt whose decoder was done before prefill."""
 _MAY_HAVE_COMPUTED = frozenset({Outcome.LOST, Outcome.FAILED})
 """Outcomes of calls whose engine may have put a part of the prompt into the pool."""
 
@@ -138,6 +140,8 @@ class RequestHandler:
         """The prompt's call, while it runs."""
         self._details: PromptDetails | None = None
         """Details of the prompt by the first engine that had it; None: the one that answers."""
+        self._answer_details = UNKNOWN
+        """Details of the prompt by the engine that answered last."""
         self._is_part_computed = False
         """True once an engine may have computed a part of the prompt and has not said how much."""
         self._notices: tuple[str, ...] = ()
@@ -254,10 +258,8 @@ class RequestHandler:
             if not isinstance(call, Refuse):
                 self._call = call
                 self._report(Outcome.CANCELLED)
+        self._log_prompt()
         self._end_prefill(Outcome.CANCELLED)
-        if self._resumer is not None:  # of an answer that its client has not taken to its end
-            tokens = self._resumer.prompt_tokens or 0
-            self.log.prompt_tokens = max(self.log.prompt_tokens, tokens)
 
     def _report(self, outcome: Outcome, counts: TokenCounts | None = None) -> None:
         """The call that decodes has ended."""
@@ -265,7 +267,8 @@ class RequestHandler:
         assert call is not None
         call.is_reported = True
         counts = counts or TokenCounts()
-        self._log_cached(counts.details)
+        if self._request.num_sequences == 1:  # else an engine tells the details of one of them
+            self._answer_details = counts.details
         has_waited = call.directive.expect_tokens and not call.num_payloads
         if self._details is None and outcome in _MAY_HAVE_COMPUTED and not has_waited:
             self._note_prompt(outcome, UNKNOWN)
@@ -304,10 +307,10 @@ class RequestHandler:
 
     def _begin_prefill(self, directive: Prefill) -> None:
         assert self._prompt_call is None, directive
-        self._set_details(UNKNOWN)
         self.log.asks(directive, self._clock())
         task = asyncio.get_running_loop().create_task(self._run_prefill(directive))
         self._prompt_call = PromptCall(directive, task)
+        self._set_details(UNKNOWN)
 
     async def _run_prefill(self, directive: Prefill) -> None:
         counts = TokenCounts()
@@ -362,21 +365,27 @@ class RequestHandler:
         else:
             self._set_details(details if outcome is Outcome.OK else None)
 
-    def _log_cached(self, details: PromptDetails) -> None:
-        """Log the cached tokens that the client is told; `details` are those of the last answer.
-
-        Of several sequences, an engine tells the details of one: the others may differ.
-        """
-        if self._details is not None:
-            details = self._details
-        elif self._request.num_sequences > 1:
-            details = UNKNOWN
-        self.log.cached_tokens = details.cached_tokens
-
     def _set_details(self, details: PromptDetails | None) -> None:
         self._details = details
+        self._show_details()
+
+    def _show_details(self) -> None:
         if self._resumer is not None:
-            self._resumer.details = details
+            self._resumer.details = self._details
+            self._resumer.awaits_details = self._prompt_call is not None
+
+    async def _await_details(self) -> None:
+        """Give the prompt's call a moment to end, so that its counts are known."""
+        if self._prompt_call is not None:
+            await asyncio.wait({self._prompt_call.task}, timeout=PROMPT_GRACE_S)
+
+    def _log_prompt(self) -> None:
+        """Log the prompt's tokens, and the cached tokens that the client was told."""
+        details = self._answer_details if self._details is None else self._details
+        self.log.cached_tokens = details.cached_tokens
+        if self._resumer is not None:  # of an answer that its client has not taken to its end
+            tokens = self._resumer.prompt_tokens or 0
+            self.log.prompt_tokens = max(self.log.prompt_tokens, tokens)
 
     # Decode
 
@@ -385,8 +394,7 @@ class RequestHandler:
         self._call = call
         directive = call.directive
         resumer = self._resumer
-        if resumer is not None:
-            resumer.details = self._details
+        self._show_details()
         try:
             if resumer is not None:
                 return await self._attempt(call, partial(self._answer_stream, call, resumer))
@@ -487,6 +495,8 @@ class RequestHandler:
         read = read_usage if self._request.is_passed_on else read_reply
         counts = read(answer.body)
         self._report(Outcome.OK, counts)
+        if counts.details != UNKNOWN:
+            await self._await_details()
         body, details, is_read = answer.body, self._details, not self._request.is_passed_on
         if is_read and details is not None and has_other_details(counts.details, details):
             body = with_details(body, details)
@@ -549,9 +559,14 @@ class RequestHandler:
                     break
                 await self._http.drain()
             if resumer.ended:
+                self._add_to_whole(resumer.held_usage())
                 if whole is not None and not whole.is_complete:
                     raise NotAssembled("the stream has no usage")
                 self._report(Outcome.OK, self._stream_counts(call))
+                if resumer.holds_usage:
+                    await self._await_details()
+                    stream.last[:0] = resumer.held_usage()
+                    self._add_to_whole(stream.last)
                 await self._end(stream.last, headers)
                 engine.finish()
                 return True
@@ -568,9 +583,7 @@ class RequestHandler:
         out, lost = stream.feed(data)
         if call.begins and not resumer.ended:
             self._post_began(call)
-        if whole is not None:
-            for payload in out:
-                whole.add(payload)
+        self._add_to_whole(out)
         if resumer.ended:
             stream.last.extend(out)
             return False
@@ -583,6 +596,11 @@ class RequestHandler:
         if lost is not None:
             raise lost
         return goes_on
+
+    def _add_to_whole(self, payloads: Sequence[bytes]) -> None:
+        if self._whole is not None:
+            for payload in payloads:
+                self._whole.add(payload)
 
     async def _end(
         self, payloads: Sequence[bytes], headers: Mapping[str, str] | None = None

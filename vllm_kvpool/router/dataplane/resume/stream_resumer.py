@@ -160,6 +160,10 @@ class StreamResumer:
         """True once the client has been given all of the answer, `[DONE]` included."""
         self.details: PromptDetails | None = None
         """Details of the prompt that the client is told; None: as the present engine says."""
+        self.awaits_details = False
+        """True while the engine that computes the prompt has not told its details: a usage with
+        details is held back for `held_usage`."""
+        self._late_usage: tuple[bytes, Chunk] | None = None
         self._request = request
         self._is_chat = request.api_path is ApiPath.CHAT
         asks_ids, logprobs = request.asks_token_ids, request.value("logprobs")
@@ -208,6 +212,15 @@ class StreamResumer:
         details = self._usage.prompt_tokens_details if self._usage is not None else None
         return details or UNKNOWN
 
+    @property
+    def holds_usage(self) -> bool:
+        """True if the stream's usage is held back."""
+        return self._late_usage is not None
+
+    def held_usage(self) -> list[bytes]:
+        """Return the usage that was held back, with the details as they are known now."""
+        return [] if self._late_usage is None else [self._outgoing(*self._late_usage)]
+
     def feed(self, payload: bytes) -> list[bytes]:
         """Return the client's payloads for one payload of the engine. Raises EngineLost."""
         assert not self.ended
@@ -232,6 +245,9 @@ class StreamResumer:
                 raise EngineLost("the engine has aborted the request")
             if self._may_be_given_back and bytes(choice.stop_reason) == _RECOMPUTED_JSON:
                 raise EngineLost("the engine has given the request back for want of blocks")
+        if self.awaits_details and not chunk.choices and self.engine_details != UNKNOWN:
+            self._late_usage = payload, chunk
+            return []
         if self._num_choices > 1:
             self._num_finished += sum(bool(each.finish_reason) for each in chunk.choices)
             if self.details is not None and self._tells_other_details(chunk):
@@ -485,9 +501,10 @@ class StreamResumer:
         if pending_text is not None:
             ids: list[int] | None = [] if request.asks_token_ids else None
             payloads.append(end_chunk(self._head, self._is_chat, pending_text, ids))
+        payloads += self.held_usage()
         options = request.members("stream_options")
         asks_usage = "include_usage" in options and bool(scalar_of(options["include_usage"]))
-        has_usage = self._has_usage or self._has_error or not asks_usage
+        has_usage = self._has_usage or self.holds_usage or self._has_error or not asks_usage
         if not has_usage and answer.has_ids and (prompt_tokens := self.prompt_tokens) is not None:
             details = self.details or UNKNOWN
             chunk = usage_chunk(self._head, prompt_tokens, self._stream.num_tokens, details)
