@@ -76,7 +76,7 @@ def _check_requests(rig: Rig) -> None:
     check(pool)
     assert not pool._requests
     assert not pool._asked
-    assert not pool._loads
+    assert not pool._loads._loads
     assert not pool._prefetches
     assert not pool.saves._late
     assert not pool.saves._unconfirmed

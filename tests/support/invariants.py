@@ -94,8 +94,10 @@ def _(pool: PoolScheduler) -> None:
     for state in pool._requests.values():
         if state.chain is not None and state.answer is LookupOutcome.ANSWERED:
             assert state.found_chunks <= len(state.chain) + (state.tail is not None)
-    for request_id in pool._streams:
-        assert pool._requests[request_id].load is not None
+    for request_id, load in pool._loads._loads.items():
+        assert load.plan.request_id == request_id
+        assert load.plan.layered or request_id in pool._requests
+        assert load.plan.token_start <= load.kept <= load.plan.token_stop
 
 
 @check.register

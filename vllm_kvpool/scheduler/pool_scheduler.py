@@ -14,7 +14,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
 from vllm_kvpool.metrics import MAX_SOURCES, MetricsRegistry, NameLabels
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables
-from vllm_kvpool.scheduler.loads import LayeredLoads, LoadCostModel, idle_wait_s
+from vllm_kvpool.scheduler.loads import LoadCostModel, RequestLoad, RequestLoads, idle_wait_s
 from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
@@ -30,7 +29,7 @@ from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, 
 from vllm_kvpool.scheduler.save_outcomes import EndedSave, SaveOutcomes
 from vllm_kvpool.scheduler.save_planner import Reset, SavePlanner
 from vllm_kvpool.storage.base import NO_RETENTION, Retention
-from vllm_kvpool.transfer.ops import JobId, Landed, LoadPlan, PrefetchPlan
+from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
 
 logger = logging.getLogger(__name__)
 
@@ -76,17 +75,6 @@ class CachedEmbeddings:
         return self._are_in_blocks
 
 
-@dataclass(slots=True)
-class _Stream:
-    """A load whose last chunks the producer has not stored yet."""
-
-    job_id: JobId
-    landed_stop: int
-    """Chunks before it are stored, as far as the workers have been told."""
-    num_blocks: int
-    """Blocks of the load."""
-
-
 class PoolScheduler:
     """The state of all requests. `can_save`: whether any tier takes saves, as far as is known."""
 
@@ -128,16 +116,13 @@ class PoolScheduler:
         )
         self._requests: dict[str, RequestState] = {}
         self._asked: dict[int, RequestState] = {}  # by the lookup that is not yet answered
-        self._loads: list[LoadPlan] = []  # allocated, for the next plan
-        self._streams: dict[str, _Stream] = {}  # by request
-        self._landed: list[Landed] = []  # for the next plan
+        self._loads = RequestLoads(registry)
         self._prefetches: dict[str, PrefetchPlan] = {}  # of requests whose turn has not come
         # Requests -> tokens of the state in the engine's own cache that they go on from, and that
         # is to be stored: it is pinned (`pin_s`), or the pool lacks it.
         self._own_states: dict[str, int] = {}
         self._loaded: set[str] = set()  # requests that have loaded, and not run since
         self._has_given_way = False  # a request, since the last step was planned
-        self._layered = LayeredLoads()
         self._admitted: set[str] = set()  # requests that were given blocks since the last plan
         self._waiting: set[str] = set()  # those that wait for a load, and have not run since
         self._next_id = 0
@@ -283,7 +268,8 @@ class PoolScheduler:
             self._leave_out(state)
             return
         self._note_found(state, answer, is_in_time=is_in_time)
-        if self._shape.prefetches and state.found_chunks and state.may_load and not state.load:
+        is_loading = self._loads.get(state.view.request_id) is not None
+        if self._shape.prefetches and state.found_chunks and state.may_load and not is_loading:
             self._prefetch(state)
 
     def _prefetch(self, state: RequestState) -> None:
@@ -326,33 +312,10 @@ class PoolScheduler:
             known = min(known, state.limit_tokens // self._shape.chunk_tokens)
         state.next_save = max(state.next_save, known)
         self.saves.check_next_step(state)
-        if state.view.request_id in self._streams:
+        load = self._loads.get(state.view.request_id)
+        if load is not None and load.landed_stop is not None:
             is_final = answer.is_final or is_outdated
-            self._land(state, found, is_final, is_urgent=answer.has_lost_producer)
-
-    # Streams
-
-    def _land(
-        self, state: RequestState, chunks: int, is_final: bool, *, is_urgent: bool = False
-    ) -> None:
-        """Tell the workers which chunks of a stream are stored."""
-        stream = self._streams[state.view.request_id]
-        stream.landed_stop = max(stream.landed_stop, chunks)
-        self._landed.append(Landed(stream.job_id, stream.landed_stop, is_final, is_urgent))
-        if is_final:
-            self._end_stream(state.view.request_id)
-
-    def _end_stream(self, request_id: str) -> None:
-        """Count the blocks of a stream, if the request has one, as promised no longer."""
-        if self._streams.pop(request_id, None) is not None:
-            self._show_promised()
-
-    def _show_promised(self) -> None:
-        self._registry.set("kvpool_promised_blocks", self._num_promised)
-
-    @property
-    def _num_promised(self) -> int:
-        return sum(stream.num_blocks for stream in self._streams.values())
+            self._loads.land(load, found, is_final, is_urgent=answer.has_lost_producer)
 
     def _chunks_to_offer(self, state: RequestState, num_computed: int) -> int | None:
         """Return how many chunks to offer a request now; None if it waits for its lookup.
@@ -373,8 +336,9 @@ class PoolScheduler:
             return None
         if self._usable(state, state.found_chunks) <= num_computed:
             return None
-        num_blocks = self._num_promised + self._tables.num_blocks(num_computed, stop)
-        has_room = not self._streams or num_blocks <= self._shape.max_promised_blocks
+        promised = self._loads.num_promised
+        num_blocks = promised + self._tables.num_blocks(num_computed, stop)
+        has_room = not promised or num_blocks <= self._shape.max_promised_blocks
         return chunks if has_room else None
 
     def _usable(self, state: RequestState, chunks: int) -> int:
@@ -424,7 +388,7 @@ class PoolScheduler:
         self.saves.draft_gaps.begin(state, num_computed)
         self._waiting.discard(request_id)  # its load has brought nothing, and vLLM starts it again
         has_old_embeddings = state.view.has_media and self._embeddings.use()
-        if self._layered.would_share(state.view.tokens, num_computed, self._tables.block_size):
+        if self._loads.would_share(state.view.tokens, num_computed, self._tables.block_size):
             return None, False
         if self._must_give_way(request_id, state):
             return None, False
@@ -551,83 +515,84 @@ class PoolScheduler:
         stop = start + num_external
         # vLLM 0.33 cuts some hits to whole blocks. It cuts none of models with recurrent states.
         assert stop == offered or (stop < offered and not self._tables.has_states), (start, stop)
-        state.offer, state.load, state.own_tokens = None, (start, stop), stop
+        state.offer, state.own_tokens = None, stop
         state.cleared = frozenset()
-        state.load_began = self._clock()
         chunk, tail = self._shape.chunk_tokens, state.tail
         first, last = start // chunk, -(-stop // chunk)
-        job_id, hashes = JobId(self._take_id()), state.chain.hashes
-        end_tokens = 0
+        hashes, end_tokens = state.chain.hashes, 0
         if tail is not None and last > tail.position:
             hashes, end_tokens = [*hashes[: tail.position], tail.chunk_hash], tail.cell_tokens
         else:
             tail = None
-        is_stored = last <= state.found_chunks
-        if not is_stored:
-            num_blocks = self._tables.num_blocks(start, stop)
-            self._streams[request_id] = _Stream(job_id, state.found_chunks, num_blocks)
-            self._show_promised()
-            if state.answer is not None:  # the lookup has ended since the offer
-                self._land(state, state.found_chunks, True)
-        if self._config.layerwise:
-            self._layered.begin(request_id, state.view.tokens(), tables[0], start, stop)
-        self._loads.append(
-            LoadPlan(
-                job_id=job_id,
-                request_id=request_id,
-                first_chunk=first,
-                hashes=tuple(hashes[first:last]),
-                pages=self._tables.of_load(tables, start, stop),
-                token_start=start,
-                token_stop=stop,
-                weights_version=state.weights_version,
-                layered=self._config.layerwise,
-                before=tuple(state.chain.hashes[max(0, first - self._shape.num_replicas) : first]),
-                tenant=state.view.tenant,
-                landed_stop=None if is_stored else state.found_chunks,
-                end_tokens=end_tokens,
-                is_last_other=tail is not None,
-            )
+        found, is_layered = state.found_chunks, self._config.layerwise
+        plan = LoadPlan(
+            job_id=JobId(self._take_id()),
+            request_id=request_id,
+            first_chunk=first,
+            hashes=tuple(hashes[first:last]),
+            pages=self._tables.of_load(tables, start, stop),
+            token_start=start,
+            token_stop=stop,
+            weights_version=state.weights_version,
+            layered=is_layered,
+            before=tuple(state.chain.hashes[max(0, first - self._shape.num_replicas) : first]),
+            tenant=state.view.tenant,
+            landed_stop=found if last > found else None,
+            end_tokens=end_tokens,
+            is_last_other=tail is not None,
         )
+        load = RequestLoad(
+            plan,
+            began=self._clock(),
+            kept=stop,
+            num_blocks=self._tables.num_blocks(start, stop),
+            landed_stop=plan.landed_stop,
+            tokens=state.view.tokens() if is_layered else (),
+            table=tuple(tables[0]) if is_layered else (),
+        )
+        self._loads.start(load)
+        if load.landed_stop is not None and state.answer is not None:
+            self._loads.land(load, found, True)  # the lookup has ended since the offer
 
     def step_ended(self) -> None:
         """Every rank has reported a step, so its layered loads have ended; call `apply` first."""
-        block_size = self._tables.block_size
-        for load in self._layered.take():
-            lost_blocks = load.lost_blocks(block_size)
+        for load in self._loads.pop_layered():
+            lost_blocks = load.lost_blocks(self._tables.block_size)
             self.saves.forget_blocks(lost_blocks)
-            self.saves.step_load_ended(load.request_id, is_whole=not lost_blocks)
-            self._load_is_over(load.request_id, load.start, load.kept, load.stop)
+            self.saves.step_load_ended(load.plan.request_id, is_whole=not lost_blocks)
+            self._load_is_over(load)
 
     def load_ended(self, request_id: str) -> None:
         """Every rank has reported the request's load; call `apply` first."""
-        state = self._requests.get(request_id)
-        if state is None or state.load is None:
+        load = self._loads.get(request_id)
+        if load is None or load.plan.layered:
             return
-        start, stop = state.load
+        state = self._requests[request_id]
         self._loaded.add(request_id)
+        self._loads.pop(request_id)
         self.saves.check_again(request_id)  # its computed tokens have jumped
-        kept = stop if state.limit_tokens is None else max(start, min(stop, state.limit_tokens))
-        if request_id in self._streams:  # a cell was lost, or no rank needs a later chunk
-            self._end_stream(request_id)
-            self._count_expected(state, is_found=kept == stop)
+        if load.landed_stop is not None:  # a cell was lost, or no rank needs a later chunk
+            self._count_expected(state, is_found=load.kept == load.plan.token_stop)
             self._end_lookup(state)
-        self._load_is_over(request_id, start, kept, stop)
+        self._load_is_over(load)
 
-    def _load_is_over(self, request_id: str, start: int, kept: int, stop: int) -> None:
-        """Count a load of tokens [start, stop), of which those before `kept` are loaded."""
+    def _load_is_over(self, load: RequestLoad) -> None:
+        """Count a load that has ended in every rank."""
+        request_id, tenant = load.plan.request_id, load.plan.tenant
+        start, kept, stop = load.plan.token_start, load.kept, load.plan.token_stop
         state = self._requests.get(request_id)
         if state is not None:
-            state.load = None
             attributes = {
                 "kvpool.loaded_tokens": kept - start,
                 "kvpool.wanted_tokens": stop - start,
             }
-            state.view.record_span("kvpool.load", self._clock() - state.load_began, attributes)
+            state.view.record_span("kvpool.load", self._clock() - load.began, attributes)
             if state.asks_again:  # counted once it is known what is loaded instead
                 state.lost_tokens = stop - start
                 return
-            self.saves.outcomes.count_tenant(state.view.tenant, "load", kept - start)
+            if kept < stop and not self._tables.resumes:
+                kept = start  # the engine starts the request again
+            self.saves.outcomes.count_tenant(tenant, "load", kept - start)
             if self._shape.has_drafts:
                 missing = self.saves.draft_gaps.tokens_of(state.cleared, start, kept)
                 self._load_costs.drafts_loaded(kept - start, missing)
@@ -657,16 +622,15 @@ class PoolScheduler:
             self._loaded.difference_update(step.scheduled)
         self._has_given_way = False
         if self._config.load_policy is LoadPolicy.AUTO:
-            is_plain = not any(load.layered for load in self._loads)
+            is_plain = not self._loads.has_new_layered
             self._load_costs.step_planned(self._clock(), step.scheduled if is_plain else {})
             if self._shape.has_drafts:
                 self._note_answers(step)
-        loads, self._loads = tuple(self._loads), []
         if self._own_states:
             step = self._with_own_states(step)
         if self._admitted or self._waiting:
             self._note_foreign_loads(step)
-        saves = self.saves.of_step(step, self._requests, self._layered)
+        saves = self.saves.of_step(step, self._requests, self._loads)
         if self._shape.state_stride:
             self._keep_states_of_answers(step)
         prefetches: tuple[PrefetchPlan, ...] = ()
@@ -674,18 +638,16 @@ class PoolScheduler:
             prefetches = tuple(self._prefetches.values())
             self._prefetches.clear()
         # While streams are all that is loaded, the next chunk to land is waited for here.
-        waits_here = self._idle and not any(
-            state.load is not None and request_id not in self._streams
-            for request_id, state in self._requests.items()
-        )
+        waits_here = self._idle and self._loads.all_stream
         ends = self.saves.take_hand_over_ends()
-        if waits_here and not (loads or self._landed or saves or prefetches or ends):
+        loads = self._loads.take_new()
+        if waits_here and not (loads or self._loads.landed or saves or prefetches or ends):
             self._wait_for_lookups(was_idle=was_idle)
-        landed, self._landed = tuple(self._landed), []
+        landed = self._loads.take_landed()
         if landed or loads:
             self._landed_at = self._clock()
         may_wait = self._idle and not self._shape.in_lockstep
-        may_wait &= not (self._streams and waits_here)
+        may_wait &= not (waits_here and self._loads.num_promised)
         generation = self._reset.generation
         return StepPlan(loads, saves, prefetches, may_wait, landed, ends, generation)
 
@@ -779,7 +741,7 @@ class PoolScheduler:
                 self._lookups.wait(idle_wait_s(self._clock() - max(pending)))
             return
         wait_s = WATCHED_WAIT_S
-        if self._streams:
+        if self._loads.num_promised:
             is_fetched = self._clock() - self._landed_at > FETCH_S
             wait_s = STREAM_WAIT_S if is_fetched else FETCH_WAIT_S
         has_arrivals = self._has_arrivals
@@ -809,13 +771,14 @@ class PoolScheduler:
             if save is not None and save.prompt is not None and save.how.tiers:
                 self._lookups.write_aliases(save)
         for request_id, tokens in report.load_stops.items():
-            self._layered.stopped(request_id, tokens)
-            state = self._requests.get(request_id)
-            if state is not None:
-                self._load_stopped(state, tokens)
+            load, state = self._loads.get(request_id), self._requests.get(request_id)
+            if load is not None:
+                load.kept = max(load.plan.token_start, min(load.kept, tokens))
+                if state is not None:
+                    self._load_stopped(state, load, tokens)
         for request_id, chunks in report.cleared.items():
             state = self._requests.get(request_id)
-            if state is not None and state.load is not None:
+            if state is not None and self._loads.get(request_id) is not None:
                 state.cleared |= chunks
                 self.saves.draft_gaps.cleared(state, chunks)
         for rank, change in report.host.items():
@@ -829,7 +792,7 @@ class PoolScheduler:
             self._lookups.remove_all(end, self._reset.take_weights_versions())
         return [save for save in ended if save is not None]
 
-    def _load_stopped(self, state: RequestState, tokens: int) -> None:
+    def _load_stopped(self, state: RequestState, load: RequestLoad, tokens: int) -> None:
         """A load of the request has filled only the pages of the first `tokens` tokens."""
         resumes, has_states = self._tables.resumes, self._tables.has_states
         # Unless it resumes, the engine starts the request again.
@@ -838,8 +801,8 @@ class PoolScheduler:
             state.saved_states = {each for each in state.saved_states if each <= tokens}
         # Only once, as a load may take its whole timeout. Every rank reports the same load, each in
         # its own step.
-        if (has_states or not resumes) and state.load is not None and not state.has_asked_again:
-            kept = state.load[1] - 1 if has_states else tokens
+        if (has_states or not resumes) and not state.has_asked_again:
+            kept = load.plan.token_stop - 1 if has_states else tokens
             state.asks_again = True
         limit = kept if state.limit_tokens is None else min(kept, state.limit_tokens)
         state.limit_tokens = limit
@@ -872,15 +835,17 @@ class PoolScheduler:
                 self._clock() - began,
                 has_drafts=not state.cleared,
             )
-        self._end_stream(request_id)
+        load = self._loads.get(request_id)
+        if load is not None and not load.plan.layered:
+            self._loads.pop(request_id)
         is_pending = self._asked.get(state.lookup_id) is state
         if is_pending and state.chain is None and state.view.options.hand_over:
             del self._asked[state.lookup_id]
             self._unnamed[state.lookup_id] = state
         else:
             self._end_lookup(state)
-        if state.may_save and has_run:
-            self.saves.finish(state, tables, is_loading=request_id in self._layered)
+        if state.may_save and has_run and (load is None or load.plan.layered):
+            self.saves.finish(state, tables, is_loading=load is not None)
         else:  # another connector may be filling its blocks
             self.saves.forget(request_id)
         self.saves.end_hand_over(state)
@@ -919,15 +884,14 @@ class PoolScheduler:
 
     def _forget_what_was_found(self) -> None:
         self._prefetches.clear()
-        for request_id in list(self._streams):
-            self._land(self._requests[request_id], 0, True)
+        for load in self._loads.streaming:
+            self._loads.land(load, 0, True)
         for state in self._requests.values():
             state.found_chunks = state.attention_chunks = state.next_save = 0
             state.saved_states.clear()
             # The weights may change next: what was computed before is not saved.
-            state.stale = (
-                state.stale or state.view.num_computed_tokens > 0 or state.load is not None
-            )
+            is_loading = self._loads.get(state.view.request_id) is not None
+            state.stale = state.stale or state.view.num_computed_tokens > 0 or is_loading
             self.saves.check_next_step(state)
 
     def weights_changed(self, weights_version: str) -> None:
@@ -959,6 +923,6 @@ class PoolScheduler:
         self._has_doubtful_blocks |= self._embeddings.encoder_cache_was_reset()
 
     def load_of(self, request_id: str) -> LoadPlan | None:
-        """The request's load that is allocated and not planned yet."""
-        mine = (load for load in reversed(self._loads) if load.request_id == request_id)
-        return next(mine, None)
+        """The request's load, if one is in progress."""
+        load = self._loads.get(request_id)
+        return None if load is None else load.plan

@@ -156,8 +156,6 @@ class RequestState:
     limit_tokens: int | None = None  # a load has failed here: ask for no more
     offer: tuple[int, int] | None = None  # tokens [start, stop) offered, not yet allocated
     tried: bool = False  # it was matched, and has got no blocks since
-    load: tuple[int, int] | None = None  # tokens [start, stop) being loaded
-    load_began: float = 0.0
     own_tokens: int = 0  # of the engine's own cache or of its load, when it was last admitted
     cached_tokens: int = 0  # of the engine's own cache, when it was last started
     draft_stop: int | None = None  # from this chunk on rows of a drafter are missing, or behind it

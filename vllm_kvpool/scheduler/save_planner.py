@@ -22,7 +22,7 @@ from itertools import chain, islice
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables, PinLedger, all_blocks
 from vllm_kvpool.scheduler.draft_gaps import DraftGaps
-from vllm_kvpool.scheduler.loads import LayeredLoads
+from vllm_kvpool.scheduler.loads import RequestLoads
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep, StateOffer
 from vllm_kvpool.scheduler.save_outcomes import SaveOutcomes
 from vllm_kvpool.storage.base import Retention
@@ -154,7 +154,7 @@ class SavePlanner:
         self,
         step: ScheduledStep,
         requests: Mapping[str, RequestState],
-        layered: LayeredLoads,
+        loads: RequestLoads,
     ) -> tuple[SavePlan, ...]:
         """The saves of the step, and those of requests that have ended; pins their blocks."""
         saves, self._late = self._late, []
@@ -177,7 +177,7 @@ class SavePlanner:
             left, count = until_due[request_id], step.scheduled[request_id]
             if left > count:
                 until_due[request_id] = left - count
-            elif request_id not in layered:  # else it is planned once its load has ended
+            elif not loads.is_layered(request_id):  # else it is planned once its load has ended
                 saves += self._if_due(requests[request_id], count, step.block_tables)
         for request_id in step.preempted:
             self.ledger.release_all_held(request_id)
@@ -448,8 +448,7 @@ class SavePlanner:
 
         `is_loading`: it has run, and whether its load is whole is known once its step has ended.
         """
-        is_known = state.chain is not None and self._tables.has_attention
-        if is_known and (state.load is None or is_loading):
+        if state.chain is not None and self._tables.has_attention:
             # The last token sampled has no KV.
             computed = min(state.view.num_computed_tokens, state.view.num_tokens - 1)
             final = min(computed, self._savable_tokens(state))
