@@ -12,7 +12,7 @@ from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.blocks import GroupTables
 from vllm_kvpool.scheduler.draft_gaps import MAX_GAPS, DraftGaps
-from vllm_kvpool.scheduler.messages import StepReport
+from vllm_kvpool.scheduler.messages import Loaded, StepReport
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch
 from vllm_kvpool.transfer.ops import JobPages
 
@@ -48,7 +48,7 @@ class Drafting(Bench):
         """Load the prompt's first tokens; a load finds no rows of the chunks `cleared`."""
         self.allocate(name, 0, tokens)
         self.step()
-        report = StepReport(cleared={name: frozenset(cleared)} if cleared else {})
+        report = StepReport(loads={name: Loaded(tokens, 1.0, frozenset(cleared))})
         self.scheduler.apply(report)
         self.scheduler.load_ended(name)
 

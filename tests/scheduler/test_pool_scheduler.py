@@ -29,7 +29,7 @@ from vllm_kvpool.scheduler.blocks import GroupTables, all_blocks
 from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
 from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome
 from vllm_kvpool.scheduler.lookup_service import LookupService
-from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
+from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport, Stored
 from vllm_kvpool.scheduler.pool_scheduler import (
     FETCH_S,
     FETCH_WAIT_S,
@@ -207,8 +207,8 @@ class Bench:
         how = Stored(self.num_ranks, frozenset({0}))
         self.scheduler.apply(StepReport(stored={save.job_id: how for save in saves}))
 
-    def load_stops(self, request_id: str, tokens: int) -> None:
-        self.scheduler.apply(StepReport(load_stops={request_id: tokens}))
+    def load_stops(self, request_id: str, tokens: int, seconds: float = 0.0) -> None:
+        self.scheduler.apply(StepReport(loads={request_id: Loaded(tokens, seconds)}))
         self.scheduler.load_ended(request_id)
         self.views[request_id].num_computed_tokens = tokens // self.block * self.block
         check(self.scheduler)
@@ -1033,7 +1033,7 @@ def test_what_is_unknown_is_answered_calmly(bench: Bench) -> None:
     assert bench.scheduler.match("x", 0) == NOTHING
     bench.scheduler.allocated("x", ((1,),), 16)
     bench.scheduler.load_ended("x")
-    bench.scheduler.apply(StepReport(load_stops={"x": 0}))
+    bench.scheduler.apply(StepReport(loads={"x": Loaded(0)}))
     assert bench.scheduler.finish("x", ()) is None
     assert bench.step() == StepPlan(idle=True)
 
@@ -1047,9 +1047,12 @@ def test_auto_loads_only_what_loading_brings_sooner(make: Maker) -> None:
     bench.step(busy=500)
     bench.clock.advance(1)
     bench.step(busy=500)  # 500 tokens a second are computed
-    bench.scheduler.apply(StepReport(load_tokens=100, load_seconds=1))
+    for request_id in ("b", "c"):
+        bench.add(request_id)
+        bench.admit(request_id)
+    bench.load_stops("b", 96, seconds=1.0)
     assert bench.match() == NOTHING
-    bench.scheduler.apply(StepReport(load_tokens=100_000, load_seconds=1))
+    bench.load_stops("c", 96, seconds=0.001)
     assert bench.match() == (96, True)
 
 
@@ -1114,8 +1117,7 @@ def test_lookup_and_load_are_spans_of_the_request_s_trace(bench: Bench) -> None:
     view = bench.add()
     bench.admit()
     bench.step()
-    bench.clock.advance(0.5)
-    bench.load_stops("a", 32)
+    bench.load_stops("a", 32, seconds=0.5)
     assert view.spans == [
         ("kvpool.lookup", 0.0, {"kvpool.outcome": "answered", "kvpool.found_tokens": 64}),
         ("kvpool.load", 0.5, {"kvpool.loaded_tokens": 32, "kvpool.wanted_tokens": 64}),
@@ -1473,7 +1475,7 @@ def test_a_request_that_ends_while_loading_saves_nothing(bench: Bench) -> None:
     bench.admit()
     bench.step()
     assert bench.finish() == {"kvpool": {"tokens": 64}}
-    bench.scheduler.apply(StepReport(load_stops={"a": 0}))
+    bench.scheduler.apply(StepReport(loads={"a": Loaded(0)}))
     bench.scheduler.load_ended("a")
     assert bench.step() == StepPlan(idle=True)
 
@@ -1838,7 +1840,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(self.with_state("loading") + self.ended_loads))
         if request_id in self.ended_loads:
             self.ended_loads.remove(request_id)
-            self.bench.scheduler.apply(StepReport(load_stops={request_id: 0}))
+            self.bench.scheduler.apply(StepReport(loads={request_id: Loaded(0)}))
             self.bench.scheduler.load_ended(request_id)
             return
         live = self.live[request_id]

@@ -97,7 +97,7 @@ def _(pool: PoolScheduler) -> None:
     for request_id, load in pool._loads._loads.items():
         assert load.plan.request_id == request_id
         assert load.plan.layered or request_id in pool._requests
-        assert load.plan.token_start <= load.kept <= load.plan.token_stop
+        assert load.plan.token_start <= load.end.tokens <= load.plan.token_stop
 
 
 @check.register

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.scheduler.messages import Loaded
 from vllm_kvpool.transfer.ops import Landed, LoadPlan
 
 WEIGHT = 0.3
@@ -100,9 +101,8 @@ class RequestLoad:
     """
 
     plan: LoadPlan
-    began: float
-    kept: int
-    """Tokens before it are loaded in every rank, as far as is known."""
+    end: Loaded
+    """The end in the ranks that have reported: a whole load as long as none has."""
     num_blocks: int
     landed_stop: int | None = None
     """Chunks before it are stored, as far as the workers know; None: the load does not stream."""
@@ -110,9 +110,14 @@ class RequestLoad:
     table: tuple[int, ...] = ()
     """Of a layered load: the request's tokens, and its only block table."""
 
+    @property
+    def is_whole(self) -> bool:
+        """True if no rank has reported a token that is not loaded."""
+        return self.end.tokens == self.plan.token_stop
+
     def lost_blocks(self, block_size: int) -> tuple[int, ...]:
         """The blocks of tokens that were not loaded, or were computed after them."""
-        return self.table[self.kept // block_size :] if self.kept < self.plan.token_stop else ()
+        return () if self.is_whole else self.table[self.end.tokens // block_size :]
 
 
 class RequestLoads:

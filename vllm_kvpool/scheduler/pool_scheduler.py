@@ -24,7 +24,7 @@ from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables
 from vllm_kvpool.scheduler.loads import LoadCostModel, RequestLoad, RequestLoads, idle_wait_s
 from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
-from vllm_kvpool.scheduler.messages import StepPlan, StepReport
+from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, ScheduledStep
 from vllm_kvpool.scheduler.save_outcomes import EndedSave, SaveOutcomes
 from vllm_kvpool.scheduler.save_planner import Reset, SavePlanner
@@ -516,7 +516,7 @@ class PoolScheduler:
         # vLLM 0.33 cuts some hits to whole blocks. It cuts none of models with recurrent states.
         assert stop == offered or (stop < offered and not self._tables.has_states), (start, stop)
         state.offer, state.own_tokens = None, stop
-        state.cleared = frozenset()
+        state.lacks_drafts = False
         chunk, tail = self._shape.chunk_tokens, state.tail
         first, last = start // chunk, -(-stop // chunk)
         hashes, end_tokens = state.chain.hashes, 0
@@ -543,8 +543,7 @@ class PoolScheduler:
         )
         load = RequestLoad(
             plan,
-            began=self._clock(),
-            kept=stop,
+            Loaded(stop),
             num_blocks=self._tables.num_blocks(start, stop),
             landed_stop=plan.landed_stop,
             tokens=state.view.tokens() if is_layered else (),
@@ -572,21 +571,23 @@ class PoolScheduler:
         self._loads.pop(request_id)
         self.saves.check_again(request_id)  # its computed tokens have jumped
         if load.landed_stop is not None:  # a cell was lost, or no rank needs a later chunk
-            self._count_expected(state, is_found=load.kept == load.plan.token_stop)
+            self._count_expected(state, is_found=load.is_whole)
             self._end_lookup(state)
         self._load_is_over(load)
 
     def _load_is_over(self, load: RequestLoad) -> None:
         """Count a load that has ended in every rank."""
         request_id, tenant = load.plan.request_id, load.plan.tenant
-        start, kept, stop = load.plan.token_start, load.kept, load.plan.token_stop
+        start, kept, stop = load.plan.token_start, load.end.tokens, load.plan.token_stop
+        if load.is_whole:
+            self._load_costs.loaded(stop - start, load.end.seconds)
         state = self._requests.get(request_id)
         if state is not None:
             attributes = {
                 "kvpool.loaded_tokens": kept - start,
                 "kvpool.wanted_tokens": stop - start,
             }
-            state.view.record_span("kvpool.load", self._clock() - load.began, attributes)
+            state.view.record_span("kvpool.load", load.end.seconds, attributes)
             if state.asks_again:  # counted once it is known what is loaded instead
                 state.lost_tokens = stop - start
                 return
@@ -594,7 +595,7 @@ class PoolScheduler:
                 kept = start  # the engine starts the request again
             self.saves.outcomes.count_tenant(tenant, "load", kept - start)
             if self._shape.has_drafts:
-                missing = self.saves.draft_gaps.tokens_of(state.cleared, start, kept)
+                missing = self.saves.draft_gaps.tokens_of(load.end.cleared, start, kept)
                 self._load_costs.drafts_loaded(kept - start, missing)
                 self._registry.add("kvpool_draft_tokens", missing, outcome="missing")
                 self._registry.add("kvpool_draft_tokens", kept - start - missing, outcome="loaded")
@@ -770,30 +771,28 @@ class PoolScheduler:
         for save in ended:
             if save is not None and save.prompt is not None and save.how.tiers:
                 self._lookups.write_aliases(save)
-        for request_id, tokens in report.load_stops.items():
+        for request_id, loaded in report.loads.items():
             load, state = self._loads.get(request_id), self._requests.get(request_id)
             if load is not None:
-                load.kept = max(load.plan.token_start, min(load.kept, tokens))
-                if state is not None:
-                    self._load_stopped(state, load, tokens)
-        for request_id, chunks in report.cleared.items():
-            state = self._requests.get(request_id)
-            if state is not None and self._loads.get(request_id) is not None:
-                state.cleared |= chunks
-                self.saves.draft_gaps.cleared(state, chunks)
+                load.end = load.end.merged(loaded)
+                if state is not None and not load.is_whole:
+                    self._load_stopped(state, load)
+                if state is not None and loaded.cleared:
+                    state.lacks_drafts = True
+                    self.saves.draft_gaps.cleared(state, loaded.cleared)
         for rank, change in report.host.items():
             self.host.apply(rank, change)
         for rank, endpoint in report.notices.items():
             self._notices[rank] = endpoint
             self._registry.set("kvpool_notices_info", 1, rank=str(rank), endpoint=endpoint)
-        self._load_costs.loaded(report.load_tokens, report.load_seconds)
         if self._reset.acked(report.dropped.get(self._reset.generation, 0)):
             end = partial(self._reset.end, self._reset.generation)
             self._lookups.remove_all(end, self._reset.take_weights_versions())
         return [save for save in ended if save is not None]
 
-    def _load_stopped(self, state: RequestState, load: RequestLoad, tokens: int) -> None:
-        """A load of the request has filled only the pages of the first `tokens` tokens."""
+    def _load_stopped(self, state: RequestState, load: RequestLoad) -> None:
+        """Some rank has not loaded all tokens of the request's load."""
+        tokens = load.end.tokens
         resumes, has_states = self._tables.resumes, self._tables.has_states
         # Unless it resumes, the engine starts the request again.
         kept = tokens if resumes else 0
@@ -833,7 +832,7 @@ class PoolScheduler:
             self._load_costs.answered(
                 state.view.num_tokens - had,
                 self._clock() - began,
-                has_drafts=not state.cleared,
+                has_drafts=not state.lacks_drafts,
             )
         load = self._loads.get(request_id)
         if load is not None and not load.plan.layered:

@@ -159,7 +159,7 @@ class RequestState:
     own_tokens: int = 0  # of the engine's own cache or of its load, when it was last admitted
     cached_tokens: int = 0  # of the engine's own cache, when it was last started
     draft_stop: int | None = None  # from this chunk on rows of a drafter are missing, or behind it
-    cleared: frozenset[int] = frozenset()  # chunks whose rows of a drafter its load has not found
+    lacks_drafts: bool = False  # its load has not found all rows of a drafter
     counted: bool = False  # its hit and miss are in the metrics
     next_save: int = 0  # chunks before it are stored or on their way
     first_save: int | None = None  # chunks before it were in the pool when it first saved
