@@ -233,7 +233,7 @@ class Bench:
 
     def end_reset(self) -> None:
         """A rank says that it knows, and the namespace is removed once more."""
-        self.scheduler.apply(StepReport(dropped={self.scheduler._reset.generation: 1}))
+        self.scheduler.apply(StepReport(dropped={self.scheduler._validity.reset.generation: 1}))
         self.lookups.submit(Lookup(-1, RequestIdentity, range(CHUNK), True, 0, 0.0, 0.0))
         self.settle()
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_kvpool.scheduler.save_planner import Reset
+from vllm_kvpool.scheduler.validity import Reset
 
 
 @pytest.mark.parametrize("acks", [[4], [1, 1, 1, 1], [1, 3], [5]])

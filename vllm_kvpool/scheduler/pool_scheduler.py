@@ -27,7 +27,8 @@ from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, ScheduledStep
 from vllm_kvpool.scheduler.save_outcomes import EndedSave, SaveOutcomes
-from vllm_kvpool.scheduler.save_planner import Reset, SavePlanner
+from vllm_kvpool.scheduler.save_planner import SavePlanner
+from vllm_kvpool.scheduler.validity import Validity
 from vllm_kvpool.storage.base import NO_RETENTION, Retention
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
 
@@ -41,38 +42,6 @@ STREAM_WAIT_S = 10.0  # while a stream is loaded: its early end comes with a ste
 FETCH_S = 0.5  # after chunks of a stream have landed: they are fetched, and steps follow closely
 FETCH_WAIT_S = 0.05
 ANSWER_SHARE = 0.9  # of the timeout: answers come before the request stops waiting
-
-
-class CachedEmbeddings:
-    """A record of embeddings by other weights that an engine's encoder cache may hold.
-
-    vLLM keeps them, by the content of the media alone, when weights change and when its prefix
-    cache is reset. KV that is computed from them is of neither weights. Scheduler's thread.
-    """
-
-    def __init__(self) -> None:
-        self._are_there = False
-        self._are_old = False
-        self._are_in_blocks = False  # the engine's own prefix cache may hold KV of old ones
-
-    def use(self) -> bool:
-        """A request with media is to be computed; whether it may use old embeddings."""
-        self._are_there = True
-        self._are_in_blocks |= self._are_old
-        return self._are_old
-
-    def weights_changed(self) -> None:
-        """Mark every cached embedding as stale."""
-        self._are_old |= self._are_there
-
-    def own_cache_was_reset(self) -> None:
-        """The engine's own prefix cache is empty."""
-        self._are_in_blocks = False
-
-    def encoder_cache_was_reset(self) -> bool:
-        """None are there; whether the engine's own prefix cache may hold KV of old ones."""
-        self._are_there = self._are_old = False
-        return self._are_in_blocks
 
 
 class PoolScheduler:
@@ -103,11 +72,11 @@ class PoolScheduler:
         self._role_saves = role is not KVRole.CONSUMER or config.save_decode
         self._can_save = can_save
         self._tables = GroupTables(shape.groups, shape.chunk_tokens)
-        self._reset = Reset(shape.num_ranks)
+        self._validity = Validity(shape.num_ranks)
         self.saves = SavePlanner(
             shape,
             self._tables,
-            self._reset,
+            self._validity,
             registry,
             self._take_id,
             SaveOutcomes(shape, registry, clock, has_host=lookups.host.num_ranks > 0),
@@ -126,10 +95,6 @@ class PoolScheduler:
         self._admitted: set[str] = set()  # requests that were given blocks since the last plan
         self._waiting: set[str] = set()  # those that wait for a load, and have not run since
         self._next_id = 0
-        # The engine's own prefix cache may hold KV of other weights, or that another connector was
-        # to load.
-        self._has_doubtful_blocks = False
-        self._embeddings = CachedEmbeddings()
         self._idle = True
         # By lookup: requests that have ended before they were hashed, and are handed over.
         self._unnamed: dict[int, RequestState] = {}
@@ -142,7 +107,7 @@ class PoolScheduler:
     @property
     def weights_version(self) -> str:
         """The version of the engine's weights; "" for the weights of its start."""
-        return self.saves.weights_version
+        return self._validity.weights_version
 
     # Arrival and lookup
 
@@ -254,7 +219,7 @@ class PoolScheduler:
         self._registry.add("kvpool_lookups", outcome=answer.outcome.value)
         self._registry.add("kvpool_lookup_seconds", self._clock() - state.asked_at)
         if state.answer is None:
-            found = 0 if self._is_outdated(answer) else answer.found_chunks
+            found = answer.found_chunks if self._validity.finds(answer.weights_version) else 0
             self._span_of_lookup(state, answer.outcome, found)
             state.answer = answer.outcome
             if answer.chain is not None:
@@ -281,15 +246,11 @@ class PoolScheduler:
             request_id, hashes, self.weights_version, state.view.tenant
         )
 
-    def _is_outdated(self, answer: LookupResult) -> bool:
-        """Return True if the cells of an answer may be removed, or are of other weights."""
-        return self._reset.pending or answer.weights_version != self.weights_version
-
     def _note_found(
         self, state: RequestState, answer: LookupResult, *, is_in_time: bool = True
     ) -> None:
         """Take the chunks that a lookup has found so far."""
-        is_outdated = self._is_outdated(answer)
+        is_outdated = not self._validity.finds(answer.weights_version)
         found = 0 if is_outdated else answer.found_chunks
         attention = 0 if is_outdated else answer.attention_chunks
         assert answer.chain is not None
@@ -332,7 +293,7 @@ class PoolScheduler:
         if stop <= num_computed:  # in the engine's own cache
             self._end_lookup(state)
             return 0
-        if self._config.layerwise or self._reset.pending:
+        if self._config.layerwise or self._validity.reset.pending:
             return None
         if self._usable(state, state.found_chunks) <= num_computed:
             return None
@@ -387,7 +348,7 @@ class PoolScheduler:
         state.own_tokens = num_computed
         self.saves.draft_gaps.begin(state, num_computed)
         self._waiting.discard(request_id)  # its load has brought nothing, and vLLM starts it again
-        has_old_embeddings = state.view.has_media and self._embeddings.use()
+        has_old_embeddings = state.view.has_media and self._validity.use_embeddings()
         if self._loads.would_share(state.view.tokens, num_computed, self._tables.block_size):
             return None, False
         if self._must_give_way(request_id, state):
@@ -412,13 +373,14 @@ class PoolScheduler:
         own = state.view.admit()
         state.trusts_names = own.blocks
         # Its computed tokens come from the engine's own prefix cache.
-        has_others_blocks = num_computed > 0 and (self._has_doubtful_blocks or not own.blocks)
+        is_doubtful = self._validity.has_doubtful_blocks or not own.blocks
+        has_others_blocks = num_computed > 0 and is_doubtful
         state.stale = has_old_embeddings or not own.embeddings or has_others_blocks
         self.saves.check_next_step(state)
         self._prefetches.pop(request_id, None)  # the request is loaded now, or not at all
         self._own_states.pop(request_id, None)
         state.tried = True
-        stop = 0 if self._reset.pending else self._usable(state, chunks)
+        stop = 0 if self._validity.reset.pending else self._usable(state, chunks)
         if stop <= num_computed or not self._worth_loading(stop - num_computed):
             state.offer = None
             if num_computed and self._tables.has_states and self._stores_own(state, num_computed):
@@ -649,7 +611,7 @@ class PoolScheduler:
             self._landed_at = self._clock()
         may_wait = self._idle and not self._shape.in_lockstep
         may_wait &= not (waits_here and self._loads.num_promised)
-        generation = self._reset.generation
+        generation = self._validity.reset.generation
         return StepPlan(loads, saves, prefetches, may_wait, landed, ends, generation)
 
     def _keep_states_of_answers(self, step: ScheduledStep) -> None:
@@ -694,12 +656,7 @@ class PoolScheduler:
         self._admitted.clear()
         if not foreign & admitted:
             return
-        if not self._has_doubtful_blocks:
-            self._has_doubtful_blocks = True
-            logger.warning(
-                "kvpool: another connector loads within a step: requests that it loads for are not "
-                "saved, nor, until reset_prefix_cache, those that begin in vLLM's own prefix cache"
-            )
+        self._validity.foreign_load_started()
         for request_id in admitted:
             state = self._requests[request_id]
             # The request may have found blocks of the load.
@@ -785,9 +742,10 @@ class PoolScheduler:
         for rank, endpoint in report.notices.items():
             self._notices[rank] = endpoint
             self._registry.set("kvpool_notices_info", 1, rank=str(rank), endpoint=endpoint)
-        if self._reset.acked(report.dropped.get(self._reset.generation, 0)):
-            end = partial(self._reset.end, self._reset.generation)
-            self._lookups.remove_all(end, self._reset.take_weights_versions())
+        reset = self._validity.reset
+        if reset.acked(report.dropped.get(reset.generation, 0)):
+            end = partial(reset.end, reset.generation)
+            self._lookups.remove_all(end, reset.take_weights_versions())
         return [save for save in ended if save is not None]
 
     def _load_stopped(self, state: RequestState, load: RequestLoad) -> None:
@@ -871,7 +829,7 @@ class PoolScheduler:
 
         Waits at most `RESET_WAIT_S`. Workers drop their saves with the next step (`Reset`).
         """
-        self._reset.begin(self.weights_version)
+        self._validity.reset.begin(self.weights_version)
         self.saves.drop_late()
         self._forget_what_was_found()
         confirmed: SimpleQueue[bool] = SimpleQueue()
@@ -899,9 +857,7 @@ class PoolScheduler:
         Saves that are planned go on under the old version. Stored cells of it stay: other engines
         may have those weights.
         """
-        self.saves.weights_version = weights_version
-        self._has_doubtful_blocks = True
-        self._embeddings.weights_changed()
+        self._validity.weights_changed(weights_version)
         self._forget_what_was_found()
 
     def adapter_was_replaced(self) -> None:
@@ -913,13 +869,12 @@ class PoolScheduler:
 
     def own_cache_was_reset(self) -> None:
         """The engine's own prefix cache is empty: its hits may be saved from now on."""
-        self._has_doubtful_blocks = False
-        self._embeddings.own_cache_was_reset()
+        self._validity.own_cache_was_reset()
         self.saves.draft_gaps.own_cache_was_reset()
 
     def encoder_cache_was_reset(self) -> None:
         """The engine has forgotten embeddings of media, but no KV that it computed from them."""
-        self._has_doubtful_blocks |= self._embeddings.encoder_cache_was_reset()
+        self._validity.encoder_cache_was_reset()
 
     def load_of(self, request_id: str) -> LoadPlan | None:
         """The request's load, if one is in progress."""

@@ -10,12 +10,10 @@
 * A request's last save goes with the plan of the step after its end. Scheduler's thread.
 """
 
-import logging
 import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 
@@ -25,64 +23,15 @@ from vllm_kvpool.scheduler.draft_gaps import DraftGaps
 from vllm_kvpool.scheduler.loads import RequestLoads
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep, StateOffer
 from vllm_kvpool.scheduler.save_outcomes import SaveOutcomes
+from vllm_kvpool.scheduler.validity import Validity
 from vllm_kvpool.storage.base import Retention
 from vllm_kvpool.transfer.ops import HandOverEnd, JobId, JobPages, SavePlan
-
-logger = logging.getLogger(__name__)
 
 END_TTL_S = 120.0
 """Time to live of a prompt's end: the engine that the request is handed to loads it at once."""
 ALIASED_END_TTL_S = 3600.0
 """The same where aliases lead to it: the next turn of a conversation begins with it. By then its
 chunk is mostly stored whole."""
-
-
-@dataclass(slots=True)
-class Reset:
-    """The resets of the namespace. Owned by the scheduler's thread; the lookup thread calls `end`.
-
-    Saves that are under way may put cells after the namespace has been removed. So workers drop
-    theirs, and after the last one has, the namespace is removed once more. Until then nothing is
-    found and nothing is saved.
-    """
-
-    num_ranks: int
-    generation: int = 0
-    acks: int = 0
-    ended: int = 0
-    """The newest generation whose reset has ended."""
-    weights_versions: set[str] = field(default_factory=set)
-    """Versions whose cells have been removed, and will be once more."""
-
-    def begin(self, weights_version: str = "") -> None:
-        """A reset begins: saves of the generation so far are dropped."""
-        self.weights_versions.add(weights_version)
-        self.generation += 1
-        self.acks = 0
-
-    @property
-    def pending(self) -> bool:
-        """True if cells from before the newest reset may still be in the stores."""
-        return self.ended < self.generation
-
-    def acked(self, ranks: int) -> bool:
-        """`ranks` more ranks have dropped their saves; whether these were the last."""
-        before, self.acks = self.acks, self.acks + ranks
-        return before < self.num_ranks <= self.acks
-
-    def take_weights_versions(self) -> tuple[str, ...]:
-        """The versions to remove now that the last rank has answered."""
-        weights_versions, self.weights_versions = tuple(self.weights_versions), set()
-        return weights_versions
-
-    def end(self, generation: int, removed: bool) -> None:
-        """The second removal of a generation has ended. Lookup thread."""
-        if not removed:
-            logger.warning(
-                "kvpool: reset: a store did not remove the cells that were saved meanwhile; call "
-                "reset_prefix_cache(reset_connector=True) again"
-            )
-        self.ended = generation
 
 
 def topic_of(state: RequestState) -> bytes:
@@ -101,7 +50,7 @@ class SavePlanner:
         self,
         shape: PoolShape,
         tables: GroupTables,
-        reset: Reset,
+        validity: Validity,
         registry: MetricsRegistry,
         take_id: Callable[[], int],
         outcomes: SaveOutcomes,
@@ -114,12 +63,10 @@ class SavePlanner:
         self._wall_ns = wall_ns
         self._shape = shape
         self._tables = tables
-        self._reset = reset
+        self._validity = validity
         self._registry = registry
         self._take_id = take_id
         self._save_decode = save_decode
-        self.weights_version = ""
-        """The version of the engine's weights; "" for the weights of its start."""
         self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks)
         # Requests with chunks still to save -> tokens to schedule until the next may be due.
         self._until_due: dict[str, float] = {}
@@ -185,7 +132,7 @@ class SavePlanner:
 
     def _of_states(self, state: RequestState, offers: Sequence[StateOffer]) -> Iterator[SavePlan]:
         """The saves of the recurrent states that a request's blocks hold after the step."""
-        if not state.may_save or state.chain is None or state.stale or self._reset.pending:
+        if not state.may_save or state.chain is None or state.stale or self._validity.reset.pending:
             return
         blocks_at: dict[int, dict[int, int]] = {}  # boundary -> KV cache group -> block
         for offer in offers:
@@ -253,7 +200,7 @@ class SavePlanner:
         start = state.next_save * self._shape.chunk_tokens
         return (
             stop > state.next_save
-            and not self._reset.pending
+            and not self._validity.reset.pending
             and self._tables.num_blocks(start, start + self._shape.chunk_tokens) > self.ledger.room
         )
 
@@ -334,7 +281,7 @@ class SavePlanner:
         `freed_at` tokens had been computed when the engine last freed blocks. None if no block can
         be pinned.
         """
-        if state.stale or self._reset.pending or state.chain is None:
+        if state.stale or self._validity.reset.pending or state.chain is None:
             return None
         first = stop // self._shape.chunk_tokens
         start = first * self._shape.chunk_tokens
@@ -363,7 +310,7 @@ class SavePlanner:
         """
         chunk = self._shape.chunk_tokens
         first, stop = state.next_save, final // chunk
-        if stop <= first or state.stale or self._reset.pending:
+        if stop <= first or state.stale or self._validity.reset.pending:
             return None
         # As many chunks as the pinned blocks have room for.
         stop = first + bisect_right(
@@ -421,7 +368,7 @@ class SavePlanner:
             first_chunk=first,
             hashes=tuple(hashes[first:stop]),
             pages=pages,
-            weights_version=self.weights_version,
+            weights_version=self._validity.weights_version,
             before=tuple(hashes[max(0, first - self._shape.num_replicas) : first]),
             is_state=is_state,
             retention=retention,
