@@ -27,7 +27,7 @@ from vllm_kvpool.scheduler import pool_scheduler as scheduler_module
 from vllm_kvpool.scheduler.aliases import Aliases
 from vllm_kvpool.scheduler.blocks import GroupTables, all_blocks
 from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
-from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome
+from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport, Stored
 from vllm_kvpool.scheduler.pool_scheduler import (
@@ -38,7 +38,13 @@ from vllm_kvpool.scheduler.pool_scheduler import (
     PoolScheduler,
 )
 from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.scheduler.request import OwnKV, PoolShape, RequestState, ScheduledStep
+from vllm_kvpool.scheduler.request import (
+    OwnKV,
+    PoolShape,
+    RequestLookup,
+    RequestState,
+    ScheduledStep,
+)
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
@@ -226,10 +232,10 @@ class Bench:
 
     def take_answers(self) -> None:
         """Have every lookup answered without a step: another request's `match` takes them."""
-        while self.scheduler._asked:
+        while self.scheduler._lookups._open:
             self.lookups.wait(LIMIT_S)
             assert self.lookups._results, "no answer"
-            self.scheduler._take_results()
+            self.scheduler._take_answers()
 
     def end_reset(self) -> None:
         """A rank says that it knows, and the namespace is removed once more."""
@@ -388,8 +394,8 @@ def test_promise_is_offered_once_its_first_chunk_is_stored(bench: Bench) -> None
     bench.add(options=RequestOptions(expect_tokens=2 * CHUNK))
     while (state := bench.scheduler._requests["a"]).chain is None:
         bench.lookups.wait(LIMIT_S)
-        bench.scheduler._take_results()
-    assert state.expected_chunks == 2
+        bench.scheduler._take_answers()
+    assert state.answer.expected_chunks == 2
     assert bench.scheduler.match("a", 0) == PENDING
     assert bench.counts("kvpool_promised_blocks") == {}
     bench.hold(range(1000), range(1))
@@ -860,7 +866,7 @@ def test_layered_load_waits_for_all_expected_tokens(make: Maker) -> None:
 def test_prompt_in_the_engine_own_cache_is_not_waited_for(bench: Bench) -> None:
     bench.add(options=RequestOptions(expect_tokens=3 * CHUNK))
     assert bench.match(num_computed=96) == NOTHING
-    assert not bench.scheduler._asked
+    assert not bench.scheduler._lookups._open
 
 
 @pytest.mark.parametrize(("stored", "outcome"), [(2, "found"), (1, "missing"), (0, "missing")])
@@ -1226,8 +1232,8 @@ def test_a_full_load_counts_as_hit(bench: Bench) -> None:
 )
 def test_what_was_not_found_counts_by_why(rest: LookupOutcome, reason: str) -> None:
     view: View = FakeRequest("a", list(range(100)), RequestOptions(), RequestIdentity())
-    state = RequestState(view, True, True, answer=LookupOutcome.ANSWERED, miss_reason=rest)
-    state.found_chunks = 2
+    answer = LookupResult(1, None, 2, LookupOutcome.ANSWERED, miss_reason=rest)
+    state = RequestState(view, True, True, lookup=RequestLookup(answer))
     assert state.missed_tokens(64, CHUNK) == [(reason, 32), ("short", 4)]
 
 
@@ -1442,7 +1448,7 @@ def test_a_lookup_that_another_has_replaced_is_not_remembered(bench: Bench) -> N
     view.preempt()
     assert bench.scheduler.match("a", 0) == PENDING
     bench.finish()
-    assert bench.scheduler._asked == {}
+    assert bench.scheduler._lookups._open == {}
 
 
 def test_a_lookup_that_takes_too_long_after_a_preemption_is_a_miss(bench: Bench) -> None:

@@ -148,9 +148,9 @@ class Engine:
 
     def answers(self) -> None:
         """Every lookup is answered."""
-        while self.scheduler._asked:
+        while self.scheduler._lookups._open:
             self.lookups.wait(LIMIT_S)
-            self.scheduler._take_results()
+            self.scheduler._take_answers()
 
     def admit(self, request_id: str) -> int | None:
         """How many tokens are to be loaded; None if there are no blocks for them."""

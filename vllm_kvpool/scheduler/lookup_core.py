@@ -13,7 +13,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache, partial
 from itertools import compress, pairwise
@@ -111,6 +111,22 @@ class LookupResult:
     """Chunks that the lookup waits for."""
     has_lost_producer: bool = False
     """True if the connection to the producer has ended before the expected chunks came."""
+
+    def tokens_of(self, chunks: int, chunk_tokens: int) -> int:
+        """Return the tokens of the request's first chunks; the last one may be the tail."""
+        tail = self.tail
+        if tail is None or chunks <= tail.position:
+            return chunks * chunk_tokens
+        return tail.position * chunk_tokens + tail.tokens
+
+    def without_hit(self) -> "LookupResult":
+        return replace(self, found_chunks=0, attention_chunks=0)
+
+    @property
+    def whole_chunks(self) -> int:
+        """The found chunks without the tail."""
+        found, tail = self.found_chunks, self.tail
+        return found if tail is None else min(found, tail.position)
 
 
 @dataclass(slots=True, eq=False)

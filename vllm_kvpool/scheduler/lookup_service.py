@@ -254,7 +254,8 @@ class LookupService:
 
     def _refuse(self, lookup: Lookup) -> None:
         self.core.forget(lookup.lookup_id)
-        self.core.results.append(LookupResult(lookup.lookup_id, None, 0, LookupOutcome.UNSHAREABLE))
+        outcome, version = LookupOutcome.UNSHAREABLE, lookup.weights_version
+        self.core.results.append(LookupResult(lookup.lookup_id, None, 0, outcome, version))
 
     def _forget(self, lookup_id: int) -> None:
         self._unwatch(lookup_id)

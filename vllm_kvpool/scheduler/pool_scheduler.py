@@ -10,6 +10,7 @@ Owned by the scheduler's thread. A request's life:
 * KV of old weights is never saved under new ones.
 """
 
+import itertools
 import logging
 import math
 import time
@@ -19,13 +20,20 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
-from vllm_kvpool.metrics import MAX_SOURCES, MetricsRegistry, NameLabels
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables
 from vllm_kvpool.scheduler.loads import LoadCostModel, RequestLoad, RequestLoads, idle_wait_s
-from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
+from vllm_kvpool.scheduler.lookup_core import LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
-from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, ScheduledStep
+from vllm_kvpool.scheduler.request import (
+    LookupState,
+    PoolShape,
+    RequestState,
+    RequestView,
+    ScheduledStep,
+)
+from vllm_kvpool.scheduler.request_lookups import RequestLookups
 from vllm_kvpool.scheduler.save_outcomes import EndedSave, SaveOutcomes
 from vllm_kvpool.scheduler.save_planner import SavePlanner
 from vllm_kvpool.scheduler.validity import Validity
@@ -41,7 +49,6 @@ WATCHED_WAIT_S = 30.0
 STREAM_WAIT_S = 10.0  # while a stream is loaded: its early end comes with a step
 FETCH_S = 0.5  # after chunks of a stream have landed: they are fetched, and steps follow closely
 FETCH_WAIT_S = 0.05
-ANSWER_SHARE = 0.9  # of the timeout: answers come before the request stops waiting
 
 
 class PoolScheduler:
@@ -62,29 +69,31 @@ class PoolScheduler:
         self._has_arrivals = has_arrivals
         self._config = config
         self._shape = shape
-        self._lookups = lookups
+        self._service = lookups
         self.host = lookups.host
         """The chunks that ranks have in host memory."""
         self._registry = registry
-        self._sources = NameLabels(MAX_SOURCES)
         self._clock = clock
         self._wall_ns = wall_ns
         self._role_saves = role is not KVRole.CONSUMER or config.save_decode
         self._can_save = can_save
         self._tables = GroupTables(shape.groups, shape.chunk_tokens)
         self._validity = Validity(shape.num_ranks)
+        self._new_id = partial(next, itertools.count(1))  # of lookups and jobs
         self.saves = SavePlanner(
             shape,
             self._tables,
             self._validity,
             registry,
-            self._take_id,
+            self._new_id,
             SaveOutcomes(shape, registry, clock, has_host=lookups.host.num_ranks > 0),
             save_decode=config.save_decode,
             wall_ns=wall_ns,
         )
         self._requests: dict[str, RequestState] = {}
-        self._asked: dict[int, RequestState] = {}  # by the lookup that is not yet answered
+        self._lookups = RequestLookups(
+            lookups, config, shape, self._validity, registry, clock, self._new_id
+        )
         self._loads = RequestLoads(registry)
         self._prefetches: dict[str, PrefetchPlan] = {}  # of requests whose turn has not come
         # Requests -> tokens of the state in the engine's own cache that they go on from, and that
@@ -94,10 +103,7 @@ class PoolScheduler:
         self._has_given_way = False  # a request, since the last step was planned
         self._admitted: set[str] = set()  # requests that were given blocks since the last plan
         self._waiting: set[str] = set()  # those that wait for a load, and have not run since
-        self._next_id = 0
         self._idle = True
-        # By lookup: requests that have ended before they were hashed, and are handed over.
-        self._unnamed: dict[int, RequestState] = {}
         self._landed_at = 0.0  # the workers were last told of chunks to load
         self._notices: dict[int, str] = {}  # rank -> where it tells of hand-overs
         self._load_costs = LoadCostModel()
@@ -123,8 +129,6 @@ class PoolScheduler:
         self._requests[view.request_id] = state
         if state.may_load or state.may_save:
             self._ask(state)
-        else:
-            state.answer = LookupOutcome.UNSHAREABLE
 
     def _retention_of(self, options: RequestOptions) -> Retention:
         if not (options.pin_s or options.ttl_s):
@@ -136,132 +140,49 @@ class PoolScheduler:
         )
 
     def _ask(self, state: RequestState) -> None:
-        now = self._clock()
-        options = state.view.options
-        timeout = self._config.lookup_timeout_ms / 1000
         # Once after a failed load: where the engine starts the request again, up to the first
         # missing chunk or, with recurrent states, an earlier boundary; else all, once preempted.
-        has_failed = state.limit_tokens is not None or state.has_asked_again
-        if has_failed and not state.has_asked_again:
+        if state.has_failed_load and not state.has_asked_again:
             state.has_asked_again = True
             if not state.asks_again:  # preempted: it has computed and saved what was missing
                 state.limit_tokens = None
-        state.preemptions = state.view.num_preemptions
-        state.weights_version = self.weights_version
-        state.found_chunks = state.attention_chunks = state.expected_chunks = 0
-        state.tail = None
         state.asks_again = False
         self.saves.release_held(state.view.request_id)
-        # Tokens that have not come in time are computed: a preemption does not wait for them again.
-        expect_tokens = 0 if state.has_expected else options.expect_tokens
-        expect = options.expect_timeout_ms / 1000 if expect_tokens else 0.0
-        self._asked.pop(state.lookup_id, None)
-        state.lookup_id = self._take_id()
-        state.asked_at, state.deadline = now, now + expect + timeout
-        state.answer = None
-        self._asked[state.lookup_id] = state
-        self._lookups.submit(
-            Lookup(
-                lookup_id=state.lookup_id,
-                request_id=state.view.request_id,
-                identify=state.view.identity,
-                tokens=state.view.tokens(),
-                search=state.may_load,
-                expect_tokens=expect_tokens,
-                expect_until=now + expect,
-                answer_by=now + expect + timeout * ANSWER_SHARE,
-                weights_version=self.weights_version,
-                reads_files=state.view.reads_files,
-                stop_chunk=None
-                if state.limit_tokens is None
-                else state.limit_tokens // self._shape.chunk_tokens,
-                exact=has_failed,
-                seeks_end=self._expects_end(state, expect_tokens),
-                # A load that has failed counts whole chunks, and so does one of expected tokens.
-                seeks_tail=self._shape.alias_step > 0 and not (has_failed or expect_tokens),
-                notices=options.notices if expect_tokens else (),
-            )
-        )
+        self._lookups.ask(state)
 
-    def _expects_end(self, state: RequestState, expect_tokens: int) -> bool:
-        """Return True if the prompt's end is stored, or will be, by the engine that computes it."""
-        num_tokens = state.view.num_tokens
-        if not self._shape.has_ends or num_tokens != state.view.num_prompt_tokens:
-            return False
-        is_whole = expect_tokens == num_tokens and state.view.options.expect_end
-        return is_whole or expect_tokens > num_tokens
-
-    def _take_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
-
-    def _take_results(self) -> bool:
+    def _take_answers(self) -> bool:
         """Take what lookups have found; returns whether any of it is to be acted on."""
         is_of_use = False
-        for answer in self._lookups.take_results():
-            ended = self._unnamed.pop(answer.lookup_id, None)
-            if ended is not None:
-                self._lookups.forget(answer.lookup_id)
-                ended.chain = answer.chain
-                self.saves.end_hand_over(ended)
-            state = self._asked.get(answer.lookup_id)
-            if state is None:
+        for state, answer in self._lookups.take_answers():
+            if self._requests.get(state.view.request_id) is not state:  # it has ended
+                self.saves.end_hand_over(state)
                 continue
             is_of_use |= answer.is_final or answer.found_chunks > 0
-            if answer.is_final:
-                del self._asked[answer.lookup_id]
-                self._answered(state, answer)
-            elif state.answer is None:
-                self._note_found(state, answer)
+            if answer.chain is None:
+                self._leave_out(state)
+                continue
+            self._note_found(state, answer)
+            if answer.is_final and self._shape.prefetches and state.answer.found_chunks:
+                self._prefetch(state)
         return is_of_use
-
-    def _answered(self, state: RequestState, answer: LookupResult) -> None:
-        self._registry.add("kvpool_lookups", outcome=answer.outcome.value)
-        self._registry.add("kvpool_lookup_seconds", self._clock() - state.asked_at)
-        if state.answer is None:
-            found = answer.found_chunks if self._validity.finds(answer.weights_version) else 0
-            self._span_of_lookup(state, answer.outcome, found)
-            state.answer = answer.outcome
-            if answer.chain is not None:
-                self._count_expected(state, is_found=not answer.lacks_expected)
-            state.miss_reason = answer.miss_reason
-            is_in_time = True
-        else:
-            is_in_time = False
-        if answer.chain is None:
-            state.chain = None
-            self._leave_out(state)
-            return
-        self._note_found(state, answer, is_in_time=is_in_time)
-        is_loading = self._loads.get(state.view.request_id) is not None
-        if self._shape.prefetches and state.found_chunks and state.may_load and not is_loading:
-            self._prefetch(state)
 
     def _prefetch(self, state: RequestState) -> None:
         """Have the workers fetch what was found while the request waits for its turn."""
-        assert state.chain is not None
         request_id = state.view.request_id
-        hashes = tuple(state.chain.hashes[: state.whole_chunks(state.found_chunks)])
-        self._prefetches[request_id] = PrefetchPlan(
-            request_id, hashes, self.weights_version, state.view.tenant
-        )
+        if state.may_load and self._loads.get(request_id) is None:
+            assert state.chain is not None
+            hashes = tuple(state.chain.hashes[: state.answer.whole_chunks])
+            self._prefetches[request_id] = PrefetchPlan(
+                request_id, hashes, self.weights_version, state.view.tenant
+            )
 
-    def _note_found(
-        self, state: RequestState, answer: LookupResult, *, is_in_time: bool = True
-    ) -> None:
-        """Take the chunks that a lookup has found so far."""
-        is_outdated = not self._validity.finds(answer.weights_version)
-        found = 0 if is_outdated else answer.found_chunks
-        attention = 0 if is_outdated else answer.attention_chunks
-        assert answer.chain is not None
-        state.chain = answer.chain
-        if is_in_time:
-            state.found_chunks, state.attention_chunks = found, attention
-            state.tail, state.expected_chunks = answer.tail, answer.expected_chunks
+    def _note_found(self, state: RequestState, answer: LookupResult) -> None:
+        """Save nothing of what a lookup has found so far, and load it if it was promised."""
+        found = answer.found_chunks
         # What is stored need not be saved, unless a load of it has failed, or it is pinned: a put
         # pins what is stored already. vLLM offers a state that it has loaded.
         pins = bool(state.retention.pinned_until_ns)
-        known = 0 if pins else max(found, attention)
+        known = 0 if pins else max(found, answer.attention_chunks)
         tail = answer.tail
         if tail is not None and known > tail.position:
             known = tail.position
@@ -275,7 +196,7 @@ class PoolScheduler:
         self.saves.check_next_step(state)
         load = self._loads.get(state.view.request_id)
         if load is not None and load.landed_stop is not None:
-            is_final = answer.is_final or is_outdated
+            is_final = answer.is_final or not self._validity.finds(answer.weights_version)
             self._loads.land(load, found, is_final, is_urgent=answer.has_lost_producer)
 
     def _chunks_to_offer(self, state: RequestState, num_computed: int) -> int | None:
@@ -284,18 +205,19 @@ class PoolScheduler:
         Before the lookup ends these are the chunks that the producer has promised, once the first
         is stored, and as long as blocks for promises are left. One request may always have more.
         """
-        if state.answer is not None:
-            return state.found_chunks
-        chunks = state.expected_chunks
-        if state.chain is None or not chunks or self._tables.has_states:
+        answer = state.answer
+        if state.lookup.state is not LookupState.PENDING:
+            return answer.found_chunks
+        chunks = answer.expected_chunks
+        if not chunks or self._tables.has_states:
             return None
         stop = self._usable(state, chunks)
         if stop <= num_computed:  # in the engine's own cache
-            self._end_lookup(state)
+            self._lookups.give_up(state)
             return 0
         if self._config.layerwise or self._validity.reset.pending:
             return None
-        if self._usable(state, state.found_chunks) <= num_computed:
+        if self._usable(state, answer.found_chunks) <= num_computed:
             return None
         promised = self._loads.num_promised
         num_blocks = promised + self._tables.num_blocks(num_computed, stop)
@@ -310,25 +232,6 @@ class PoolScheduler:
             self._tables.block_size,
             has_states=self._tables.has_states,
             lookahead=self._shape.lookahead,
-        )
-
-    def _end_lookup(self, state: RequestState) -> None:
-        """Give up a lookup whose answer has no use any more."""
-        if self._asked.pop(state.lookup_id, None) is not None:
-            self._lookups.forget(state.lookup_id)
-        if state.answer is None:
-            state.answer, state.has_expected = LookupOutcome.ANSWERED, True
-
-    def _count_expected(self, state: RequestState, *, is_found: bool) -> None:
-        """Count whether the tokens that a request expects were found, once."""
-        options = state.view.options
-        if not options.expect_tokens or not state.may_load or state.has_expected:
-            return
-        state.has_expected = True
-        self._registry.add(
-            "kvpool_expected_prompts",
-            source=self._sources.of(options.expect_from),
-            outcome="found" if is_found else "missing",
         )
 
     def _leave_out(self, state: RequestState) -> None:
@@ -358,18 +261,18 @@ class PoolScheduler:
             state.tried = True
             return 0, False
         if (
-            state.view.num_preemptions != state.preemptions
+            state.view.num_preemptions != state.lookup.num_preemptions
             or state.asks_again
-            or state.weights_version != self.weights_version
+            or state.answer.weights_version != self.weights_version
         ):
             self._ask(state)
-        self._take_results()
+        self._take_answers()
         chunks = self._chunks_to_offer(state, num_computed)
         if chunks is None:
-            if self._clock() < state.deadline:
+            if self._clock() < state.lookup.deadline:
                 return None, False
-            self._time_out(state)  # a late answer is still taken, for its hashes
-            chunks = state.found_chunks
+            self._lookups.time_out(state)
+            chunks = state.answer.found_chunks
         own = state.view.admit()
         state.trusts_names = own.blocks
         # Its computed tokens come from the engine's own prefix cache.
@@ -391,8 +294,9 @@ class PoolScheduler:
 
     def _stores_own(self, state: RequestState, num_computed: int) -> bool:
         """Return True if the own cache's state after so many tokens is to be stored."""
-        is_known = state.may_load and state.answer is LookupOutcome.ANSWERED
-        is_lacking = is_known and state.found_chunks * self._shape.chunk_tokens < num_computed
+        is_known = state.may_load and state.answer.outcome is LookupOutcome.ANSWERED
+        found = state.answer.found_chunks * self._shape.chunk_tokens
+        is_lacking = is_known and found < num_computed
         return is_lacking or bool(state.retention.pinned_until_ns)
 
     def wanted_boundary(self, request_id: str, own_boundary: int = 0) -> int:
@@ -408,8 +312,8 @@ class PoolScheduler:
             return 0
         chunk, block = self._shape.chunk_tokens, self._tables.block_size
         step = math.lcm(chunk, block)
-        found = state.found_chunks * chunk
-        common = max(state.attention_chunks * chunk, own_boundary)
+        found = state.answer.found_chunks * chunk
+        common = max(state.answer.attention_chunks * chunk, own_boundary)
         last = state.view.num_prompt_tokens - 1 if step > block else 0
         wanted = [boundary - boundary % step for boundary in (common, last)]
         return next((boundary for boundary in wanted if boundary > found), 0)
@@ -428,17 +332,6 @@ class PoolScheduler:
             return False
         self._has_given_way |= state.tried
         return self._has_given_way
-
-    def _span_of_lookup(self, state: RequestState, outcome: LookupOutcome, found: int) -> None:
-        tokens = state.tokens_of(found, self._shape.chunk_tokens)
-        attributes = {"kvpool.outcome": outcome.value, "kvpool.found_tokens": tokens}
-        state.view.record_span("kvpool.lookup", self._clock() - state.asked_at, attributes)
-
-    def _time_out(self, state: RequestState) -> None:
-        self._span_of_lookup(state, LookupOutcome.TIMED_OUT, 0)
-        state.answer = LookupOutcome.TIMED_OUT
-        self._count_expected(state, is_found=False)
-        self._registry.add("kvpool_lookups", outcome=LookupOutcome.TIMED_OUT.value)
 
     def _worth_loading(self, tokens: int) -> bool:
         if self._config.load_policy is LoadPolicy.ALWAYS:
@@ -479,23 +372,23 @@ class PoolScheduler:
         assert stop == offered or (stop < offered and not self._tables.has_states), (start, stop)
         state.offer, state.own_tokens = None, stop
         state.lacks_drafts = False
-        chunk, tail = self._shape.chunk_tokens, state.tail
+        chunk, tail = self._shape.chunk_tokens, state.answer.tail
         first, last = start // chunk, -(-stop // chunk)
         hashes, end_tokens = state.chain.hashes, 0
         if tail is not None and last > tail.position:
             hashes, end_tokens = [*hashes[: tail.position], tail.chunk_hash], tail.cell_tokens
         else:
             tail = None
-        found, is_layered = state.found_chunks, self._config.layerwise
+        found, is_layered = state.answer.found_chunks, self._config.layerwise
         plan = LoadPlan(
-            job_id=JobId(self._take_id()),
+            job_id=JobId(self._new_id()),
             request_id=request_id,
             first_chunk=first,
             hashes=tuple(hashes[first:last]),
             pages=self._tables.of_load(tables, start, stop),
             token_start=start,
             token_stop=stop,
-            weights_version=state.weights_version,
+            weights_version=state.answer.weights_version,
             layered=is_layered,
             before=tuple(state.chain.hashes[max(0, first - self._shape.num_replicas) : first]),
             tenant=state.view.tenant,
@@ -512,7 +405,7 @@ class PoolScheduler:
             table=tuple(tables[0]) if is_layered else (),
         )
         self._loads.start(load)
-        if load.landed_stop is not None and state.answer is not None:
+        if load.landed_stop is not None and state.lookup.state is not LookupState.PENDING:
             self._loads.land(load, found, True)  # the lookup has ended since the offer
 
     def step_ended(self) -> None:
@@ -533,8 +426,8 @@ class PoolScheduler:
         self._loads.pop(request_id)
         self.saves.check_again(request_id)  # its computed tokens have jumped
         if load.landed_stop is not None:  # a cell was lost, or no rank needs a later chunk
-            self._count_expected(state, is_found=load.is_whole)
-            self._end_lookup(state)
+            self._lookups.count_expected(state, is_found=load.is_whole)
+            self._lookups.give_up(state)
         self._load_is_over(load)
 
     def _load_is_over(self, load: RequestLoad) -> None:
@@ -579,7 +472,7 @@ class PoolScheduler:
 
         Where there is no other work it waits for lookups (`_wait_for_lookups`).
         """
-        self._take_results()
+        self._take_answers()
         was_idle, self._idle = self._idle, not step.scheduled
         if self._loaded:
             self._loaded.difference_update(step.scheduled)
@@ -632,7 +525,7 @@ class PoolScheduler:
     @property
     def has_pending(self) -> bool:
         """True if a further step is needed: to release blocks, or to end hand-overs."""
-        return self.saves.has_pending or bool(self._unnamed)
+        return self.saves.has_pending or self._lookups.has_unnamed
 
     def _note_foreign_loads(self, step: ScheduledStep) -> None:
         """Save nothing of requests whose tokens another connector loads within this step.
@@ -689,22 +582,22 @@ class PoolScheduler:
         Otherwise an in-process engine would spin on the cores that compute the answer. While a
         load of stored chunks is under way the workers wait for it instead.
         """
-        pending = [state.asked_at for state in self._asked.values() if state.answer is None]
+        pending = self._lookups.pending_since
         if self._shape.in_lockstep or not pending:
             return
         if not was_idle and any(state.counted for state in self._requests.values()):
             return
         if self._has_arrivals is None or not self._has_nothing_else(len(pending)):
             if was_idle:
-                self._lookups.wait(idle_wait_s(self._clock() - max(pending)))
+                self._service.wait(idle_wait_s(self._clock() - max(pending)))
             return
         wait_s = WATCHED_WAIT_S
         if self._loads.num_promised:
             is_fetched = self._clock() - self._landed_at > FETCH_S
             wait_s = STREAM_WAIT_S if is_fetched else FETCH_WAIT_S
         has_arrivals = self._has_arrivals
-        while self._lookups.wait(wait_s, has_arrivals) and not has_arrivals():
-            if self._take_results():
+        while self._service.wait(wait_s, has_arrivals) and not has_arrivals():
+            if self._take_answers():
                 return
 
     def _has_nothing_else(self, num_pending: int) -> bool:
@@ -727,7 +620,7 @@ class PoolScheduler:
         ended = [outcomes.ended(job_id, how) for job_id, how in report.stored.items()]
         for save in ended:
             if save is not None and save.prompt is not None and save.how.tiers:
-                self._lookups.write_aliases(save)
+                self._service.write_aliases(save)
         for request_id, loaded in report.loads.items():
             load, state = self._loads.get(request_id), self._requests.get(request_id)
             if load is not None:
@@ -745,7 +638,7 @@ class PoolScheduler:
         reset = self._validity.reset
         if reset.acked(report.dropped.get(reset.generation, 0)):
             end = partial(reset.end, reset.generation)
-            self._lookups.remove_all(end, reset.take_weights_versions())
+            self._service.remove_all(end, reset.take_weights_versions())
         return [save for save in ended if save is not None]
 
     def _load_stopped(self, state: RequestState, load: RequestLoad) -> None:
@@ -795,12 +688,7 @@ class PoolScheduler:
         load = self._loads.get(request_id)
         if load is not None and not load.plan.layered:
             self._loads.pop(request_id)
-        is_pending = self._asked.get(state.lookup_id) is state
-        if is_pending and state.chain is None and state.view.options.hand_over:
-            del self._asked[state.lookup_id]
-            self._unnamed[state.lookup_id] = state
-        else:
-            self._end_lookup(state)
+        self._lookups.finish(state)
         if state.may_save and has_run and (load is None or load.plan.layered):
             self.saves.finish(state, tables, is_loading=load is not None)
         else:  # another connector may be filling its blocks
@@ -833,7 +721,7 @@ class PoolScheduler:
         self.saves.drop_late()
         self._forget_what_was_found()
         confirmed: SimpleQueue[bool] = SimpleQueue()
-        self._lookups.remove_all(confirmed.put, (self.weights_version,))
+        self._service.remove_all(confirmed.put, (self.weights_version,))
         try:
             return confirmed.get(timeout=RESET_WAIT_S)
         except Empty:
@@ -844,7 +732,8 @@ class PoolScheduler:
         for load in self._loads.streaming:
             self._loads.land(load, 0, True)
         for state in self._requests.values():
-            state.found_chunks = state.attention_chunks = state.next_save = 0
+            state.lookup.answer = state.answer.without_hit()
+            state.next_save = 0
             state.saved_states.clear()
             # The weights may change next: what was computed before is not saved.
             is_loading = self._loads.get(state.view.request_id) is not None

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.topology import KVCacheGroup
-from vllm_kvpool.scheduler.lookup_core import LookupOutcome
-from vllm_kvpool.scheduler.prefix_search import Tail
+from vllm_kvpool.scheduler.lookup_core import LookupOutcome, LookupResult
 from vllm_kvpool.storage.base import NO_RETENTION, Retention
 
 
@@ -133,6 +133,46 @@ class ScheduledStep(NamedTuple):
     """Requests with drafts in the step. Their states are in their blocks once it has ended."""
 
 
+class LookupState(Enum):
+    """The state of a request's newest lookup."""
+
+    PENDING = "pending"
+    LATE = "late"
+    """The request goes on without the answer, which still brings the hashes of its chunks."""
+    UNNAMED = "unnamed"
+    """The request has ended; its hand-over cannot end before its prompt is hashed."""
+    ENDED = "ended"
+
+
+LOOKUP_TRANSITIONS: Mapping[LookupState, Collection[LookupState]] = {
+    LookupState.PENDING: {LookupState.LATE, LookupState.UNNAMED, LookupState.ENDED},
+    LookupState.LATE: {LookupState.UNNAMED, LookupState.ENDED},
+    LookupState.UNNAMED: {LookupState.ENDED},
+    LookupState.ENDED: {},
+}
+
+
+@dataclass(slots=True)
+class RequestLookup:
+    """The newest lookup of a request. `answer`: what it has found so far."""
+
+    answer: LookupResult
+    asked_at: float = 0.0
+    deadline: float = 0.0
+    num_preemptions: int = 0
+    """Of the request, when the lookup was asked."""
+    state: LookupState = LookupState.PENDING
+
+    def move(self, state: LookupState) -> None:
+        assert state in LOOKUP_TRANSITIONS[self.state], (self.state, state)
+        self.state = state
+
+
+def _no_lookup() -> RequestLookup:
+    answer = LookupResult(-1, None, 0, LookupOutcome.UNSHAREABLE)
+    return RequestLookup(answer, state=LookupState.ENDED)
+
+
 @dataclass(slots=True)
 class RequestState:
     """Owned by the scheduler's thread, from the request's arrival to its end."""
@@ -141,18 +181,9 @@ class RequestState:
     may_load: bool
     may_save: bool
     retention: Retention = NO_RETENTION  # of what it saves
-    lookup_id: int = -1  # the newest lookup
-    asked_at: float = 0.0
-    deadline: float = 0.0
-    preemptions: int = 0  # of the request, when the newest lookup was asked
+    lookup: RequestLookup = field(default_factory=_no_lookup)
     has_expected: bool = False  # a lookup has waited for the tokens it expects, and has ended
-    answer: LookupOutcome | None = None  # None while the lookup is pending
     chain: ChunkChain | None = None
-    tail: Tail | None = None  # in which its hit ends, or may end once it is stored
-    expected_chunks: int = 0  # that the newest lookup waits for
-    found_chunks: int = 0  # the tail counts as one
-    attention_chunks: int = 0  # found, if there were no recurrent states
-    miss_reason: LookupOutcome = LookupOutcome.ANSWERED  # why the lookup has found no more
     limit_tokens: int | None = None  # a load has failed here: ask for no more
     offer: tuple[int, int] | None = None  # tokens [start, stop) offered, not yet allocated
     tried: bool = False  # it was matched, and has got no blocks since
@@ -172,18 +203,16 @@ class RequestState:
     lost_tokens: int = 0  # of that load
     stale: bool = False  # its KV is from before a reset, of other weights or another's: not saved
     trusts_names: bool = True  # blocks that are found by vLLM's hashes are its own
-    weights_version: str = ""  # of the weights, when the newest lookup was asked
 
-    def tokens_of(self, chunks: int, chunk_tokens: int) -> int:
-        """Return the tokens of the request's first chunks; the last one may be the tail."""
-        tail = self.tail
-        if tail is None or chunks <= tail.position:
-            return chunks * chunk_tokens
-        return tail.position * chunk_tokens + tail.tokens
+    @property
+    def has_failed_load(self) -> bool:
+        """True if a load of the request has failed."""
+        return self.limit_tokens is not None or self.has_asked_again
 
-    def whole_chunks(self, chunks: int) -> int:
-        """Return how many of the request's first chunks are whole ones of its own."""
-        return chunks if self.tail is None else min(chunks, self.tail.position)
+    @property
+    def answer(self) -> LookupResult:
+        """The answer of the newest lookup so far."""
+        return self.lookup.answer
 
     def usable_tokens(
         self,
@@ -201,33 +230,33 @@ class RequestState:
         a hit ends where it was found, or is none. Nor does it end within one of this engine's
         blocks, whose states vLLM itself keeps and hashes at their ends alone.
         """
-        tokens = found = self.tokens_of(chunks, chunk_tokens)
+        tokens = found = self.answer.tokens_of(chunks, chunk_tokens)
         num_tokens = self.view.num_tokens
         limit = num_tokens if self.limit_tokens is None else self.limit_tokens
         if has_states:
             limit = min(limit, num_tokens - 1)
             return tokens if tokens <= limit and tokens % block_size == 0 else 0
         tokens = min(tokens, limit)
-        if tokens < num_tokens or self.tail is None:
+        if tokens < num_tokens or self.answer.tail is None:
             tokens -= tokens % block_size
         return min(tokens, num_tokens - 1, max(0, found - lookahead))
 
     def missed_tokens(self, hit: int, chunk_tokens: int) -> list[tuple[str, int]]:
         """Return the prompt tokens that are not loaded, by reason; `hit` tokens are."""
-        view = self.view
+        view, answer = self.view, self.answer
         prompt = view.num_prompt_tokens
         if not view.options.load or not view.reads_cache:
             missed = {"not_wanted": prompt - hit}
-        elif not view.shareable or self.answer is LookupOutcome.UNSHAREABLE:
+        elif not view.shareable or answer.outcome is LookupOutcome.UNSHAREABLE:
             missed = {"unshareable": prompt - hit}
-        elif self.answer in (LookupOutcome.STORE_ERROR, LookupOutcome.TIMED_OUT):
-            missed = {self.answer.value: prompt - hit}
+        elif answer.outcome is not LookupOutcome.ANSWERED:
+            missed = {answer.outcome.value: prompt - hit}
         else:
             promised = -(-self.offer[1] // chunk_tokens) if hit and self.offer else 0
-            chunks = max(self.found_chunks, promised)
-            found = min(prompt, self.tokens_of(chunks, chunk_tokens))
+            chunks = max(answer.found_chunks, promised)
+            found = min(prompt, answer.tokens_of(chunks, chunk_tokens))
             chunked = max(found, prompt // chunk_tokens * chunk_tokens)
-            reason = self.miss_reason
+            reason = answer.miss_reason
             why = "absent" if reason is LookupOutcome.ANSWERED else reason.value
             missed = {
                 "not_needed": found - hit,  # computed here, cut to blocks, or the last one

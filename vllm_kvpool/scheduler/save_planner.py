@@ -44,7 +44,7 @@ def topic_of(state: RequestState) -> bytes:
 
 
 class SavePlanner:
-    """Plans saves and holds their blocks. `take_id` gives job numbers."""
+    """Plans saves and holds their blocks. `new_id` gives job numbers."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class SavePlanner:
         tables: GroupTables,
         validity: Validity,
         registry: MetricsRegistry,
-        take_id: Callable[[], int],
+        new_id: Callable[[], int],
         outcomes: SaveOutcomes,
         *,
         save_decode: bool,
@@ -65,7 +65,7 @@ class SavePlanner:
         self._tables = tables
         self._validity = validity
         self._registry = registry
-        self._take_id = take_id
+        self._new_id = new_id
         self._save_decode = save_decode
         self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks)
         # Requests with chunks still to save -> tokens to schedule until the next may be due.
@@ -248,10 +248,9 @@ class SavePlanner:
         if self._save_decode or not 0 < shape.alias_step <= rest:
             return False
         # An end that begins like a stored chunk would get no alias of its own.
-        tail = state.tail
-        is_found = tail is not None and tail.position == self._prompt_chunks(state)
-        is_found &= tail is not None and state.found_chunks > tail.position
-        found = tail.tokens if tail is not None and is_found else 0
+        tail, found = state.answer.tail, 0
+        if tail is not None and self._prompt_chunks(state) == tail.position:
+            found = tail.tokens if state.answer.found_chunks > tail.position else 0
         return found // shape.alias_step < rest // shape.alias_step
 
     def _plan_prompt_end(
@@ -346,7 +345,7 @@ class SavePlanner:
         `end`: hash and tokens of the only chunk, if it is an end.
         """
         assert state.chain is not None
-        job_id, hashes = JobId(self._take_id()), state.chain.hashes
+        job_id, hashes = JobId(self._new_id()), state.chain.hashes
         retention, end_tokens = state.retention, 0
         if end is not None:
             end_hash, end_tokens = end
