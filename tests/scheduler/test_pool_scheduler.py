@@ -39,6 +39,7 @@ from vllm_kvpool.scheduler.pool_scheduler import (
 )
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import (
+    AdmissionState,
     OwnKV,
     PoolShape,
     RequestLookup,
@@ -673,7 +674,8 @@ def load_beside_one_without_blocks(make: Maker, *, stops_at_first: bool = True) 
     assert bench.match("a") == (96, True)  # as long as the load goes on nobody has to give way
     bench.add("c")
     bench.match("c")
-    bench.scheduler._requests["c"].tried = False  # it has not come so far in line
+    # It has not come so far in line.
+    bench.scheduler._requests["c"].admission = AdmissionState.QUEUED
     bench.scheduler.load_ended("b")
     return bench
 
@@ -693,7 +695,7 @@ def test_nobody_passes_a_request_that_gives_way_but_who_has_loaded(make: Maker) 
     bench = load_beside_one_without_blocks(make)
     assert bench.match("c") == (96, True)  # it stands before it
     assert bench.scheduler.match("a", 0) == PENDING
-    bench.scheduler._requests["c"].tried = False
+    bench.scheduler._requests["c"].admission = AdmissionState.QUEUED
     assert bench.scheduler.match("c", 0) == PENDING
     bench.allocate("b", 96, 0)
     assert bench.match("c") == (96, True)  # nobody that has loaded is left
@@ -1048,14 +1050,13 @@ def test_auto_loads_only_what_loading_brings_sooner(make: Maker) -> None:
     bench = make(config=KVPoolConfig(load_policy=LoadPolicy.AUTO))
     bench.hold(range(1000), range(3))
     bench.add()
-    assert bench.match() == (96, True)  # nothing is known yet
+    for request_id in ("b", "c"):
+        bench.add(request_id)
+        assert bench.admit(request_id) == (96, True)  # nothing is known yet
     bench.add("busy", num_tokens=1000, options=RequestOptions(load=False, save=False))
     bench.step(busy=500)
     bench.clock.advance(1)
     bench.step(busy=500)  # 500 tokens a second are computed
-    for request_id in ("b", "c"):
-        bench.add(request_id)
-        bench.admit(request_id)
     bench.load_stops("b", 96, seconds=1.0)
     assert bench.match() == NOTHING
     bench.load_stops("c", 96, seconds=0.001)

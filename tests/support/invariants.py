@@ -12,7 +12,7 @@ from vllm_kvpool.scheduler import kv_event_tracker
 from vllm_kvpool.scheduler.blocks import PinLedger
 from vllm_kvpool.scheduler.kv_event_tracker import KVEventTracker
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
-from vllm_kvpool.scheduler.request import LookupState
+from vllm_kvpool.scheduler.request import AdmissionState, LookupState, RetryState
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.transfer.engine import Engine
 from vllm_kvpool.transfer.fetches import Fetches
@@ -90,9 +90,14 @@ def _(pool: PoolScheduler) -> None:
         assert lookup_id == state.answer.lookup_id
         is_unnamed = state.lookup.state is LookupState.UNNAMED
         assert is_unnamed != (state is pool._requests.get(state.view.request_id))
-    assert pool._loaded <= pool._requests.keys()
-    assert pool._admitted | pool._waiting <= pool._requests.keys()
+    starting = {AdmissionState.ALLOCATED, AdmissionState.WAITING, AdmissionState.LOADED}
+    assert pool._starting == {
+        request_id: state
+        for request_id, state in pool._requests.items()
+        if state.admission in starting
+    }
     for state in pool._requests.values():
+        assert state.retry is not RetryState.NONE or state.limit_tokens is None
         answer, is_ended = state.answer, state.lookup.state is LookupState.ENDED
         assert is_ended != (answer.lookup_id in pool._lookups._open)
         if state.chain is not None:

@@ -127,8 +127,7 @@ class RequestLoads:
         self._registry = registry
         self._loads: dict[str, RequestLoad] = {}
         self._unplanned: list[LoadPlan] = []
-        self.landed: list[Landed] = []
-        """Progress of streams that no plan has told the workers of."""
+        self._landed: list[Landed] = []
 
     def start(self, load: RequestLoad) -> None:
         """Add a load whose blocks are allocated."""
@@ -195,7 +194,7 @@ class RequestLoads:
         """Tell the workers how many chunks of a load that streams are stored."""
         assert load.landed_stop is not None
         load.landed_stop = max(load.landed_stop, chunks)
-        self.landed.append(Landed(load.plan.job_id, load.landed_stop, is_final, is_urgent))
+        self._landed.append(Landed(load.plan.job_id, load.landed_stop, is_final, is_urgent))
         if is_final:
             load.landed_stop = None
             self._show_promised()
@@ -206,16 +205,13 @@ class RequestLoads:
     # The plan of a step
 
     @property
-    def has_new_layered(self) -> bool:
-        """True if layered loads are part of the next step."""
-        return any(plan.layered for plan in self._unplanned)
+    def has_news(self) -> bool:
+        """True if the next plan tells the workers of loads."""
+        return bool(self._unplanned or self._landed)
 
-    def take_new(self) -> tuple[LoadPlan, ...]:
-        """Remove and return the loads that no plan has told the workers of."""
-        plans, self._unplanned = tuple(self._unplanned), []
-        return plans
-
-    def take_landed(self) -> tuple[Landed, ...]:
-        """Remove and return the progress of loads since the last plan."""
-        landed, self.landed = tuple(self.landed), []
-        return landed
+    def take_news(self) -> tuple[tuple[LoadPlan, ...], tuple[Landed, ...]]:
+        """Remove and return the loads and the progress that no plan has told the workers of."""
+        news = tuple(self._unplanned), tuple(self._landed)
+        self._unplanned.clear()
+        self._landed.clear()
+        return news

@@ -27,11 +27,14 @@ from vllm_kvpool.scheduler.lookup_core import LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
 from vllm_kvpool.scheduler.request import (
+    AdmissionState,
     LookupState,
     PoolShape,
     RequestState,
     RequestView,
+    RetryState,
     ScheduledStep,
+    moved,
 )
 from vllm_kvpool.scheduler.request_lookups import RequestLookups
 from vllm_kvpool.scheduler.save_outcomes import EndedSave, SaveOutcomes
@@ -99,16 +102,12 @@ class PoolScheduler:
         # Requests -> tokens of the state in the engine's own cache that they go on from, and that
         # is to be stored: it is pinned (`pin_s`), or the pool lacks it.
         self._own_states: dict[str, int] = {}
-        self._loaded: set[str] = set()  # requests that have loaded, and not run since
+        self._starting: dict[str, RequestState] = {}  # requests that have blocks, and have not run
         self._has_given_way = False  # a request, since the last step was planned
-        self._admitted: set[str] = set()  # requests that were given blocks since the last plan
-        self._waiting: set[str] = set()  # those that wait for a load, and have not run since
         self._idle = True
         self._landed_at = 0.0  # the workers were last told of chunks to load
         self._notices: dict[int, str] = {}  # rank -> where it tells of hand-overs
         self._load_costs = LoadCostModel()
-        # Requests whose answers have begun -> when, and how many tokens they had.
-        self._answers: dict[str, tuple[float, int]] = {}
 
     @property
     def weights_version(self) -> str:
@@ -142,11 +141,10 @@ class PoolScheduler:
     def _ask(self, state: RequestState) -> None:
         # Once after a failed load: where the engine starts the request again, up to the first
         # missing chunk or, with recurrent states, an earlier boundary; else all, once preempted.
-        if state.has_failed_load and not state.has_asked_again:
-            state.has_asked_again = True
-            if not state.asks_again:  # preempted: it has computed and saved what was missing
-                state.limit_tokens = None
-        state.asks_again = False
+        if state.retry is RetryState.LIMITED:  # it has computed and saved what was missing
+            state.limit_tokens = None
+        if state.retry is not RetryState.NONE:
+            state.retry = moved(state.retry, RetryState.DONE)
         self.saves.release_held(state.view.request_id)
         self._lookups.ask(state)
 
@@ -225,14 +223,23 @@ class PoolScheduler:
         return chunks if has_room else None
 
     def _usable(self, state: RequestState, chunks: int) -> int:
-        """Return the tokens that a load of the first chunks can bring."""
-        return state.usable_tokens(
-            chunks,
-            self._shape.chunk_tokens,
-            self._tables.block_size,
-            has_states=self._tables.has_states,
-            lookahead=self._shape.lookahead,
-        )
+        """Return the tokens that a load of the first chunks can bring: whole blocks.
+
+        A full hit leaves the last token to be computed. Where rows depend on later tokens
+        (`lookahead`), the last ones are left, too: those rows are not stored. With recurrent states
+        a hit ends where it was found, or is none. Nor does it end within one of this engine's
+        blocks, whose states vLLM itself keeps and hashes at their ends alone.
+        """
+        tokens = found = state.answer.tokens_of(chunks, self._shape.chunk_tokens)
+        num_tokens, block_size = state.view.num_tokens, self._tables.block_size
+        limit = num_tokens if state.limit_tokens is None else state.limit_tokens
+        if self._tables.has_states:
+            limit = min(limit, num_tokens - 1)
+            return tokens if tokens <= limit and tokens % block_size == 0 else 0
+        tokens = min(tokens, limit)
+        if tokens < num_tokens or state.answer.tail is None:
+            tokens -= tokens % block_size
+        return min(tokens, num_tokens - 1, max(0, found - self._shape.lookahead))
 
     def _leave_out(self, state: RequestState) -> None:
         """Load and save nothing more of a request."""
@@ -250,19 +257,22 @@ class PoolScheduler:
             return 0, False
         state.own_tokens = num_computed
         self.saves.draft_gaps.begin(state, num_computed)
-        self._waiting.discard(request_id)  # its load has brought nothing, and vLLM starts it again
+        before = state.admission
+        if self._starting.pop(request_id, None) or before is AdmissionState.RUNNING:
+            # Its load has brought nothing, or it was preempted: vLLM starts it again.
+            state.admission = moved(before, AdmissionState.QUEUED)
         has_old_embeddings = state.view.has_media and self._validity.use_embeddings()
         if self._loads.would_share(state.view.tokens, num_computed, self._tables.block_size):
             return None, False
-        if self._must_give_way(request_id, state):
+        if before is not AdmissionState.LOADED and self._must_give_way(before):
             return None, False
         if not (state.may_load or state.may_save):
             state.view.admit()
-            state.tried = True
+            state.admission = moved(state.admission, AdmissionState.MATCHED)
             return 0, False
         if (
             state.view.num_preemptions != state.lookup.num_preemptions
-            or state.asks_again
+            or state.retry is RetryState.DUE
             or state.answer.weights_version != self.weights_version
         ):
             self._ask(state)
@@ -282,7 +292,7 @@ class PoolScheduler:
         self.saves.check_next_step(state)
         self._prefetches.pop(request_id, None)  # the request is loaded now, or not at all
         self._own_states.pop(request_id, None)
-        state.tried = True
+        state.admission = moved(state.admission, AdmissionState.MATCHED)
         stop = 0 if self._validity.reset.pending else self._usable(state, chunks)
         if stop <= num_computed or not self._worth_loading(stop - num_computed):
             state.offer = None
@@ -318,19 +328,18 @@ class PoolScheduler:
         wanted = [boundary - boundary % step for boundary in (common, last)]
         return next((boundary for boundary in wanted if boundary > found), 0)
 
-    def _must_give_way(self, request_id: str, state: RequestState) -> bool:
-        """Return True if the request has to wait for requests that have loaded.
+    def _must_give_way(self, admission: AdmissionState) -> bool:
+        """Return True if a request in this state has to wait for requests that have loaded.
 
         vLLM 0.27 schedules nothing behind the first request that it has no blocks for. If the
         blocks are held by loaded requests behind it, and nothing runs, nothing ever would. Requests
         that have not loaded must not pass it either.
         """
-        if request_id in self._loaded:
-            self._loaded.remove(request_id)  # vLLM has not scheduled it since: others may pass it
+        if not (self._shape.stops_at_first and self._idle) or not any(
+            each.admission is AdmissionState.LOADED for each in self._starting.values()
+        ):
             return False
-        if not (self._shape.stops_at_first and self._idle and self._loaded):
-            return False
-        self._has_given_way |= state.tried
+        self._has_given_way |= admission is AdmissionState.MATCHED
         return self._has_given_way
 
     def _worth_loading(self, tokens: int) -> bool:
@@ -348,10 +357,10 @@ class PoolScheduler:
         state = self._requests.get(request_id)
         if state is None:
             return
-        self._admitted.add(request_id)
-        state.tried = False
-        if num_external == 0:
-            self._loaded.discard(request_id)
+        had_blocks = request_id in self._starting
+        to = AdmissionState.WAITING if had_blocks else AdmissionState.ALLOCATED
+        state.admission = moved(state.admission, to)
+        self._starting[request_id] = state
         if not state.counted:
             state.counted = True
             missed = state.missed_tokens(num_external, self._shape.chunk_tokens)
@@ -422,7 +431,8 @@ class PoolScheduler:
         if load is None or load.plan.layered:
             return
         state = self._requests[request_id]
-        self._loaded.add(request_id)
+        if request_id in self._starting:
+            state.admission = moved(state.admission, AdmissionState.LOADED)
         self._loads.pop(request_id)
         self.saves.check_again(request_id)  # its computed tokens have jumped
         if load.landed_stop is not None:  # a cell was lost, or no rank needs a later chunk
@@ -443,7 +453,7 @@ class PoolScheduler:
                 "kvpool.wanted_tokens": stop - start,
             }
             state.view.record_span("kvpool.load", load.end.seconds, attributes)
-            if state.asks_again:  # counted once it is known what is loaded instead
+            if state.retry is RetryState.DUE:  # counted once it is known what is loaded instead
                 state.lost_tokens = stop - start
                 return
             if kept < stop and not self._tables.resumes:
@@ -474,32 +484,27 @@ class PoolScheduler:
         """
         self._take_answers()
         was_idle, self._idle = self._idle, not step.scheduled
-        if self._loaded:
-            self._loaded.difference_update(step.scheduled)
         self._has_given_way = False
         if self._config.load_policy is LoadPolicy.AUTO:
-            is_plain = not self._loads.has_new_layered
-            self._load_costs.step_planned(self._clock(), step.scheduled if is_plain else {})
+            waits_for_layers = self._config.layerwise and self._loads.has_news
+            self._load_costs.step_planned(self._clock(), {} if waits_for_layers else step.scheduled)
             if self._shape.has_drafts:
                 self._note_answers(step)
         if self._own_states:
             step = self._with_own_states(step)
-        if self._admitted or self._waiting:
-            self._note_foreign_loads(step)
+        if self._starting:
+            self._note_starts(step)
         saves = self.saves.of_step(step, self._requests, self._loads)
         if self._shape.state_stride:
             self._keep_states_of_answers(step)
-        prefetches: tuple[PrefetchPlan, ...] = ()
-        if self._prefetches:
-            prefetches = tuple(self._prefetches.values())
-            self._prefetches.clear()
+        prefetches = tuple(self._prefetches.values())
+        self._prefetches.clear()
         # While streams are all that is loaded, the next chunk to land is waited for here.
         waits_here = self._idle and self._loads.all_stream
         ends = self.saves.take_hand_over_ends()
-        loads = self._loads.take_new()
-        if waits_here and not (loads or self._loads.landed or saves or prefetches or ends):
+        if waits_here and not (self._loads.has_news or saves or prefetches or ends):
             self._wait_for_lookups(was_idle=was_idle)
-        landed = self._loads.take_landed()
+        loads, landed = self._loads.take_news()
         if landed or loads:
             self._landed_at = self._clock()
         may_wait = self._idle and not self._shape.in_lockstep
@@ -527,44 +532,43 @@ class PoolScheduler:
         """True if a further step is needed: to release blocks, or to end hand-overs."""
         return self.saves.has_pending or self._lookups.has_unnamed
 
-    def _note_foreign_loads(self, step: ScheduledStep) -> None:
-        """Save nothing of requests whose tokens another connector loads within this step.
+    def _note_starts(self, step: ScheduledStep) -> None:
+        """Note which requests run in the step, or wait, and those that another connector loads for.
 
-        Such a load may fail after later steps are planned, and vLLM's prefix cache shows its blocks
-        at once. So requests that begin in that cache are not saved either, until it is reset. A
-        load that vLLM waits for needs neither: its blocks are shown once they are filled.
+        Such a load within the step may fail after later steps are planned, and vLLM's prefix cache
+        shows its blocks at once. So the request is not saved, nor are requests that begin in that
+        cache, until it is reset. A load that vLLM waits for needs neither: its blocks are shown
+        once they are filled.
         """
-        scheduled = step.scheduled.keys()
-        admitted = self._admitted - self._waiting
-        foreign = {
-            each
-            for each in (admitted | self._waiting) & scheduled
-            if self._loads_foreign(self._requests[each].view)
-        }
-        for request_id in foreign:
-            state = self._requests[request_id]
-            # Another connector may know blocks by vLLM's hashes, too.
-            state.stale |= not state.trusts_names
-        self._waiting = (self._waiting | self._admitted) - scheduled
-        self._admitted.clear()
-        if not foreign & admitted:
-            return
-        self._validity.foreign_load_started()
-        for request_id in admitted:
-            state = self._requests[request_id]
-            # The request may have found blocks of the load.
-            state.stale |= state.view.num_computed_tokens > 0
-
-    def _loads_foreign(self, view: RequestView) -> bool:
-        """Return True if vLLM counts more tokens as computed than it has and the pool brings."""
-        return view.num_computed_tokens > self._requests[view.request_id].own_tokens
+        states = self._starting.values()
+        admitted = [each for each in states if each.admission is AdmissionState.ALLOCATED]
+        is_foreign = False
+        for request_id in self._starting.keys() & step.scheduled.keys():
+            state = self._starting.pop(request_id)
+            # vLLM counts more tokens as computed than it has and the pool brings.
+            if state.view.num_computed_tokens > state.own_tokens:
+                # Another connector may know blocks by vLLM's hashes, too.
+                state.stale |= not state.trusts_names
+                is_foreign |= state.admission is AdmissionState.ALLOCATED
+            state.admission = moved(state.admission, AdmissionState.RUNNING)
+        for state in self._starting.values():
+            if state.admission is AdmissionState.ALLOCATED:
+                state.admission = moved(state.admission, AdmissionState.WAITING)
+        if is_foreign:
+            self._validity.foreign_load_started()
+            for state in admitted:
+                # The request may have found blocks of the load.
+                state.stale |= state.view.num_computed_tokens > 0
 
     def _note_answers(self, step: ScheduledStep) -> None:
         """Note the requests of the step whose answers have begun."""
-        for request_id in (step.scheduled.keys() & self._requests.keys()) - self._answers.keys():
-            view = self._requests[request_id].view
-            if view.num_tokens > view.num_prompt_tokens:
-                self._answers[request_id] = self._clock(), view.num_tokens
+        for request_id in step.scheduled.keys() & self._requests.keys():
+            state, num_tokens = (
+                self._requests[request_id],
+                self._requests[request_id].view.num_tokens,
+            )
+            if state.first_answer is None and num_tokens > state.view.num_prompt_tokens:
+                state.first_answer = self._clock(), num_tokens
 
     def _with_own_states(self, step: ScheduledStep) -> ScheduledStep:
         """The step with one offer more for each request of `_own_states`: vLLM offers no state that
@@ -651,9 +655,11 @@ class PoolScheduler:
             state.saved_states = {each for each in state.saved_states if each <= tokens}
         # Only once, as a load may take its whole timeout. Every rank reports the same load, each in
         # its own step.
-        if (has_states or not resumes) and not state.has_asked_again:
+        if (has_states or not resumes) and state.retry is not RetryState.DONE:
             kept = load.plan.token_stop - 1 if has_states else tokens
-            state.asks_again = True
+            state.retry = moved(state.retry, RetryState.DUE)
+        elif state.retry is RetryState.NONE:
+            state.retry = moved(state.retry, RetryState.LIMITED)
         limit = kept if state.limit_tokens is None else min(kept, state.limit_tokens)
         state.limit_tokens = limit
         kept = min(limit, tokens) if self._tables.has_states else limit
@@ -670,16 +676,13 @@ class PoolScheduler:
         Returns the answer to the client: how many tokens are being saved.
         """
         state = self._requests.pop(request_id, None)
-        has_run = request_id not in self._waiting and request_id not in self._admitted
-        self._waiting.discard(request_id)
-        self._admitted.discard(request_id)
-        self._loaded.discard(request_id)
+        has_run = self._starting.pop(request_id, None) is None
         self._prefetches.pop(request_id, None)
         self._own_states.pop(request_id, None)
         if state is None:
             return None
-        if request_id in self._answers:
-            began, had = self._answers.pop(request_id)
+        if state.first_answer is not None:
+            began, had = state.first_answer
             self._load_costs.answered(
                 state.view.num_tokens - had,
                 self._clock() - began,

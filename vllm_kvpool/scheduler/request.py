@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
@@ -144,12 +144,59 @@ class LookupState(Enum):
     ENDED = "ended"
 
 
-LOOKUP_TRANSITIONS: Mapping[LookupState, Collection[LookupState]] = {
-    LookupState.PENDING: {LookupState.LATE, LookupState.UNNAMED, LookupState.ENDED},
-    LookupState.LATE: {LookupState.UNNAMED, LookupState.ENDED},
-    LookupState.UNNAMED: {LookupState.ENDED},
-    LookupState.ENDED: {},
+class AdmissionState(Enum):
+    """A request's way to its blocks and its first step, again after each preemption."""
+
+    QUEUED = "queued"
+    MATCHED = "matched"
+    """The engine knows how many tokens can be loaded, and has had no blocks since."""
+    ALLOCATED = "allocated"
+    """The engine has allocated blocks since the last plan."""
+    WAITING = "waiting"
+    """A plan has left out the request, for which the pool or another connector loads."""
+    LOADED = "loaded"
+    """The pool's load has ended; the engine has not taken up the request since."""
+    RUNNING = "running"
+
+
+class RetryState(Enum):
+    """Lookups after a failed load of the request."""
+
+    NONE = "none"
+    LIMITED = "limited"
+    """A load has failed, and the engine goes on from its first missing block."""
+    DUE = "due"
+    """A load has failed, and the engine starts the request again: look anew."""
+    DONE = "done"
+    """The request was looked up anew, which happens once."""
+
+
+_L, _A, _R = LookupState, AdmissionState, RetryState
+TRANSITIONS: Mapping[Enum, Collection[Enum]] = {
+    _L.PENDING: {_L.LATE, _L.UNNAMED, _L.ENDED},
+    _L.LATE: {_L.UNNAMED, _L.ENDED},
+    _L.UNNAMED: {_L.ENDED},
+    _L.ENDED: {},
+    _A.QUEUED: {_A.MATCHED, _A.ALLOCATED},
+    _A.MATCHED: {_A.ALLOCATED},
+    _A.ALLOCATED: {_A.WAITING, _A.RUNNING, _A.QUEUED},
+    _A.WAITING: {_A.LOADED, _A.RUNNING, _A.QUEUED},
+    _A.LOADED: {_A.WAITING, _A.RUNNING, _A.QUEUED},
+    _A.RUNNING: {_A.QUEUED, _A.ALLOCATED},
+    _R.NONE: {_R.LIMITED, _R.DUE},
+    _R.LIMITED: {_R.DONE},
+    _R.DUE: {_R.DONE},
+    _R.DONE: {},
 }
+"""The states of a request that may follow each. A state may always be set again."""
+
+State = TypeVar("State", bound=Enum)
+
+
+def moved(old: State, new: State) -> State:
+    """Return the new state; AssertionError if it may not follow the old one."""
+    assert new is old or new in TRANSITIONS[old], (old, new)
+    return new
 
 
 @dataclass(slots=True)
@@ -162,10 +209,6 @@ class RequestLookup:
     num_preemptions: int = 0
     """Of the request, when the lookup was asked."""
     state: LookupState = LookupState.PENDING
-
-    def move(self, state: LookupState) -> None:
-        assert state in LOOKUP_TRANSITIONS[self.state], (self.state, state)
-        self.state = state
 
 
 def _no_lookup() -> RequestLookup:
@@ -186,10 +229,11 @@ class RequestState:
     chain: ChunkChain | None = None
     limit_tokens: int | None = None  # a load has failed here: ask for no more
     offer: tuple[int, int] | None = None  # tokens [start, stop) offered, not yet allocated
-    tried: bool = False  # it was matched, and has got no blocks since
+    admission: AdmissionState = AdmissionState.QUEUED
     own_tokens: int = 0  # of the engine's own cache or of its load, when it was last admitted
     cached_tokens: int = 0  # of the engine's own cache, when it was last started
     draft_stop: int | None = None  # from this chunk on rows of a drafter are missing, or behind it
+    first_answer: tuple[float, int] | None = None  # when its answer began, and its tokens then
     lacks_drafts: bool = False  # its load has not found all rows of a drafter
     counted: bool = False  # its hit and miss are in the metrics
     next_save: int = 0  # chunks before it are stored or on their way
@@ -198,48 +242,15 @@ class RequestState:
     hand_over_ended: bool = False  # workers know that it saves nothing more
     saved_states: set[int] = field(default_factory=set)  # boundaries, stored or on their way
     has_saved_end: bool = False  # the prompt's end is stored or on its way
-    asks_again: bool = False  # its load has failed, and the engine starts it again: look anew
-    has_asked_again: bool = False  # after a failed load, which it does once
+    retry: RetryState = RetryState.NONE
     lost_tokens: int = 0  # of that load
     stale: bool = False  # its KV is from before a reset, of other weights or another's: not saved
     trusts_names: bool = True  # blocks that are found by vLLM's hashes are its own
 
     @property
-    def has_failed_load(self) -> bool:
-        """True if a load of the request has failed."""
-        return self.limit_tokens is not None or self.has_asked_again
-
-    @property
     def answer(self) -> LookupResult:
         """The answer of the newest lookup so far."""
         return self.lookup.answer
-
-    def usable_tokens(
-        self,
-        chunks: int,
-        chunk_tokens: int,
-        block_size: int,
-        *,
-        has_states: bool = False,
-        lookahead: int = 0,
-    ) -> int:
-        """Return the tokens of stored chunks that can be loaded: whole blocks.
-
-        A full hit leaves the last token to be computed. Where rows depend on later tokens
-        (`lookahead`), the last ones are left, too: those rows are not stored. With recurrent states
-        a hit ends where it was found, or is none. Nor does it end within one of this engine's
-        blocks, whose states vLLM itself keeps and hashes at their ends alone.
-        """
-        tokens = found = self.answer.tokens_of(chunks, chunk_tokens)
-        num_tokens = self.view.num_tokens
-        limit = num_tokens if self.limit_tokens is None else self.limit_tokens
-        if has_states:
-            limit = min(limit, num_tokens - 1)
-            return tokens if tokens <= limit and tokens % block_size == 0 else 0
-        tokens = min(tokens, limit)
-        if tokens < num_tokens or self.answer.tail is None:
-            tokens -= tokens % block_size
-        return min(tokens, num_tokens - 1, max(0, found - lookahead))
 
     def missed_tokens(self, hit: int, chunk_tokens: int) -> list[tuple[str, int]]:
         """Return the prompt tokens that are not loaded, by reason; `hit` tokens are."""

@@ -10,7 +10,14 @@ from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.metrics import MAX_SOURCES, MetricsRegistry, NameLabels
 from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
-from vllm_kvpool.scheduler.request import LookupState, PoolShape, RequestLookup, RequestState
+from vllm_kvpool.scheduler.request import (
+    LookupState,
+    PoolShape,
+    RequestLookup,
+    RequestState,
+    RetryState,
+    moved,
+)
 from vllm_kvpool.scheduler.validity import Validity
 
 ANSWER_SHARE = 0.9  # of the timeout: answers come before the request stops waiting
@@ -46,7 +53,7 @@ class RequestLookups:
         # Tokens that have not come in time are computed: a preemption does not wait for them again.
         expect_tokens = 0 if state.has_expected else options.expect_tokens
         expect_until = now + (options.expect_timeout_ms / 1000 if expect_tokens else 0.0)
-        has_failed, limit = state.has_failed_load, state.limit_tokens
+        has_failed, limit = state.retry is not RetryState.NONE, state.limit_tokens
         lookup = Lookup(
             lookup_id=self._new_id(),
             request_id=view.request_id,
@@ -123,7 +130,7 @@ class RequestLookups:
         lookup = state.lookup
         self._record_span(state, LookupOutcome.TIMED_OUT, 0)
         lookup.answer = replace(lookup.answer, outcome=LookupOutcome.TIMED_OUT)
-        lookup.move(LookupState.LATE)
+        lookup.state = moved(lookup.state, LookupState.LATE)
         self.count_expected(state, is_found=False)
         self._registry.add("kvpool_lookups", outcome=LookupOutcome.TIMED_OUT.value)
 
@@ -139,13 +146,13 @@ class RequestLookups:
         if is_named or state.lookup.state is LookupState.ENDED:
             self.give_up(state)
         else:
-            state.lookup.move(LookupState.UNNAMED)
+            state.lookup.state = moved(state.lookup.state, LookupState.UNNAMED)
 
     def _close(self, lookup: RequestLookup) -> bool:
         """End a lookup. Returns True if it was open."""
         if self._open.pop(lookup.answer.lookup_id, None) is None:
             return False
-        lookup.move(LookupState.ENDED)
+        lookup.state = moved(lookup.state, LookupState.ENDED)
         return True
 
     def count_expected(self, state: RequestState, *, is_found: bool) -> None:
