@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
+from typing import NamedTuple
 
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables, PinLedger, all_blocks
@@ -32,6 +33,14 @@ END_TTL_S = 120.0
 ALIASED_END_TTL_S = 3600.0
 """The same where aliases lead to it: the next turn of a conversation begins with it. By then its
 chunk is mostly stored whole."""
+
+
+class _RequestBlocks(NamedTuple):
+    """A request's block tables, and how many tokens had been computed when vLLM last freed blocks
+    of them."""
+
+    tables: Callable[[], Sequence[BlockTable]]
+    freed_at: int
 
 
 def topic_of(state: RequestState) -> bytes:
@@ -172,10 +181,9 @@ class SavePlanner:
         before = state.view.num_computed_tokens
         computed = before + scheduled
         final = min(computed, self._savable_tokens(state))
-        save = None
-        if final // chunk > state.next_save:
-            save = self._plan(state, final, partial(block_tables, request_id), before)
-        end = self._plan_prompt_end(state, computed, partial(block_tables, request_id), before)
+        blocks = _RequestBlocks(partial(block_tables, request_id), before)
+        save = self._plan(state, final, blocks)
+        end = self._plan_prompt_end(state, computed, blocks)
         if self._all_saved(state):
             if state.stale:
                 self.end_hand_over(state)
@@ -254,81 +262,53 @@ class SavePlanner:
         return found // shape.alias_step < rest // shape.alias_step
 
     def _plan_prompt_end(
-        self,
-        state: RequestState,
-        computed: int,
-        block_tables: Callable[[], Sequence[BlockTable]],
-        freed_at: int,
+        self, state: RequestState, computed: int, blocks: _RequestBlocks
     ) -> SavePlan | None:
         """Return the save of the prompt's end; None if nothing is due or no block can be pinned."""
         prompt = state.view.num_prompt_tokens
         if computed < prompt or not self._seeks_end(state):
             return None
-        save = self._plan_end(state, prompt, block_tables, freed_at)
+        save = self._save(state, self._prompt_chunks(state), prompt, blocks)
         state.has_saved_end = save is not None
         return save
 
-    def _plan_end(
-        self,
-        state: RequestState,
-        stop: int,
-        block_tables: Callable[[], Sequence[BlockTable]],
-        freed_at: int,
-    ) -> SavePlan | None:
-        """Return the save of the tokens before `stop` behind the last whole chunk.
-
-        `freed_at` tokens had been computed when the engine last freed blocks. None if no block can
-        be pinned.
-        """
-        if state.stale or self._validity.reset.pending or state.chain is None:
-            return None
-        first = stop // self._shape.chunk_tokens
-        start = first * self._shape.chunk_tokens
-        if self._tables.num_blocks(start, stop) > self.ledger.room:
-            return None
-        tokens = state.view.tokens()[:stop]
-        if len(state.chain) < first:
-            state.chain.extend(tokens)
-        held = self.ledger.held(state.view.request_id)
-        pages = self._tables.of_save(block_tables(), start, stop, freed_at, held)
-        if pages is None:
-            return None
-        end_hash = state.chain.hash_of_part(first, tokens[start:])
-        return self._pinned(state, first, first + 1, pages, end=(end_hash, stop - start))
-
-    def _plan(
-        self,
-        state: RequestState,
-        final: int,
-        block_tables: Callable[[], Sequence[BlockTable]],
-        computed: int,
-    ) -> SavePlan | None:
-        """The save of the chunks that end at or before token `final`; None if it has to wait.
-
-        `computed` tokens had been computed when the engine last freed blocks.
-        """
-        chunk = self._shape.chunk_tokens
-        first, stop = state.next_save, final // chunk
-        if stop <= first or state.stale or self._validity.reset.pending:
-            return None
-        # As many chunks as the pinned blocks have room for.
-        stop = first + bisect_right(
-            range(first + 1, stop + 1),
+    def _plan(self, state: RequestState, final: int, blocks: _RequestBlocks) -> SavePlan | None:
+        """Return the save of the chunks that end at or before token `final`: as many as can be
+        pinned. None if it has to wait."""
+        chunk, first = self._shape.chunk_tokens, state.next_save
+        num_chunks = bisect_right(
+            range(first + 1, final // chunk + 1),
             self.ledger.room,
             key=lambda end: self._tables.num_blocks(first * chunk, end * chunk),
         )
-        if stop == first:
+        save = self._save(state, first, (first + num_chunks) * chunk, blocks)
+        if save is not None:
+            state.next_save = first + num_chunks
+        return save
+
+    def _save(
+        self, state: RequestState, first: int, stop: int, blocks: _RequestBlocks
+    ) -> SavePlan | None:
+        """Return the save of the tokens before `stop` from the chunk `first` on.
+
+        They are whole chunks, or the part of one. None if nothing may be saved, or its blocks
+        cannot be pinned.
+        """
+        start = first * self._shape.chunk_tokens
+        whole, rest = divmod(stop, self._shape.chunk_tokens)
+        if start >= stop or state.stale or self._validity.reset.pending or state.chain is None:
             return None
-        assert state.chain is not None
-        if len(state.chain) < stop:
-            state.chain.extend(state.view.tokens())
-        request_id = state.view.request_id
-        held = self.ledger.held(request_id)
-        pages = self._tables.of_save(block_tables(), first * chunk, stop * chunk, computed, held)
+        if self._tables.num_blocks(start, stop) > self.ledger.room:
+            return None
+        tokens = state.view.tokens()
+        if len(state.chain) < whole:
+            state.chain.extend(tokens)
+        held = self.ledger.held(state.view.request_id)
+        pages = self._tables.of_save(blocks.tables(), start, stop, blocks.freed_at, held)
         if pages is None:
             return None
-        state.next_save = stop
-        return self._pinned(state, first, stop, pages)
+        end = (state.chain.hash_of_part(first, tokens[start:stop]), rest) if rest else None
+        return self._pinned(state, first, whole + bool(rest), pages, end=end)
 
     def _pinned(
         self,
@@ -399,12 +379,13 @@ class SavePlanner:
             computed = min(state.view.num_computed_tokens, state.view.num_tokens - 1)
             final = min(computed, self._savable_tokens(state))
             # These tables are the engine's own, in which empty places are marked.
-            save = self._plan(state, final, lambda: tables, 0)
-            end = self._plan_prompt_end(state, computed, lambda: tables, 0)
-            saves = [each for each in (save, end) if each is not None]
-            answer_end = self._plan_answer_end(state, final, lambda: tables)
-            if answer_end is not None:
-                saves.append(answer_end)
+            blocks = _RequestBlocks(lambda: tables, 0)
+            plans = [
+                self._plan(state, final, blocks),
+                self._plan_prompt_end(state, computed, blocks),
+            ]
+            plans.append(self._plan_answer_end(state, final, blocks))
+            saves = [each for each in plans if each is not None]
             if saves and is_loading:
                 self._unconfirmed[state.view.request_id] = saves
             else:
@@ -412,10 +393,7 @@ class SavePlanner:
         self.forget(state.view.request_id)
 
     def _plan_answer_end(
-        self,
-        state: RequestState,
-        final: int,
-        block_tables: Callable[[], Sequence[BlockTable]],
+        self, state: RequestState, final: int, blocks: _RequestBlocks
     ) -> SavePlan | None:
         """Return the save of the end of an answer with `final` tokens; None without any."""
         chunks, rest = divmod(final, self._shape.chunk_tokens)
@@ -423,7 +401,7 @@ class SavePlanner:
         is_wanted = is_aliased and self._save_decode and state.next_save == chunks
         if not is_wanted or (state.has_saved_end and final == state.view.num_prompt_tokens):
             return None
-        return self._plan_end(state, final, block_tables, 0)
+        return self._save(state, chunks, final, blocks)
 
     def end_hand_over(self, state: RequestState) -> None:
         """A request that is handed over saves nothing beyond what is planned: tell the workers.
