@@ -39,13 +39,13 @@ from vllm_kvpool.scheduler.pool_scheduler import (
 )
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import (
-    AdmissionState,
     OwnKV,
     PoolShape,
     RequestLookup,
     RequestState,
     ScheduledStep,
 )
+from vllm_kvpool.scheduler.states import AdmissionState
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,

@@ -12,7 +12,7 @@ from vllm_kvpool.scheduler import kv_event_tracker
 from vllm_kvpool.scheduler.blocks import PinLedger
 from vllm_kvpool.scheduler.kv_event_tracker import KVEventTracker
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
-from vllm_kvpool.scheduler.request import AdmissionState, LookupState, RetryState
+from vllm_kvpool.scheduler.states import AdmissionState, LookupState, RetryState
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.transfer.engine import Engine
 from vllm_kvpool.transfer.fetches import Fetches

@@ -179,9 +179,9 @@ class RequestLoads:
         return [load for load in self._loads.values() if load.landed_stop is not None]
 
     @property
-    def all_stream(self) -> bool:
-        """True if the workers have no load to wait for whose chunks are all stored."""
-        return all(load.landed_stop is not None for load in self._loads.values())
+    def num_stored(self) -> int:
+        """Loads that do not stream: all of their chunks are stored."""
+        return len(self._loads) - len(self.streaming)
 
     @property
     def num_promised(self) -> int:

@@ -26,21 +26,13 @@ from vllm_kvpool.scheduler.loads import LoadCostModel, RequestLoad, RequestLoads
 from vllm_kvpool.scheduler.lookup_core import LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
-from vllm_kvpool.scheduler.request import (
-    AdmissionState,
-    LookupState,
-    PoolShape,
-    RequestState,
-    RequestView,
-    RetryState,
-    ScheduledStep,
-    moved,
-)
+from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, ScheduledStep
 from vllm_kvpool.scheduler.request_lookups import RequestLookups
 from vllm_kvpool.scheduler.save_outcomes import EndedSave, SaveOutcomes
 from vllm_kvpool.scheduler.save_planner import SavePlanner
+from vllm_kvpool.scheduler.states import AdmissionState, LookupState, RetryState, moved
 from vllm_kvpool.scheduler.validity import Validity
-from vllm_kvpool.storage.base import NO_RETENTION, Retention
+from vllm_kvpool.storage.base import Retention
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
 
 logger = logging.getLogger(__name__)
@@ -130,13 +122,8 @@ class PoolScheduler:
             self._ask(state)
 
     def _retention_of(self, options: RequestOptions) -> Retention:
-        if not (options.pin_s or options.ttl_s):
-            return NO_RETENTION
-        now_ns = self._wall_ns()
-        pin_s, ttl_s = options.pin_s, options.ttl_s
-        return Retention(
-            now_ns + int(pin_s * 1e9) if pin_s else 0, now_ns + int(ttl_s * 1e9) if ttl_s else 0
-        )
+        now_ns, times_s = self._wall_ns(), (options.pin_s, options.ttl_s)
+        return Retention(*(now_ns + int(each * 1e9) if each else 0 for each in times_s))
 
     def _ask(self, state: RequestState) -> None:
         # Once after a failed load: where the engine starts the request again, up to the first
@@ -145,7 +132,7 @@ class PoolScheduler:
             state.limit_tokens = None
         if state.retry is not RetryState.NONE:
             state.retry = moved(state.retry, RetryState.DONE)
-        self.saves.release_held(state.view.request_id)
+        self.saves.ledger.release_all_held(state.view.request_id)
         self._lookups.ask(state)
 
     def _take_answers(self) -> bool:
@@ -294,13 +281,15 @@ class PoolScheduler:
         self._own_states.pop(request_id, None)
         state.admission = moved(state.admission, AdmissionState.MATCHED)
         stop = 0 if self._validity.reset.pending else self._usable(state, chunks)
-        if stop <= num_computed or not self._worth_loading(stop - num_computed):
+        is_worth = self._config.load_policy is LoadPolicy.ALWAYS
+        count = stop - num_computed
+        if count <= 0 or not (is_worth or self._load_costs.loading_beats_computing(count)):
             state.offer = None
             if num_computed and self._tables.has_states and self._stores_own(state, num_computed):
                 self._own_states[request_id] = num_computed
             return 0, False
         state.offer = (num_computed, stop)
-        return stop - num_computed, not self._config.layerwise
+        return count, not self._config.layerwise
 
     def _stores_own(self, state: RequestState, num_computed: int) -> bool:
         """Return True if the own cache's state after so many tokens is to be stored."""
@@ -342,11 +331,6 @@ class PoolScheduler:
         self._has_given_way |= admission is AdmissionState.MATCHED
         return self._has_given_way
 
-    def _worth_loading(self, tokens: int) -> bool:
-        if self._config.load_policy is LoadPolicy.ALWAYS:
-            return True
-        return self._load_costs.loading_beats_computing(tokens)
-
     # Loads
 
     def allocated(self, request_id: str, tables: Sequence[BlockTable], num_external: int) -> None:
@@ -364,14 +348,10 @@ class PoolScheduler:
         if not state.counted:
             state.counted = True
             missed = state.missed_tokens(num_external, self._shape.chunk_tokens)
-            for reason, tokens in missed:
-                self._registry.add("kvpool_miss_tokens", tokens, reason=reason)
             prompt = ("prompt", state.view.num_prompt_tokens)
-            self._log(request_id, [prompt, ("to_load", num_external), *missed])
+            self._count_missed(request_id, missed, prompt, ("to_load", num_external))
         if state.lost_tokens > num_external:
-            lost = state.lost_tokens - num_external
-            self._registry.add("kvpool_miss_tokens", lost, reason="load_failed")
-            self._log(request_id, [("load_failed", lost)])
+            self._count_missed(request_id, [("load_failed", state.lost_tokens - num_external)])
         state.lost_tokens = 0
         if num_external == 0 or state.offer is None or state.chain is None:
             return
@@ -421,8 +401,7 @@ class PoolScheduler:
         """Every rank has reported a step, so its layered loads have ended; call `apply` first."""
         for load in self._loads.pop_layered():
             lost_blocks = load.lost_blocks(self._tables.block_size)
-            self.saves.forget_blocks(lost_blocks)
-            self.saves.step_load_ended(load.plan.request_id, is_whole=not lost_blocks)
+            self.saves.step_load_ended(load.plan.request_id, lost_blocks)
             self._load_is_over(load)
 
     def load_ended(self, request_id: str) -> None:
@@ -434,7 +413,6 @@ class PoolScheduler:
         if request_id in self._starting:
             state.admission = moved(state.admission, AdmissionState.LOADED)
         self._loads.pop(request_id)
-        self.saves.check_again(request_id)  # its computed tokens have jumped
         if load.landed_stop is not None:  # a cell was lost, or no rank needs a later chunk
             self._lookups.count_expected(state, is_found=load.is_whole)
             self._lookups.give_up(state)
@@ -448,6 +426,7 @@ class PoolScheduler:
             self._load_costs.loaded(stop - start, load.end.seconds)
         state = self._requests.get(request_id)
         if state is not None:
+            self.saves.check_next_step(state)  # its computed tokens have jumped
             attributes = {
                 "kvpool.loaded_tokens": kept - start,
                 "kvpool.wanted_tokens": stop - start,
@@ -464,15 +443,21 @@ class PoolScheduler:
                 self._load_costs.drafts_loaded(kept - start, missing)
                 self._registry.add("kvpool_draft_tokens", missing, outcome="missing")
                 self._registry.add("kvpool_draft_tokens", kept - start - missing, outcome="loaded")
-        self._log(request_id, [("loaded", kept - start), ("load_failed", stop - kept)])
         self._registry.add("kvpool_hit_tokens", kept - start)
-        if kept < stop:
-            self._registry.add("kvpool_miss_tokens", stop - kept, reason="load_failed")
+        self._count_missed(request_id, [("load_failed", stop - kept)], ("loaded", kept - start))
 
-    def _log(self, request_id: str, tokens: Sequence[tuple[str, int]]) -> None:
-        """Log what was loaded and why not more, in the form that `cli/explain.py` reads."""
+    def _count_missed(
+        self, request_id: str, missed: Sequence[tuple[str, int]], *others: tuple[str, int]
+    ) -> None:
+        """Count tokens that are not loaded, by reason.
+
+        They are logged behind others, in the form that `cli/explain.py` reads.
+        """
+        for reason, tokens in missed:
+            if tokens:
+                self._registry.add("kvpool_miss_tokens", tokens, reason=reason)
         if self._config.log_requests:
-            words = " ".join(f"{name}={count}" for name, count in tokens)
+            words = " ".join(f"{name}={count}" for name, count in (*others, *missed))
             logger.info("kvpool: request %s: %s", request_id, words)
 
     # Steps
@@ -500,7 +485,7 @@ class PoolScheduler:
         prefetches = tuple(self._prefetches.values())
         self._prefetches.clear()
         # While streams are all that is loaded, the next chunk to land is waited for here.
-        waits_here = self._idle and self._loads.all_stream
+        waits_here = self._idle and self._loads.num_stored == 0
         ends = self.saves.take_hand_over_ends()
         if waits_here and not (self._loads.has_news or saves or prefetches or ends):
             self._wait_for_lookups(was_idle=was_idle)
@@ -563,10 +548,8 @@ class PoolScheduler:
     def _note_answers(self, step: ScheduledStep) -> None:
         """Note the requests of the step whose answers have begun."""
         for request_id in step.scheduled.keys() & self._requests.keys():
-            state, num_tokens = (
-                self._requests[request_id],
-                self._requests[request_id].view.num_tokens,
-            )
+            state = self._requests[request_id]
+            num_tokens = state.view.num_tokens
             if state.first_answer is None and num_tokens > state.view.num_prompt_tokens:
                 state.first_answer = self._clock(), num_tokens
 
@@ -591,7 +574,10 @@ class PoolScheduler:
             return
         if not was_idle and any(state.counted for state in self._requests.values()):
             return
-        if self._has_arrivals is None or not self._has_nothing_else(len(pending)):
+        # A request that has its answer may be in a step whose results the engine has not taken, or
+        # wait for another connector or a grammar: nothing says when.
+        has_more = self.has_pending or self.saves.outcomes.is_awaited
+        if has_more or self._has_arrivals is None or len(pending) < len(self._requests):
             if was_idle:
                 self._service.wait(idle_wait_s(self._clock() - max(pending)))
             return
@@ -603,16 +589,6 @@ class PoolScheduler:
         while self._service.wait(wait_s, has_arrivals) and not has_arrivals():
             if self._take_answers():
                 return
-
-    def _has_nothing_else(self, num_pending: int) -> bool:
-        """Return True if only a lookup's answer or an arrival gives the engine something to do.
-
-        A request that has its answer may be in a step whose results the engine has not taken, or
-        wait for another connector or a grammar: nothing says when.
-        """
-        return num_pending == len(self._requests) and not (
-            self.has_pending or self.saves.outcomes.is_awaited
-        )
 
     def apply(self, report: StepReport) -> list[EndedSave]:
         """Take the workers' report: unpin gathered blocks, note loads that stopped.

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.topology import KVCacheGroup
 from vllm_kvpool.scheduler.lookup_core import LookupOutcome, LookupResult
+from vllm_kvpool.scheduler.states import AdmissionState, LookupState, RetryState
 from vllm_kvpool.storage.base import NO_RETENTION, Retention
 
 
@@ -28,9 +28,8 @@ class PoolShape:
     in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
     has_ends: bool = False  # the end of a prompt can be a cell of its own
     alias_step: int = 0  # tokens between the ends of hits inside a chunk; 0: hits end with chunks
-    state_stride: int = (
-        0  # tokens between the recurrent states of an answer that are asked for; 0: none
-    )
+    state_stride: int = 0
+    """Tokens between the recurrent states of an answer that are asked for; 0: none."""
     has_drafts: bool = False  # a drafter's layers are stored, too
     lookahead: int = 0  # later tokens that a row may depend on
     max_drafted_tokens: int | None = None
@@ -133,87 +132,19 @@ class ScheduledStep(NamedTuple):
     """Requests with drafts in the step. Their states are in their blocks once it has ended."""
 
 
-class LookupState(Enum):
-    """The state of a request's newest lookup."""
-
-    PENDING = "pending"
-    LATE = "late"
-    """The request goes on without the answer, which still brings the hashes of its chunks."""
-    UNNAMED = "unnamed"
-    """The request has ended; its hand-over cannot end before its prompt is hashed."""
-    ENDED = "ended"
-
-
-class AdmissionState(Enum):
-    """A request's way to its blocks and its first step, again after each preemption."""
-
-    QUEUED = "queued"
-    MATCHED = "matched"
-    """The engine knows how many tokens can be loaded, and has had no blocks since."""
-    ALLOCATED = "allocated"
-    """The engine has allocated blocks since the last plan."""
-    WAITING = "waiting"
-    """A plan has left out the request, for which the pool or another connector loads."""
-    LOADED = "loaded"
-    """The pool's load has ended; the engine has not taken up the request since."""
-    RUNNING = "running"
-
-
-class RetryState(Enum):
-    """Lookups after a failed load of the request."""
-
-    NONE = "none"
-    LIMITED = "limited"
-    """A load has failed, and the engine goes on from its first missing block."""
-    DUE = "due"
-    """A load has failed, and the engine starts the request again: look anew."""
-    DONE = "done"
-    """The request was looked up anew, which happens once."""
-
-
-_L, _A, _R = LookupState, AdmissionState, RetryState
-TRANSITIONS: Mapping[Enum, Collection[Enum]] = {
-    _L.PENDING: {_L.LATE, _L.UNNAMED, _L.ENDED},
-    _L.LATE: {_L.UNNAMED, _L.ENDED},
-    _L.UNNAMED: {_L.ENDED},
-    _L.ENDED: {},
-    _A.QUEUED: {_A.MATCHED, _A.ALLOCATED},
-    _A.MATCHED: {_A.ALLOCATED},
-    _A.ALLOCATED: {_A.WAITING, _A.RUNNING, _A.QUEUED},
-    _A.WAITING: {_A.LOADED, _A.RUNNING, _A.QUEUED},
-    _A.LOADED: {_A.WAITING, _A.RUNNING, _A.QUEUED},
-    _A.RUNNING: {_A.QUEUED, _A.ALLOCATED},
-    _R.NONE: {_R.LIMITED, _R.DUE},
-    _R.LIMITED: {_R.DONE},
-    _R.DUE: {_R.DONE},
-    _R.DONE: {},
-}
-"""The states of a request that may follow each. A state may always be set again."""
-
-State = TypeVar("State", bound=Enum)
-
-
-def moved(old: State, new: State) -> State:
-    """Return the new state; AssertionError if it may not follow the old one."""
-    assert new is old or new in TRANSITIONS[old], (old, new)
-    return new
+NOTHING_FOUND = LookupResult(-1, None, 0, LookupOutcome.UNSHAREABLE)
 
 
 @dataclass(slots=True)
 class RequestLookup:
     """The newest lookup of a request. `answer`: what it has found so far."""
 
-    answer: LookupResult
+    answer: LookupResult = NOTHING_FOUND
     asked_at: float = 0.0
     deadline: float = 0.0
     num_preemptions: int = 0
     """Of the request, when the lookup was asked."""
-    state: LookupState = LookupState.PENDING
-
-
-def _no_lookup() -> RequestLookup:
-    answer = LookupResult(-1, None, 0, LookupOutcome.UNSHAREABLE)
-    return RequestLookup(answer, state=LookupState.ENDED)
+    state: LookupState = LookupState.ENDED
 
 
 @dataclass(slots=True)
@@ -224,7 +155,7 @@ class RequestState:
     may_load: bool
     may_save: bool
     retention: Retention = NO_RETENTION  # of what it saves
-    lookup: RequestLookup = field(default_factory=_no_lookup)
+    lookup: RequestLookup = field(default_factory=RequestLookup)
     has_expected: bool = False  # a lookup has waited for the tokens it expects, and has ended
     chain: ChunkChain | None = None
     limit_tokens: int | None = None  # a load has failed here: ask for no more

@@ -10,14 +10,8 @@ from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.metrics import MAX_SOURCES, MetricsRegistry, NameLabels
 from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
-from vllm_kvpool.scheduler.request import (
-    LookupState,
-    PoolShape,
-    RequestLookup,
-    RequestState,
-    RetryState,
-    moved,
-)
+from vllm_kvpool.scheduler.request import PoolShape, RequestLookup, RequestState
+from vllm_kvpool.scheduler.states import LookupState, RetryState, moved
 from vllm_kvpool.scheduler.validity import Validity
 
 ANSWER_SHARE = 0.9  # of the timeout: answers come before the request stops waiting
@@ -72,12 +66,13 @@ class RequestLookups:
             seeks_tail=self._shape.alias_step > 0 and not (has_failed or expect_tokens),
             notices=options.notices if expect_tokens else (),
         )
-        nothing = LookupResult(
-            *(lookup.lookup_id, None, 0, LookupOutcome.ANSWERED, lookup.weights_version),
-            is_final=False,
+        state.lookup = RequestLookup(
+            lookup.nothing_found(is_final=False),
+            asked_at=now,
+            deadline=expect_until + self._timeout_s,
+            num_preemptions=view.num_preemptions,
+            state=LookupState.PENDING,
         )
-        deadline = expect_until + self._timeout_s
-        state.lookup = RequestLookup(nothing, now, deadline, view.num_preemptions)
         self._open[lookup.lookup_id] = state
         self._service.submit(lookup)
 

@@ -13,7 +13,7 @@
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
@@ -90,15 +90,6 @@ class SavePlanner:
         """Check in the request's next step which chunks are due."""
         if state.may_save and state.chain is not None and self._tables.has_attention:
             self._until_due[state.view.request_id] = 0
-
-    def check_again(self, request_id: str) -> None:
-        """The same, if anything is left to save."""
-        if request_id in self._until_due:
-            self._until_due[request_id] = 0
-
-    def release_held(self, request_id: str) -> None:
-        """Release the blocks that are held for the request's incomplete chunk."""
-        self.ledger.release_all_held(request_id)
 
     def forget(self, request_id: str) -> None:
         """Save nothing more of the request."""
@@ -191,9 +182,8 @@ class SavePlanner:
         elif self._tables.forgets:
             self._hold(state, block_tables(request_id), before, computed)
             self._until_due[request_id] = 1
-        elif save is None and self._has_no_room(state, final // chunk):
-            start = state.next_save * chunk
-            self._in_line[request_id] = self._tables.num_blocks(start, start + chunk)
+        elif save is None and (num_blocks := self._blocks_without_room(state, final)):
+            self._in_line[request_id] = num_blocks
             self._until_due[request_id] = math.inf
         else:
             self._in_line.pop(request_id, None)
@@ -203,14 +193,14 @@ class SavePlanner:
             self._until_due[request_id] = max(1, due - computed)
         return [each for each in (save, end) if each is not None]
 
-    def _has_no_room(self, state: RequestState, stop: int) -> bool:
-        """Return True if chunks up to `stop` are due and not even the first can be pinned."""
+    def _blocks_without_room(self, state: RequestState, final: int) -> int:
+        """Return the blocks of the next chunk, if it ends before token `final` and they cannot be
+        pinned; else 0."""
         start = state.next_save * self._shape.chunk_tokens
-        return (
-            stop > state.next_save
-            and not self._validity.reset.pending
-            and self._tables.num_blocks(start, start + self._shape.chunk_tokens) > self.ledger.room
-        )
+        stop = start + self._shape.chunk_tokens
+        num_blocks = self._tables.num_blocks(start, stop)
+        has_room = stop > final or self._validity.reset.pending or num_blocks <= self.ledger.room
+        return 0 if has_room else num_blocks
 
     def _hold(
         self, state: RequestState, tables: Sequence[BlockTable], before: int, computed: int
@@ -424,20 +414,19 @@ class SavePlanner:
         ends, self._hand_over_ends = tuple(self._hand_over_ends), []
         return ends
 
-    def forget_blocks(self, block_ids: Collection[int]) -> None:
-        """Take blocks that are not filled out of the engine's own prefix cache."""
-        if block_ids and self.ledger.pins is not None:
-            self.ledger.pins.forget(tuple(block_ids))
+    def step_load_ended(self, request_id: str, lost_blocks: Sequence[int]) -> None:
+        """The step of a load has ended: save what it computed.
 
-    def step_load_ended(self, request_id: str, *, is_whole: bool) -> None:
-        """The step of a load has ended: save what it computed, or nothing if the load failed."""
-        self.check_again(request_id)
+        A load that failed has lost blocks: nothing is saved, and they leave vLLM's prefix cache.
+        """
         saves = self._unconfirmed.pop(request_id, [])
-        if is_whole:
+        if not lost_blocks:
             self._late += saves
-        else:
-            for save in saves:
-                self._drop(save)
+            return
+        if self.ledger.pins is not None:
+            self.ledger.pins.forget(lost_blocks)
+        for save in saves:
+            self._drop(save)
 
     def _drop(self, save: SavePlan) -> None:
         if save.topic:
