@@ -163,6 +163,7 @@ class PoolWorker:
                 self.fail_step()  # vLLM's second runner says no more of a step that fails
             self.start_saves(self._loads_posted)  # the end of its step may have told nothing
         self._loads_posted = plan
+        self._layer_wait_s = 0.0
         if plan.generation > self._generation:
             self._generation = plan.generation
             self._executor.post(DropSaves(forget=True, generation=plan.generation))
@@ -285,9 +286,10 @@ class PoolWorker:
         reports, self._early = [*self._early, *self._drain()], []
         if not reports:
             return NOTHING_ENDED
-        waited_s, self._layer_wait_s = self._layer_wait_s, 0.0
         layered = [load for load, _ in self._loads.values() if load.layered]  # all have ended
-        token_s = waited_s / max(1, sum(load.token_stop - load.token_start for load in layered))
+        token_s = self._layer_wait_s / max(
+            1, sum(load.token_stop - load.token_start for load in layered)
+        )
         loaded: set[str] = set()
         failed: set[str] = set()
         invalid: set[int] = set()

@@ -13,7 +13,7 @@ from vllm_kvpool import worker as worker_module
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, RequestOptions
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
-from vllm_kvpool.transfer.ops import CellOutcome, LoadPlan, SpanLoaded
+from vllm_kvpool.transfer.ops import CellOutcome, LoadPlan, SaveGathered, SpanLoaded
 from vllm_kvpool.worker import LATE_S, NOTHING_ENDED, PoolWorker, StepResults
 
 LAYERS = {"l0": 0, "l1": 0, "l2": 2, "l3": 2}
@@ -122,6 +122,33 @@ def test_what_a_load_costs_is_how_long_it_holds_the_step_up(
     report = bench.worker.take_report()
     assert report is not None
     assert report.loads == {"a": Loaded(4 * CHUNK, 1.0), "b": Loaded(4 * CHUNK, 1.0)}
+
+
+def test_wait_for_copies_between_steps_is_not_part_of_the_next_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM waits for copies before it sleeps."""
+    clock = FakeClock(100.0)
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=clock))
+    bench, save = WorkerBench(), save_plan(3)
+    bench.worker.start_saves(StepPlan(saves=(save,)))
+    bench.answers = [[SaveGathered(save.job_id, save.request_id)]]
+    answer = bench.executor.on_wait
+
+    def after_a_second() -> None:
+        clock.advance(1.0)
+        answer()
+
+    bench.executor.on_wait = after_a_second
+    bench.worker.wait_for_copies()
+    plan = layered()
+    step = bench.begin(plan)
+    bench.answers = [[span(plan, 0), span(plan, 2), loaded(plan, 4, DONE)]]
+    bench.forward()
+    bench.worker.finish_step(step, set())
+    report = bench.worker.take_report()
+    assert report is not None
+    assert report.loads["a"].seconds == 1.0
 
 
 def test_layers_without_pages_of_their_own_wait_for_nothing() -> None:
