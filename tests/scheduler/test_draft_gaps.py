@@ -121,9 +121,9 @@ def test_a_chunk_that_is_computed_anew_closes_its_gap(bench: Drafting) -> None:
     bench.match()
     bench.load(2 * CHUNK - 1, 1)
     gaps, state = bench.scheduler.saves.draft_gaps, bench.scheduler._requests["a"]
-    gaps.begin(state, 0)
+    gaps.start_request(state, 0)
     assert gaps.stop_of(state, 0, 2) is None
-    gaps.begin(state, 2 * CHUNK)
+    gaps.start_request(state, 2 * CHUNK)
     assert gaps.stop_of(state, 2, 3) is None
 
 

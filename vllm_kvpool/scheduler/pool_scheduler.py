@@ -1,6 +1,6 @@
-"""The scheduler side of the connector: the lookup, load and saves of each request.
+"""The scheduler side of the connector: what vLLM's calls mean for lookups, loads and saves.
 
-Owned by the scheduler's thread. A request's life:
+Owned by the scheduler's thread. A request's life, in the states of `states.py`:
     add -> lookup pending -> answered -> (offer -> load planned -> load ended) -> saving -> finish
 * `match` may be called any number of times; only `allocated` turns an offer into a load.
 * A request that expects tokens of a producer is offered them before they are stored, a promise.
@@ -162,7 +162,7 @@ class PoolScheduler:
             )
 
     def _note_found(self, state: RequestState, answer: LookupResult) -> None:
-        """Save nothing of what a lookup has found so far, and load it if it was promised."""
+        """Take what a lookup has found so far: it is not saved, and a load of it may go on."""
         found = answer.found_chunks
         # What is stored need not be saved, unless a load of it has failed, or it is pinned: a put
         # pins what is stored already. vLLM offers a state that it has loaded.
@@ -178,7 +178,7 @@ class PoolScheduler:
         if state.limit_tokens is not None:
             known = min(known, state.limit_tokens // self._shape.chunk_tokens)
         state.next_save = max(state.next_save, known)
-        self.saves.check_next_step(state)
+        self.saves.mark_due(state)
         load = self._loads.get(state.view.request_id)
         if load is not None and load.landed_stop is not None:
             is_final = answer.is_final or not self._validity.finds(answer.weights_version)
@@ -232,7 +232,7 @@ class PoolScheduler:
         """Load and save nothing more of a request."""
         self.saves.end_hand_over(state)
         state.may_load = state.may_save = False
-        self.saves.forget(state.view.request_id)
+        self.saves.drop_request(state.view.request_id)
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
         """Tokens beyond `num_computed` (block aligned) that a load can bring.
@@ -243,7 +243,7 @@ class PoolScheduler:
         if state is None:
             return 0, False
         state.own_tokens = num_computed
-        self.saves.draft_gaps.begin(state, num_computed)
+        self.saves.draft_gaps.start_request(state, num_computed)
         before = state.admission
         if self._starting.pop(request_id, None) or before is AdmissionState.RUNNING:
             # Its load has brought nothing, or it was preempted: vLLM starts it again.
@@ -276,7 +276,7 @@ class PoolScheduler:
         is_doubtful = self._validity.has_doubtful_blocks or not own.blocks
         has_others_blocks = num_computed > 0 and is_doubtful
         state.stale = has_old_embeddings or not own.embeddings or has_others_blocks
-        self.saves.check_next_step(state)
+        self.saves.mark_due(state)
         self._prefetches.pop(request_id, None)  # the request is loaded now, or not at all
         self._own_states.pop(request_id, None)
         state.admission = moved(state.admission, AdmissionState.MATCHED)
@@ -402,7 +402,7 @@ class PoolScheduler:
         for load in self._loads.pop_layered():
             lost_blocks = load.lost_blocks(self._tables.block_size)
             self.saves.step_load_ended(load.plan.request_id, lost_blocks)
-            self._load_is_over(load)
+            self._count_load(load)
 
     def load_ended(self, request_id: str) -> None:
         """Every rank has reported the request's load; call `apply` first."""
@@ -416,9 +416,9 @@ class PoolScheduler:
         if load.landed_stop is not None:  # a cell was lost, or no rank needs a later chunk
             self._lookups.count_expected(state, is_found=load.is_whole)
             self._lookups.give_up(state)
-        self._load_is_over(load)
+        self._count_load(load)
 
-    def _load_is_over(self, load: RequestLoad) -> None:
+    def _count_load(self, load: RequestLoad) -> None:
         """Count a load that has ended in every rank."""
         request_id, tenant = load.plan.request_id, load.plan.tenant
         start, kept, stop = load.plan.token_start, load.end.tokens, load.plan.token_stop
@@ -426,7 +426,7 @@ class PoolScheduler:
             self._load_costs.loaded(stop - start, load.end.seconds)
         state = self._requests.get(request_id)
         if state is not None:
-            self.saves.check_next_step(state)  # its computed tokens have jumped
+            self.saves.mark_due(state)  # its computed tokens have jumped
             attributes = {
                 "kvpool.loaded_tokens": kept - start,
                 "kvpool.wanted_tokens": stop - start,
@@ -606,7 +606,7 @@ class PoolScheduler:
             if load is not None:
                 load.end = load.end.merged(loaded)
                 if state is not None and not load.is_whole:
-                    self._load_stopped(state, load)
+                    self._load_failed(state, load)
                 if state is not None and loaded.cleared:
                     state.lacks_drafts = True
                     self.saves.draft_gaps.cleared(state, loaded.cleared)
@@ -617,12 +617,12 @@ class PoolScheduler:
             self._registry.set("kvpool_notices_info", 1, rank=str(rank), endpoint=endpoint)
         reset = self._validity.reset
         if reset.acked(report.dropped.get(reset.generation, 0)):
-            end = partial(reset.end, reset.generation)
+            end = partial(reset.finish, reset.generation)
             self._service.remove_all(end, reset.take_weights_versions())
         return [save for save in ended if save is not None]
 
-    def _load_stopped(self, state: RequestState, load: RequestLoad) -> None:
-        """Some rank has not loaded all tokens of the request's load."""
+    def _load_failed(self, state: RequestState, load: RequestLoad) -> None:
+        """Limit what the request is offered: a rank has not loaded all tokens of its load."""
         tokens = load.end.tokens
         resumes, has_states = self._tables.resumes, self._tables.has_states
         # Unless it resumes, the engine starts the request again.
@@ -640,7 +640,7 @@ class PoolScheduler:
         state.limit_tokens = limit
         kept = min(limit, tokens) if self._tables.has_states else limit
         state.next_save = min(state.next_save, kept // self._shape.chunk_tokens)
-        self.saves.check_next_step(state)
+        self.saves.mark_due(state)
 
     # The end
 
@@ -659,11 +659,8 @@ class PoolScheduler:
             return None
         if state.first_answer is not None:
             began, had = state.first_answer
-            self._load_costs.answered(
-                state.view.num_tokens - had,
-                self._clock() - began,
-                has_drafts=not state.lacks_drafts,
-            )
+            tokens, seconds = state.view.num_tokens - had, self._clock() - began
+            self._load_costs.answered(tokens, seconds, has_drafts=not state.lacks_drafts)
         load = self._loads.get(request_id)
         if load is not None and not load.plan.layered:
             self._loads.pop(request_id)
@@ -671,7 +668,7 @@ class PoolScheduler:
         if state.may_save and has_run and (load is None or load.plan.layered):
             self.saves.finish(state, tables, is_loading=load is not None)
         else:  # another connector may be filling its blocks
-            self.saves.forget(request_id)
+            self.saves.drop_request(request_id)
         self.saves.end_hand_over(state)
         if not state.may_save:
             return None
@@ -696,9 +693,9 @@ class PoolScheduler:
 
         Waits at most `RESET_WAIT_S`. Workers drop their saves with the next step (`Reset`).
         """
-        self._validity.reset.begin(self.weights_version)
+        self._validity.reset.start(self.weights_version)
         self.saves.drop_late()
-        self._forget_what_was_found()
+        self._discard_hits()
         confirmed: SimpleQueue[bool] = SimpleQueue()
         self._service.remove_all(confirmed.put, (self.weights_version,))
         try:
@@ -706,7 +703,7 @@ class PoolScheduler:
         except Empty:
             return False
 
-    def _forget_what_was_found(self) -> None:
+    def _discard_hits(self) -> None:
         self._prefetches.clear()
         for load in self._loads.streaming:
             self._loads.land(load, 0, True)
@@ -717,7 +714,7 @@ class PoolScheduler:
             # The weights may change next: what was computed before is not saved.
             is_loading = self._loads.get(state.view.request_id) is not None
             state.stale = state.stale or state.view.num_computed_tokens > 0 or is_loading
-            self.saves.check_next_step(state)
+            self.saves.mark_due(state)
 
     def weights_changed(self, weights_version: str) -> None:
         """The weights have changed; "" names those that the engine started with.
@@ -726,7 +723,7 @@ class PoolScheduler:
         may have those weights.
         """
         self._validity.weights_changed(weights_version)
-        self._forget_what_was_found()
+        self._discard_hits()
 
     def adapter_was_replaced(self) -> None:
         """A LoRA adapter was replaced in place: load and save no request with an adapter, since it

@@ -86,12 +86,12 @@ class SavePlanner:
         self._unconfirmed: dict[str, list[SavePlan]] = {}
         self._hand_over_ends: list[HandOverEnd] = []  # for the next plan
 
-    def check_next_step(self, state: RequestState) -> None:
+    def mark_due(self, state: RequestState) -> None:
         """Check in the request's next step which chunks are due."""
         if state.may_save and state.chain is not None and self._tables.has_attention:
             self._until_due[state.view.request_id] = 0
 
-    def forget(self, request_id: str) -> None:
+    def drop_request(self, request_id: str) -> None:
         """Save nothing more of the request."""
         self._until_due.pop(request_id, None)
         self._in_line.pop(request_id, None)
@@ -178,7 +178,7 @@ class SavePlanner:
         if self._all_saved(state):
             if state.stale:
                 self.end_hand_over(state)
-            self.forget(request_id)
+            self.drop_request(request_id)
         elif self._tables.forgets:
             self._hold(state, block_tables(request_id), before, computed)
             self._until_due[request_id] = 1
@@ -380,7 +380,7 @@ class SavePlanner:
                 self._unconfirmed[state.view.request_id] = saves
             else:
                 self._late += saves
-        self.forget(state.view.request_id)
+        self.drop_request(state.view.request_id)
 
     def _plan_answer_end(
         self, state: RequestState, final: int, blocks: _RequestBlocks

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Reset:
-    """The resets of the namespace. Owned by the scheduler's thread; the lookup thread calls `end`.
+    """The resets of the namespace. Scheduler's thread; the lookup thread calls `finish`.
 
     Saves that are under way may put cells after the namespace has been removed. So workers drop
     theirs, and after the last one has, the namespace is removed once more. Until then nothing is
@@ -28,8 +28,8 @@ class Reset:
     weights_versions: set[str] = field(default_factory=set)
     """Versions whose cells have been removed, and will be once more."""
 
-    def begin(self, weights_version: str = "") -> None:
-        """A reset begins: saves of the generation so far are dropped."""
+    def start(self, weights_version: str = "") -> None:
+        """Start a reset: workers drop the saves of the generation so far."""
         self.weights_versions.add(weights_version)
         self.generation += 1
         self.acks = 0
@@ -49,7 +49,7 @@ class Reset:
         weights_versions, self.weights_versions = tuple(self.weights_versions), set()
         return weights_versions
 
-    def end(self, generation: int, removed: bool) -> None:
+    def finish(self, generation: int, removed: bool) -> None:
         """The second removal of a generation has ended. Lookup thread."""
         if not removed:
             logger.warning(
