@@ -204,9 +204,8 @@ class PoolScheduler:
             return None
         if self._usable(state, answer.found_chunks) <= num_computed:
             return None
-        promised = self._loads.num_promised
-        num_blocks = promised + self._tables.num_blocks(num_computed, stop)
-        has_room = not promised or num_blocks <= self._shape.max_promised_blocks
+        num_blocks = self._loads.num_promised + self._tables.num_blocks(num_computed, stop)
+        has_room = not self._loads.streaming or num_blocks <= self._shape.max_promised_blocks
         return chunks if has_room else None
 
     def _usable(self, state: RequestState, chunks: int) -> int:
@@ -341,8 +340,8 @@ class PoolScheduler:
         state = self._requests.get(request_id)
         if state is None:
             return
-        had_blocks = request_id in self._starting
-        to = AdmissionState.WAITING if had_blocks else AdmissionState.ALLOCATED
+        has_waited = state.admission in (AdmissionState.WAITING, AdmissionState.LOADED)
+        to = AdmissionState.WAITING if has_waited else AdmissionState.ALLOCATED
         state.admission = moved(state.admission, to)
         self._starting[request_id] = state
         if not state.counted:
@@ -493,7 +492,7 @@ class PoolScheduler:
         if landed or loads:
             self._landed_at = self._clock()
         may_wait = self._idle and not self._shape.in_lockstep
-        may_wait &= not (waits_here and self._loads.num_promised)
+        may_wait &= not (waits_here and self._loads.streaming)
         generation = self._validity.reset.generation
         return StepPlan(loads, saves, prefetches, may_wait, landed, ends, generation)
 
@@ -582,7 +581,7 @@ class PoolScheduler:
                 self._service.wait(idle_wait_s(self._clock() - max(pending)))
             return
         wait_s = WATCHED_WAIT_S
-        if self._loads.num_promised:
+        if self._loads.streaming:
             is_fetched = self._clock() - self._landed_at > FETCH_S
             wait_s = STREAM_WAIT_S if is_fetched else FETCH_WAIT_S
         has_arrivals = self._has_arrivals

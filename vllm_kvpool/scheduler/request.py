@@ -159,6 +159,8 @@ class RequestState:
     has_expected: bool = False  # a lookup has waited for the tokens it expects, and has ended
     chain: ChunkChain | None = None
     limit_tokens: int | None = None  # a load has failed here: ask for no more
+    retry: RetryState = RetryState.NONE
+    lost_tokens: int = 0  # of a failed load, until it is known what is loaded instead
     offer: tuple[int, int] | None = None  # tokens [start, stop) offered, not yet allocated
     admission: AdmissionState = AdmissionState.QUEUED
     own_tokens: int = 0  # of the engine's own cache or of its load, when it was last admitted
@@ -173,8 +175,6 @@ class RequestState:
     hand_over_ended: bool = False  # workers know that it saves nothing more
     saved_states: set[int] = field(default_factory=set)  # boundaries, stored or on their way
     has_saved_end: bool = False  # the prompt's end is stored or on its way
-    retry: RetryState = RetryState.NONE
-    lost_tokens: int = 0  # of that load
     stale: bool = False  # its KV is from before a reset, of other weights or another's: not saved
     trusts_names: bool = True  # blocks that are found by vLLM's hashes are its own
 
