@@ -44,6 +44,8 @@ WATCHED_WAIT_S = 30.0
 STREAM_WAIT_S = 10.0  # while a stream is loaded: its early end comes with a step
 FETCH_S = 0.5  # after chunks of a stream have landed: they are fetched, and steps follow closely
 FETCH_WAIT_S = 0.05
+# `match` is called for each request that waits. Python 3.11 is slow to look up members of an Enum.
+_RUNNING, _DUE, _PENDING = AdmissionState.RUNNING, RetryState.DUE, LookupState.PENDING
 
 
 class PoolScheduler:
@@ -138,7 +140,10 @@ class PoolScheduler:
     def _take_answers(self) -> bool:
         """Take what lookups have found; returns whether any of it is to be acted on."""
         is_of_use = False
-        for state, answer in self._lookups.take_answers():
+        for result in self._service.take_results():
+            state, answer = self._lookups.take(result)
+            if state is None:
+                continue
             if self._requests.get(state.view.request_id) is not state:  # it has ended
                 self.saves.end_hand_over(state)
                 continue
@@ -190,8 +195,8 @@ class PoolScheduler:
         Before the lookup ends these are the chunks that the producer has promised, once the first
         is stored, and as long as blocks for promises are left. One request may always have more.
         """
-        answer = state.answer
-        if state.lookup.state is not LookupState.PENDING:
+        answer = state.lookup.answer
+        if state.lookup.state is not _PENDING:
             return answer.found_chunks
         chunks = answer.expected_chunks
         if not chunks or self._tables.has_states:
@@ -244,22 +249,23 @@ class PoolScheduler:
         state.own_tokens = num_computed
         self.saves.draft_gaps.start_request(state, num_computed)
         before = state.admission
-        if self._starting.pop(request_id, None) or before is AdmissionState.RUNNING:
+        if self._starting.pop(request_id, None) or before is _RUNNING:
             # Its load has brought nothing, or it was preempted: vLLM starts it again.
             state.admission = moved(before, AdmissionState.QUEUED)
         has_old_embeddings = state.view.has_media and self._validity.use_embeddings()
         if self._loads.would_share(state.view.tokens, num_computed, self._tables.block_size):
             return None, False
-        if before is not AdmissionState.LOADED and self._must_give_way(before):
+        if self._must_give_way(before):
             return None, False
         if not (state.may_load or state.may_save):
             state.view.admit()
             state.admission = moved(state.admission, AdmissionState.MATCHED)
             return 0, False
+        lookup = state.lookup
         if (
-            state.view.num_preemptions != state.lookup.num_preemptions
-            or state.retry is RetryState.DUE
-            or state.answer.weights_version != self.weights_version
+            state.view.num_preemptions != lookup.num_preemptions
+            or state.retry is _DUE
+            or lookup.answer.weights_version != self._validity.weights_version
         ):
             self._ask(state)
         self._take_answers()
@@ -323,9 +329,9 @@ class PoolScheduler:
         blocks are held by loaded requests behind it, and nothing runs, nothing ever would. Requests
         that have not loaded must not pass it either.
         """
-        if not (self._shape.stops_at_first and self._idle) or not any(
-            each.admission is AdmissionState.LOADED for each in self._starting.values()
-        ):
+        if not (self._shape.stops_at_first and self._idle) or admission is AdmissionState.LOADED:
+            return False
+        if all(each.admission is not AdmissionState.LOADED for each in self._starting.values()):
             return False
         self._has_given_way |= admission is AdmissionState.MATCHED
         return self._has_given_way
@@ -393,7 +399,7 @@ class PoolScheduler:
             table=tuple(tables[0]) if is_layered else (),
         )
         self._loads.start(load)
-        if load.landed_stop is not None and state.lookup.state is not LookupState.PENDING:
+        if load.landed_stop is not None and state.lookup.state is not _PENDING:
             self._loads.land(load, found, True)  # the lookup has ended since the offer
 
     def step_ended(self) -> None:
@@ -575,8 +581,8 @@ class PoolScheduler:
             return
         # A request that has its answer may be in a step whose results the engine has not taken, or
         # wait for another connector or a grammar: nothing says when.
-        has_more = self.has_pending or self.saves.outcomes.is_awaited
-        if has_more or self._has_arrivals is None or len(pending) < len(self._requests):
+        has_more = len(pending) < len(self._requests) or self.saves.outcomes.is_awaited
+        if self._has_arrivals is None or has_more or self.has_pending:
             if was_idle:
                 self._service.wait(idle_wait_s(self._clock() - max(pending)))
             return

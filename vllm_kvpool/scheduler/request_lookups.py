@@ -3,7 +3,7 @@
 Scheduler's thread; `lookup_service.py` has the threads that ask the stores.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from vllm_kvpool.config import KVPoolConfig
@@ -84,29 +84,25 @@ class RequestLookups:
         is_whole = expect_tokens == num_tokens and state.view.options.expect_end
         return is_whole or expect_tokens > num_tokens
 
-    def take_answers(self) -> Iterator[tuple[RequestState, LookupResult]]:
-        """Take answers, and the progress of lookups that wait for expected chunks.
+    def take(self, answer: LookupResult) -> tuple[RequestState | None, LookupResult]:
+        """Take an answer, or the progress of a lookup that waits for expected chunks.
 
-        Yields each with its request, which may have ended (`finish`). What an outdated answer has
-        found does not count.
+        Returns its request, which may have ended (`finish`), and what it has found: nothing, if it
+        is outdated. None if the request does not wait for it.
         """
-        for answer in self._service.take_results():
-            state = self._open.get(answer.lookup_id)
-            if state is None:
-                continue
-            lookup = state.lookup
-            if lookup.state is LookupState.LATE and not answer.is_final:
-                continue
-            if not self._validity.finds(answer.weights_version):
-                answer = answer.without_hit()
-            state.chain = answer.chain
-            if lookup.state is LookupState.UNNAMED:
-                self.give_up(state)
-            elif answer.is_final:
-                self._answered(state, answer)
-            else:
-                lookup.answer = answer
-            yield state, answer
+        state = self._open.get(answer.lookup_id)
+        if state is None or (state.lookup.state is LookupState.LATE and not answer.is_final):
+            return None, answer
+        if not self._validity.finds(answer.weights_version):
+            answer = answer.without_hit()
+        state.chain = answer.chain
+        if state.lookup.state is LookupState.UNNAMED:
+            self.give_up(state)
+        elif answer.is_final:
+            self._answered(state, answer)
+        else:
+            state.lookup.answer = answer
+        return state, answer
 
     def _answered(self, state: RequestState, answer: LookupResult) -> None:
         lookup = state.lookup
@@ -170,8 +166,8 @@ class RequestLookups:
     @property
     def pending_since(self) -> list[float]:
         """When each lookup was asked that a request waits for."""
-        open_lookups = [state.lookup for state in self._open.values()]
-        return [each.asked_at for each in open_lookups if each.state is LookupState.PENDING]
+        pending, lookups = LookupState.PENDING, [state.lookup for state in self._open.values()]
+        return [each.asked_at for each in lookups if each.state is pending]
 
     @property
     def has_unnamed(self) -> bool:
