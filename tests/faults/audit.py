@@ -75,8 +75,8 @@ def _check_requests(rig: Rig) -> None:
     assert not scheduler.failed_recving_kv_req_ids
     check(pool)
     assert not pool._requests
-    assert not pool._asked
-    assert not pool._loads
+    assert not pool._lookups._open
+    assert not pool._loads._loads
     assert not pool._prefetches
     assert not pool.saves._late
     assert not pool.saves._unconfirmed

@@ -11,8 +11,8 @@ from vllm_kvpool.handover import producer, watches
 from vllm_kvpool.scheduler import kv_event_tracker
 from vllm_kvpool.scheduler.blocks import PinLedger
 from vllm_kvpool.scheduler.kv_event_tracker import KVEventTracker
-from vllm_kvpool.scheduler.lookup_core import LookupOutcome
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
+from vllm_kvpool.scheduler.states import AdmissionState, LookupState, RetryState
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.transfer.engine import Engine
 from vllm_kvpool.transfer.fetches import Fetches
@@ -86,16 +86,26 @@ def _(pool: PoolScheduler) -> None:
         assert pool._requests[request_id].may_save
         assert pool._requests[request_id].chain is not None
     assert saves._in_line.keys() <= saves._until_due.keys()
-    for lookup_id, state in pool._asked.items():
-        assert lookup_id == state.lookup_id
-        assert state is pool._requests[state.view.request_id]
-    assert pool._loaded <= pool._requests.keys()
-    assert pool._admitted | pool._waiting <= pool._requests.keys()
+    for lookup_id, state in pool._lookups._open.items():
+        assert lookup_id == state.answer.lookup_id
+        is_unnamed = state.lookup.state is LookupState.UNNAMED
+        assert is_unnamed != (state is pool._requests.get(state.view.request_id))
+    starting = {AdmissionState.ALLOCATED, AdmissionState.WAITING, AdmissionState.LOADED}
+    assert pool._starting == {
+        request_id: state
+        for request_id, state in pool._requests.items()
+        if state.admission in starting
+    }
     for state in pool._requests.values():
-        if state.chain is not None and state.answer is LookupOutcome.ANSWERED:
-            assert state.found_chunks <= len(state.chain) + (state.tail is not None)
-    for request_id in pool._streams:
-        assert pool._requests[request_id].load is not None
+        assert state.retry is not RetryState.NONE or state.limit_tokens is None
+        answer, is_ended = state.answer, state.lookup.state is LookupState.ENDED
+        assert is_ended != (answer.lookup_id in pool._lookups._open)
+        if state.chain is not None:
+            assert answer.found_chunks <= len(state.chain) + (answer.tail is not None)
+    for request_id, load in pool._loads._loads.items():
+        assert load.plan.request_id == request_id
+        assert load.plan.layered or request_id in pool._requests
+        assert load.plan.token_start <= load.end.tokens <= load.plan.token_stop
 
 
 @check.register

@@ -150,6 +150,20 @@ def test_slab_that_one_op_moves_fails_whole(kind: OpKind) -> None:
     assert rig.is_clean
 
 
+def test_slab_whose_seal_fails_stays_in_host_memory() -> None:
+    """Its payload is whole; the header alone is not."""
+    rig = bench(DISK)
+    rig.save(1, "a0 a1")
+    rig.run(lambda lane, key: FAILED if lane.kind is OpKind.SEAL else DONE)
+    assert words(rig.load(2, "a0 a1")) == ["scatter a0 a1"]
+
+
+def test_prefetch_brings_no_more_cells_than_the_host_tier_has_room_for() -> None:
+    rig = bench(DISK, keep=3)
+    assert words(rig.prefetch(1, CELLS)) == ["get-0 a0 a1"]
+    rig.run()
+
+
 # Tiers that have a part of a slab
 
 
@@ -207,6 +221,19 @@ def test_fetch_that_keeps_slots_goes_before_those_that_wait_for_slots() -> None:
     lacks = {f"{chunk}1": MISSING for chunk in "ab"}
     told = rig.run(answers(get_0=lacks))
     assert {"loaded 1 to 1 done", "loaded 2 to 1 done"} <= set(told)
+    assert rig.is_clean
+
+
+def test_fetch_that_keeps_slots_goes_before_one_that_waits_for_them_there() -> None:
+    """The other has come to the lane first, from a tier that is down."""
+    one = LaneLimits(batches=1, batch_ops=3, batch_bytes=1 << 30, budget_bytes=1 << 30)
+    rig = bench(MEMORY, DISK, slots=4, keep=0, limits=one)
+    rig.load(1, "a0 a1 a2")
+    rig.load(2, "b0 b1 b2")
+    assert words(rig.ends(0, DONE, MISSING, DONE)) == ["check a0 a2"]
+    assert rig.health(0, up=False) == []
+    assert words(rig.ends(1)) == ["get-1 a1"]
+    assert {"loaded 1 to 1 done", "loaded 2 to 1 done"} <= set(rig.run())
     assert rig.is_clean
 
 
