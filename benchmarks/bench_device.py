@@ -296,7 +296,7 @@ class Rig:
             keeps_all=kept > 0,
             block_sizes=(BLOCK,),
         )
-        planner = with_slab_limits(planner, device, STAGING_CELLS * SLOT_BYTES)
+        planner = with_slab_limits(planner, device, STAGING_CELLS * SLOT_BYTES, by_span=False)
         num_slots = STAGING_CELLS + kept
         plain = tuple(cast("Any", PlainStore()) for _ in range(stores))
         tiers = OpenTiers(plain, ("plain",) * stores, (1,) * stores, (1,) * stores)

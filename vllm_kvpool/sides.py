@@ -182,16 +182,20 @@ def copy_batch_bytes(device: Device, staging_bytes: int) -> int:
     return min(device.copy_batch_bytes, most_staged)
 
 
-def with_slab_limits(planner: Planner, device: Device, staging_bytes: int) -> Planner:
+def with_slab_limits(
+    planner: Planner, device: Device, staging_bytes: int, *, by_span: bool
+) -> Planner:
     """Return the planner with slabs that a call of a store or a copy moves at once.
 
-    The staging arena holds `SLABS_IN_FLIGHT` of them, or as many single cells.
+    The staging arena holds `SLABS_IN_FLIGHT` of them, or as many single cells. `by_span`: loads go
+    layer by layer, so a slab has the layers of one span.
     """
     slots = staging_bytes // slot_bytes(planner.max_cell_bytes())
     return replace(
         planner,
         slab_cells=max(1, min(BATCH_CELLS, slots // SLABS_IN_FLIGHT)),
         slab_bytes=min(BATCH_BYTES, device.copy_batch_bytes),
+        by_span=by_span,
     )
 
 
@@ -489,9 +493,10 @@ class WorkerSide:
                 block_sizes=tuple(group.block_size // context.dcp_size for group in model.groups),
                 context=context,
                 siblings={} if self._exchange is None else self._exchange.siblings,
-                by_span=bool(layer_spans),
             )
-            planner = with_slab_limits(planner, device, config.staging_nbytes)
+            planner = with_slab_limits(
+                planner, device, config.staging_nbytes, by_span=bool(layer_spans)
+            )
             self._members = {} if self._exchange is None else _members(cells, self._exchange)
             for spec in specs.stores:
                 check_capacity(spec, planner.max_cell_bytes())
