@@ -315,12 +315,14 @@ class SaveManager:
         self.settle(copy)
 
     def lost(self, op: Op, outcome: CellOutcome) -> None:
-        """An op was cancelled since one before it has failed."""
+        """An op was cancelled since one before it has failed: a gather since its fence has.
+
+        Later ops of a copy end with the failure of the op before them, which settles the copy.
+        """
         copy: Copy = op.what
         if copy in self._copies:
-            if copy.entry.state is CacheEntryState.ARRIVING:
-                self._context.host_cache.failed(copy.entry)
-            copy.outcome = copy.outcome or outcome
+            self._context.host_cache.failed(copy.entry)
+            copy.outcome = outcome
             self.settle(copy)
 
     def settle(self, copy: Copy) -> None:
