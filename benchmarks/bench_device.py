@@ -37,9 +37,15 @@ from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import LayerGroup, Topology, cells_of_rank
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.messages import StepPlan
-from vllm_kvpool.sides import LOAD_RESERVE, OpenTiers, copy_batch_bytes, lanes_of
+from vllm_kvpool.sides import (
+    LOAD_RESERVE,
+    OpenTiers,
+    copy_batch_bytes,
+    lanes_of,
+    with_slab_limits,
+)
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
-from vllm_kvpool.staging.copy_triton import Copy, Streams, TritonCopier
+from vllm_kvpool.staging.copy_triton import Streams, TritonCopier
 from vllm_kvpool.staging.devices import DEVICE_COPY_BATCH_BYTES, Device
 from vllm_kvpool.staging.slots import Slot, SlotPool
 from vllm_kvpool.staging.triton_tables import RunTable
@@ -60,11 +66,11 @@ from vllm_kvpool.transfer.graph import Batch
 from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.lanes import BatchRunner
 from vllm_kvpool.transfer.ops import (
-    CellOutcome,
     JobId,
     JobPages,
     LoadDone,
     LoadPlan,
+    Outcome,
     Report,
     SaveDone,
     SaveGathered,
@@ -77,6 +83,7 @@ ROW_BYTES = 2 * HEAD_DIM * 2
 TOKEN_BYTES = NUM_LAYERS * NUM_HEADS * ROW_BYTES
 BLOCK_BYTES = NUM_HEADS * BLOCK * ROW_BYTES  # of one layer
 CELLS_PER_CHUNK = NUM_HEADS * NUM_LAYERS // LAYER_SPAN
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
 SIZES, QUICK_SIZES = (2048, 8192, 32768), (2048,)
 COST_TOKENS = 8192  # 1 GiB
 STAGING_CELLS, KEPT_CELLS = 1024, 8192
@@ -112,16 +119,12 @@ class Link:
         """The next copy is the first."""
         self.first_at = None
 
-    def carry(self, start: float, copies: Sequence[Copy]) -> float:
+    def carry(self, start: float, copies: Int64s) -> float:
         """Copy after `start`; returns when that has ended."""
         now = time.perf_counter()
         if self.first_at is None:
             self.first_at = now
-        rows: object = copies  # an array where a list would be long
-        if isinstance(rows, np.ndarray):
-            nbytes = int(rows[:, 2].sum())
-        else:
-            nbytes = sum(nbytes for _, _, nbytes in copies)
+        nbytes = int(copies[:, 2].sum())
         self.num_bytes += nbytes
         loss_s = LIST_COPY_LOSS_S if len(copies) > 1 else COPY_LOSS_S
         seconds = nbytes / LINK_BYTES_S + len(copies) * loss_s
@@ -157,12 +160,13 @@ class SimulatedStream:
     def wait(self, event: Any) -> None:
         self.ready_at = max(self.ready_at, event.at)
 
-    def copy(self, copies: Sequence[Copy]) -> None:
+    def copy(self, copies: Int64s) -> None:
+        if copies[0, 2] < BLOCK_BYTES:  # a table, which shares the link and is not counted
+            return
         streams = self.streams
-        is_upload = copies[0][0] in streams.device_addresses
+        is_upload = copies[0, 0] in streams.device_addresses
         link = streams.to_device if is_upload else streams.to_host
-        if copies[0][2] >= BLOCK_BYTES:  # tables share the link, and are not counted
-            self.ready_at = link.carry(self.ready_at, copies)
+        self.ready_at = link.carry(self.ready_at, copies)
 
     def launch(self, runs: RunTable, num_programs: int, *args: Any, is_gather: bool) -> None:
         self.ready_at = max(self.ready_at, time.perf_counter()) + self.streams.kernel_s
@@ -225,11 +229,12 @@ class HeadersOnly:
         self._each = 2 * HEADER_BYTES
         self._memory = map_buffer(num_slots * self._each)
 
-    def buffer(self, slot: Slot, nbytes: int) -> Buffer:
-        return self._memory.part(slot * self._each, (slot + 1) * self._each)
+    def buffers(self, slots: Sequence[Slot], sizes: Sequence[int]) -> list[Buffer]:
+        address, view, step = self._memory.address, self._memory.view, self._each
+        return [Buffer(address + s * step, view[s * step : (s + 1) * step]) for s in slots]
 
-    def payload_address(self, slot: Slot) -> int:
-        return HEADER_BYTES + slot * SLOT_BYTES
+    def payload_addresses(self, slots: Sequence[Slot]) -> Int64s:
+        return np.array(slots, np.int64) * SLOT_BYTES + HEADER_BYTES
 
 
 class PlainStore:
@@ -291,6 +296,7 @@ class Rig:
             keeps_all=kept > 0,
             block_sizes=(BLOCK,),
         )
+        planner = with_slab_limits(planner, device, STAGING_CELLS * SLOT_BYTES, by_span=False)
         num_slots = STAGING_CELLS + kept
         plain = tuple(cast("Any", PlainStore()) for _ in range(stores))
         tiers = OpenTiers(plain, ("plain",) * stores, (1,) * stores, (1,) * stores)
@@ -313,14 +319,14 @@ class Rig:
                 SlotPool(num_slots, STAGING_CELLS // LOAD_RESERVE),
                 kept,
                 Lru(),
-                {"": CELLS_PER_CHUNK},
+                planner.slabs_per_chunk,
             ),
             tuple(Tier(f"t{i}", True, False) for i in range(stores)),
             {lane: limits for lane, (_, limits) in lanes.items()},
             slot_bytes=SLOT_BYTES,
         )
 
-        def perform(batch: Batch) -> Sequence[CellOutcome]:
+        def perform(batch: Batch) -> Sequence[Outcome]:
             self.batches[batch.lane.kind.value] += 1
             return runner.perform(batch)
 

@@ -66,7 +66,7 @@ MAX_REPORT_S = 1.0
 
 
 def done(batch: Batch) -> tuple[CellOutcome, ...]:
-    return (CellOutcome.DONE,) * len(batch.cells)
+    return (CellOutcome.DONE,) * len(batch.ops)
 
 
 @dataclass
@@ -154,7 +154,7 @@ def lane_death() -> tuple[float, int]:
             if not thread_of:
                 thread_of.append(threading.get_ident())
                 putting.set()
-            for _ in range(len(batch.cells)):
+            for _ in range(len(batch.ops)):
                 time.sleep(PUT_S)
         return done(batch)
 

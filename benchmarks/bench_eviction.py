@@ -50,6 +50,7 @@ from vllm_kvpool.storage.base import Buffer, ChunkRef
 from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
+from vllm_kvpool.transfer.ops import Slab, SlabKind
 
 VARIABLE = "CONVERSATION_TRACE"
 CAPACITIES, QUICK_CAPACITIES = (1000, 2000, 5000, 10_000, 30_000), (1000, 2000)
@@ -148,6 +149,9 @@ def made_up(scale: float) -> dict[str, list[Request]]:
 # Caches
 
 
+KIND = SlabKind(("",), (1,))  # a chunk is one cell
+
+
 class HostTierCache:
     """The host tier, without an engine around it."""
 
@@ -165,11 +169,12 @@ class HostTierCache:
             if position < found:
                 host.hit(key, request.now_ns)
             elif host.get(key) is None:
-                self._bring(host.begin(key, ChunkRef(key, parent, position), 1), request.now_ns)
+                slab = Slab.of(KIND, ChunkRef(key, parent, position), key)
+                self._bring(host.begin(slab), request.now_ns)
             parent = key
 
     def _bring(self, entry: CacheEntry, now_ns: int) -> None:
-        assert self._host.assign_slot(entry, SlotUse.SAVE), entry.key
+        assert self._host.assign_slots(entry, SlotUse.SAVE), entry.slab.id
         self._host.arrived(entry, now_ns)
         self._host.unpin(entry)
 

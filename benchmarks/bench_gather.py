@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 
 from benchmarks.common import LIMITED_BY, Result, Row, run_script
 from benchmarks.limits import Meter
 from vllm_kvpool.layout.page_formats import from_cpu_attention, from_token_content
-from vllm_kvpool.layout.pages import CellMove, LayerPages
+from vllm_kvpool.layout.pages import LayerPages, SlabMove
 from vllm_kvpool.staging.copy_cpu import LINE_BYTES, CpuCopier
 
 NUM_LAYERS, LAYER_SPAN = 32, 8
@@ -76,34 +77,24 @@ CASES = (
 )
 
 
-def calls(case: Case, address: int, num_chunks: int, num_blocks: int) -> list[list[CellMove]]:
+def calls(case: Case, address: int, num_chunks: int, num_blocks: int) -> list[list[SlabMove]]:
     """The moves of each call; the slots follow one another from `address`."""
     blocks_per_chunk = CHUNK_TOKENS // case.block
     ids = random.Random(0).sample(range(num_blocks), num_chunks * blocks_per_chunk)
+    cell_bytes = LAYER_SPAN * CHUNK_TOKENS * case.row_bytes
+    templates = [
+        np.array([(layer, layer + LAYER_SPAN, head, head + 1) for head in range(NUM_HEADS)])
+        for layer in range(0, NUM_LAYERS, LAYER_SPAN)
+    ]
     result = []
     for chunk in range(num_chunks):
         table = ids[chunk * blocks_per_chunk : (chunk + 1) * blocks_per_chunk]
         start, stop = chunk * CHUNK_TOKENS, (chunk + 1) * CHUNK_TOKENS
-        for layer in range(0, NUM_LAYERS, LAYER_SPAN):
-            moves = []
-            for head in range(NUM_HEADS):
-                moves.append(
-                    CellMove(
-                        address=address,
-                        layer_start=layer,
-                        layer_stop=layer + LAYER_SPAN,
-                        head_start=head,
-                        head_stop=head + 1,
-                        block_ids=table,
-                        table_start=start,
-                        chunk_start=start,
-                        chunk_tokens=CHUNK_TOKENS,
-                        token_start=start,
-                        token_stop=stop,
-                    )
-                )
-                address += LAYER_SPAN * CHUNK_TOKENS * case.row_bytes
-            result.append(moves)
+        for places in templates:
+            addresses = address + cell_bytes * np.arange(NUM_HEADS)
+            rows = start, start, CHUNK_TOKENS, start, stop
+            result.append([SlabMove(addresses, places, table, *rows)])
+            address += NUM_HEADS * cell_bytes
     return result
 
 
@@ -163,16 +154,15 @@ def measure_tables(repeats: int) -> list[Row]:
     cell_bytes = CHUNK_TOKENS * case.row_bytes
     slots = torch.zeros(MOVES_A_CALL * cell_bytes, dtype=torch.uint8)
 
-    def moves(num_tokens: int) -> list[CellMove]:
+    places = np.array([(0, 1, 0, 1)])
+
+    def moves(num_tokens: int) -> list[SlabMove]:
         table = tuple(range(num_tokens // case.block))
         first = num_tokens - MOVES_A_CALL * CHUNK_TOKENS
         return [
-            CellMove(
-                address=slots.data_ptr() + i * cell_bytes,
-                layer_start=0,
-                layer_stop=1,
-                head_start=0,
-                head_stop=1,
+            SlabMove(
+                addresses=np.array([slots.data_ptr() + i * cell_bytes]),
+                places=places,
                 block_ids=table,
                 table_start=0,
                 chunk_start=start,
@@ -183,7 +173,7 @@ def measure_tables(repeats: int) -> list[Row]:
             for i, start in enumerate(range(first, num_tokens, CHUNK_TOKENS))
         ]
 
-    def cpu_us(batch: list[CellMove]) -> float:
+    def cpu_us(batch: list[SlabMove]) -> float:
         start = time.thread_time()
         copier.gather(batch)
         return (time.thread_time() - start) * 1e6 / MOVES_A_CALL

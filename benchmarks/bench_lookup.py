@@ -53,9 +53,10 @@ from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.lookup_core import Lookup
 from vllm_kvpool.scheduler.lookup_service import LOOKUP_TIMEOUT_S, LookupService
-from vllm_kvpool.scheduler.pool_scheduler import ANSWER_SHARE, PoolScheduler
+from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep
+from vllm_kvpool.scheduler.request_lookups import ANSWER_SHARE
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import ChunkRef, Store
 from vllm_kvpool.storage.url import parse_store_url

@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ import torch
 from benchmarks import bench_device as bench
 from benchmarks.common import Row, Target, interleaved, wait_until
 from vllm_kvpool.staging.arena import Arena
-from vllm_kvpool.staging.copy_triton import Copy, DeviceStream
+from vllm_kvpool.staging.copy_triton import DeviceStream
 from vllm_kvpool.staging.devices import CudaLocker, Fence, PageLock, device_for
 from vllm_kvpool.staging.driver_copies import copy_loop, driver_copies
 from vllm_kvpool.staging.gpu_check import check_gpus
@@ -264,10 +264,10 @@ class BlockLists:
     """Copies lists of blocks between pages and host memory, in a thread of its own."""
 
     def __init__(self, machine: Machine) -> None:
-        layers = np.arange(bench.NUM_LAYERS, dtype=np.uint64)[:, None]
+        layers = np.arange(bench.NUM_LAYERS)[:, None]
         layer_blocks, host_blocks = bench.NUM_BLOCKS, max(bench.SIZES) // bench.BLOCK
-        self._pages = machine.pages_address + layers * (np.uint64(layer_blocks) * BLOCK_BYTES)
-        self._host = machine.host_address + layers * (np.uint64(host_blocks) * BLOCK_BYTES)
+        self._pages = machine.pages_address + layers * (layer_blocks * BLOCK_BYTES)
+        self._host = machine.host_address + layers * (host_blocks * BLOCK_BYTES)
         self._streams = {is_save: machine.new_stream() for is_save in (False, True)}
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
@@ -293,12 +293,12 @@ class BlockLists:
             try:
                 if fence is not None:
                     self._streams[is_save].wait(fence)
-                ids, places = np.array(blocks, np.uint64), np.arange(len(blocks), dtype=np.uint64)
-                rows = np.empty((bench.NUM_LAYERS * len(blocks), 3), np.uint64)
+                ids, places = np.array(blocks, np.int64), np.arange(len(blocks))
+                rows = np.empty((bench.NUM_LAYERS * len(blocks), 3), np.int64)
                 rows[:, 1 if is_save else 0] = (self._pages + ids * BLOCK_BYTES).ravel()
                 rows[:, 0 if is_save else 1] = (self._host + places * BLOCK_BYTES).ravel()
                 rows[:, 2] = BLOCK_BYTES
-                self._streams[is_save].copy(cast("Sequence[Copy]", rows))
+                self._streams[is_save].copy(rows)
                 answer.put(self._streams[is_save].record())
             except Exception as error:  # the waiting thread raises it
                 answer.put(error)

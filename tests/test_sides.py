@@ -24,12 +24,13 @@ from vllm_kvpool import sides
 from vllm_kvpool.config import KVPoolConfig, read_config
 from vllm_kvpool.errors import ConfigError, StoreUnreachable
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.identity.keys import chunk_id_of, make_namespace
+from vllm_kvpool.identity.keys import ContextRank, KeyMaker, chunk_id_of, make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
-from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology, cells_of_rank
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
+from vllm_kvpool.staging.arena import slot_bytes
 from vllm_kvpool.staging.devices import AcceleratorDevice, Device, PageLock
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import NO_RETENTION, PutOutcome, Retention, Store
@@ -41,6 +42,7 @@ from vllm_kvpool.storage.mooncake import MooncakeOptions
 from vllm_kvpool.storage.url import StoreSpec, parse_store_url
 from vllm_kvpool.transfer import ops
 from vllm_kvpool.transfer.ops import JobId, JobPages, LaneName, LoadPlan, OpKind, SavePlan
+from vllm_kvpool.transfer.planner import Planner
 
 # Legend: L layers, B blocks, H heads, N tokens per block, C content, T tokens.
 LAYERS, CONTENT, CHUNK, TOKENS = 8, 16, 32, 96
@@ -709,6 +711,27 @@ def test_a_put_of_files_takes_two_batches_at_a_time(tiers: Tiers) -> None:
         assert limit.batch_bytes == factor * sides.BATCH_BYTES <= limit.budget_bytes
         assert limit.batch_ops == factor * sides.BATCH_CELLS
     opened.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "num_slots", "cells", "nbytes"),
+    [
+        (sides.HOST_DEVICE, 1 << 20, 64, 8 << 20),  # as a call of a store, and a copy
+        (GPU, 1 << 20, 64, 16 << 20),
+        (GPU, 100, 12, 16 << 20),  # eight slabs fit into the arena
+        (GPU, 7, 1, 16 << 20),
+    ],
+)
+def test_slabs_are_of_a_call_and_an_eighth_of_the_arena_at_most(
+    device: Device, num_slots: int, cells: int, nbytes: int
+) -> None:
+    topology = Topology(num_heads=1, tp_size=1, stages=((0, 1),), layer_span=1)
+    keys = KeyMaker(make_namespace("model", "0" * 12), ContextRank())
+    planner = Planner(cells_of_rank([LayerGroup(topology, 64)], 0, 0), keys, 32, 5.0)
+    slot = slot_bytes(planner.max_cell_bytes())
+    for by_span in (False, True):
+        made = sides.with_slab_limits(planner, device, num_slots * slot, by_span=by_span)
+        assert (made.slab_cells, made.slab_bytes, made.by_span) == (cells, nbytes, by_span)
 
 
 @pytest.mark.parametrize(

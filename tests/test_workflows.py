@@ -48,6 +48,15 @@ def test_the_workflow_of_nights_runs_what_ci_runs() -> None:
         assert f"run: {command}" in text
 
 
+def test_release_needs_a_nightly_run_of_its_commit() -> None:
+    steps = workflow(ROOT / ".github" / "workflows" / "release.yml")["jobs"]["release"]["steps"]
+    commands = [step.get("run", "") for step in steps]
+    nightly = next(i for i, each in enumerate(commands) if "nightly.yml" in each)
+    assert '--commit "$GITHUB_SHA" --status success' in commands[nightly]
+    assert commands[nightly].rstrip().endswith("| grep .")  # no such run ends the job
+    assert nightly < commands.index("make dist")
+
+
 def test_the_map_of_contributing_names_every_part_and_tests_that_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("| changed | run |")[2]
     rows = [line.split("|")[1:3] for line in text.partition("\n\n")[0].splitlines()[2:]]

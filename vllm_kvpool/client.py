@@ -27,24 +27,24 @@ class LookupRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, om
     namespace: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     """Whole, or the beginning of its name or digest where stores can list theirs."""
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_MODEL_CHARS)] | None = None
-    """As of a request to an engine: of its namespaces the one that has most is meant."""
+    """The model's name, as in a request to an engine. The namespace with most of it counts."""
     tokens: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)] | None = None
     text: str | None = None
-    """As of `/v1/completions`; like `messages` it needs `kvpool serve --tokenizer`."""
+    """The prompt as in `/v1/completions`. `text` and `messages` need `kvpool serve --tokenizer`."""
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    """Of the chat, like `chat_template_kwargs`."""
+    """Tools of the chat, as in `/v1/chat/completions`; so are `chat_template_kwargs`."""
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
 
 
 class TierCoverage(msgspec.Struct, kw_only=True):
-    """What one store has of the prompt."""
+    """The part of a prompt that one store has."""
 
     store: str
     covered_tokens: int = 0
     error: str = ""
-    """Why the store could not be asked; `covered_tokens` is then 0."""
+    """Error of a store that could not be asked; `covered_tokens` is then 0."""
 
 
 class _Refusal(msgspec.Struct):
@@ -52,12 +52,12 @@ class _Refusal(msgspec.Struct):
 
 
 class LookupAnswer(msgspec.Struct, kw_only=True):
-    """What the pool has of a prompt, in tokens from its beginning on."""
+    """The part of a prompt that the pool has, in tokens from the prompt's beginning on."""
 
     namespace: str
     """Empty: none is known of the model, and the pool has nothing."""
     tokens: int
-    """Of the prompt; 0 without a namespace."""
+    """Tokens of the prompt; 0 without a namespace."""
     chunk_tokens: int
     covered_tokens: int
     """In all stores together. Engines load whole blocks of it, and never the last token."""
@@ -81,11 +81,11 @@ class LookupClient:
         self._timeout_s = timeout_s
 
     def lookup(self, request: LookupRequest) -> LookupAnswer:
-        """What the pool has of a prompt; ServeError."""
+        """Return the part of a prompt that the pool has; raises ServeError."""
         return self._call("/lookup", LookupAnswer, msgspec.json.encode(request))
 
     def stats(self) -> list[dict[str, Any]]:
-        """What each store holds, by namespace, as `kvpool inspect --json` has it; ServeError."""
+        """Return each store's contents as `kvpool inspect --json` does; raises ServeError."""
         return self._call("/stats", list[dict[str, Any]])
 
     def health(self) -> dict[str, Any]:

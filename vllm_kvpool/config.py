@@ -88,7 +88,7 @@ class KVPoolConfig:
     layer_span: int = 0
     """Layers of a cell; 0 chooses a quarter of the model or less."""
     per_head_storage: bool = True
-    """One cell per KV head. False: one per rank, for engines that all have the same TP size."""
+    """True: a cell per KV head. False: a cell per rank, for engines of one TP size."""
     namespace: str = ""
     """Engines with different namespaces never see each other's cells."""
     weights_id: str = ""
@@ -107,7 +107,7 @@ class KVPoolConfig:
     load_failure: LoadFailure | None = None
     """Compute what could not be loaded (default, `recompute`), or `fail` the request."""
     lookup_timeout_ms: int = 500
-    """How long a new request may wait for its lookup."""
+    """Longest time that a new request waits for its lookup."""
     load_timeout_s: float = 30.0
     """Seconds after which a load ends; what it has not loaded is computed."""
     call_timeout_s: float = 10.0
@@ -126,9 +126,9 @@ class KVPoolConfig:
     """File with the keys of encrypted cells: the first encrypts, all decrypt. Empty: cells are not
     encrypted. Engines that encrypt never share with engines that do not."""
     notice_listen: str = ""
-    """Where ranks tell other engines how far prompts are stored that are handed over: the ZMQ
-    endpoint of the first rank, `tcp://host:port`; the others take the ports behind it. Empty: the
-    host's own address with a free port. `off`: nowhere."""
+    """ZMQ endpoint (`tcp://host:port`) at which the first rank tells other engines how far the
+    prompts of hand-overs are stored; other ranks use the ports after it. Empty: the host's own
+    address with a free port. `off`: other engines are told nothing."""
     allowed_peers: tuple[str, ...] = ()
     """Hosts that hand prompts over to this engine, or take them over, beside this machine:
     addresses, blocks of them (`10.42.0.0/16`) or names, with ports or without. No other host is
@@ -156,7 +156,7 @@ class KVPoolConfig:
 
 
 class Transport(Enum):
-    """How rows of embeddings travel."""
+    """Transports of embeddings' rows."""
 
     MOONCAKE = "mooncake"
     LOCAL = "local"
@@ -214,7 +214,7 @@ class EmbedsConfig:
     """Directory with the cluster's CURVE key. Empty: the control channel is neither encrypted nor
     authenticated."""
     stats_file: str = ""
-    """Where counters are written as JSON: `{stats_file}.ec.{scheduler|worker}.{rank}`."""
+    """Prefix of the JSON files with counters: `{stats_file}.ec.{scheduler|worker}.{rank}`."""
 
     def nbytes(self, name: str) -> int:
         """An option that is a size, in bytes."""
@@ -271,7 +271,7 @@ def set_where_unset(variables: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def set_meanwhile(variables: Mapping[str, str]) -> Iterator[None]:
-    """As `set_where_unset`; what was unset is unset again afterwards."""
+    """Set environment variables as `set_where_unset` does, and unset them again afterwards."""
     added = variables.keys() - os.environ.keys()
     set_where_unset(variables)
     try:
@@ -526,8 +526,8 @@ class RequestOptions:
     """The engine that computed these tokens, as a router names it; for `kvpool_expected_prompts`.
     At most `MAX_ENGINE_CHARS`."""
     notices: tuple[str, ...] = ()
-    """Where the engine that computes the expected tokens tells how far they are stored, an endpoint
-    of each rank. At most `MAX_NOTICES`."""
+    """Endpoints, one of each rank, at which the engine that computes the expected tokens tells how
+    far they are stored. At most `MAX_NOTICES`."""
     pin_s: float = 0.0
     """Do not evict the prompt for so many seconds."""
     ttl_s: float = 0.0

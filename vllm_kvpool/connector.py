@@ -77,7 +77,7 @@ class KVPoolWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
-    """One pool of KV cache for any number of engines. See docs/configuration.md for the options."""
+    """vLLM's connector to the pool of KV cache. docs/configuration.md has the options."""
 
     _scheduler: PoolScheduler  # on the scheduler's side alone
 
@@ -256,7 +256,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing to do: saves start when the step has ended (`wait_for_save`)."""
+        """Do nothing: saves start when the step has ended (`wait_for_save`)."""
 
     def wait_for_save(self) -> None:
         """Start the step's saves.
@@ -349,7 +349,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens beyond the computed ones a load can bring; never waits for a store."""
+        """Return the number of tokens beyond the computed ones that a load can bring.
+
+        Never waits for a store.
+        """
         matched = self._scheduler.match(request.request_id, num_computed_tokens)
         # vLLM ends a step there and offers the state, as where its own cache sees a common prefix.
         own_boundary = getattr(request, "shared_prefix_boundary", 0)  # not in vLLM 0.27.1

@@ -368,7 +368,7 @@ class MetricsRegistry:
             self._changed[count] = self._changed[total] = None
 
     def snapshot(self) -> dict[str, float]:
-        """All values since the start."""
+        """Return all values since the start."""
         with self._lock:
             return dict(self._values)
 

@@ -15,7 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +46,7 @@ from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape
-from vllm_kvpool.staging.arena import Arena
+from vllm_kvpool.staging.arena import Arena, slot_bytes
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.devices import Device, HostDevice, PageLock, page_lock_for
 from vllm_kvpool.staging.slots import SlotPool
@@ -88,6 +88,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 16 << 20  # of a store call
 BATCH_CELLS = 64
+SLABS_IN_FLIGHT = 8  # at least: a slab waits for all its slots
 COPY_SHARE = 8  # a copy's batch is an eighth of the slots at most
 COPY_CELL_BYTES = 128 << 10  # of smaller cells a copy's batch has fewer bytes
 BUDGET_BATCHES = 4  # bytes in flight in a lane, in batches
@@ -181,10 +182,28 @@ def copy_batch_bytes(device: Device, staging_bytes: int) -> int:
     return min(device.copy_batch_bytes, most_staged)
 
 
-def spare_threads(device: Device, ranks: int) -> int:
-    """How many threads may compute checksums at once, without the GIL, at 12 GB/s each.
+def with_slab_limits(
+    planner: Planner, device: Device, staging_bytes: int, *, by_span: bool
+) -> Planner:
+    """Return the planner with slabs that a call of a store or a copy moves at once.
 
-    On a CPU the model needs the cores; beside a device a worker has `SPARE_SHARE` of its part.
+    The staging arena holds `SLABS_IN_FLIGHT` of them, or as many single cells. `by_span`: loads go
+    layer by layer, so a slab has the layers of one span.
+    """
+    slots = staging_bytes // slot_bytes(planner.max_cell_bytes())
+    return replace(
+        planner,
+        slab_cells=max(1, min(BATCH_CELLS, slots // SLABS_IN_FLIGHT)),
+        slab_bytes=min(BATCH_BYTES, device.copy_batch_bytes),
+        by_span=by_span,
+    )
+
+
+def spare_threads(device: Device, ranks: int) -> int:
+    """Return the number of threads that may compute checksums at once.
+
+    Each computes 12 GB/s without the GIL. On a CPU the model needs the cores; beside a device a
+    worker has `SPARE_SHARE` of its part.
     """
     if device.is_host:
         return 1
@@ -199,7 +218,7 @@ def lanes_of(
     replica_bytes: int | None,
     seal_threads: int = 1,
 ) -> dict[LaneName, tuple[int, LaneLimits]]:
-    """How many threads each lane has, and its limits.
+    """Return the number of threads of each lane, and its limits.
 
     `copy_bytes`: most of a gather or scatter; `copy_threads`: as `Copier.num_threads`.
     `seal_threads`: those of seals and of checks, whose checksums take one core each.
@@ -235,7 +254,7 @@ def lanes_of(
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What both sides know of the model and its engine."""
+    """Facts about the model and its engine that scheduler and workers share."""
 
     namespace: Namespace
     """Empty in a worker, which is sent it later (`WorkerSide.use_namespace`)."""
@@ -269,7 +288,7 @@ class ModelShape:
 
     @property
     def cells_per_chunk(self) -> int:
-        """Of the whole model."""
+        """The number of cells in a chunk of the whole model."""
         return sum(
             len(layer_group.topology.all_shards()) * len(layer_group.topology.all_spans())
             for layer_group in self.layer_groups
@@ -475,6 +494,9 @@ class WorkerSide:
                 context=context,
                 siblings={} if self._exchange is None else self._exchange.siblings,
             )
+            planner = with_slab_limits(
+                planner, device, config.staging_nbytes, by_span=bool(layer_spans)
+            )
             self._members = {} if self._exchange is None else _members(cells, self._exchange)
             for spec in specs.stores:
                 check_capacity(spec, planner.max_cell_bytes())
@@ -572,8 +594,11 @@ class WorkerSide:
                 SlotPool(arena.num_slots, staging // LOAD_RESERVE),
                 arena.num_kept,
                 POLICIES[specs.host.policy],
-                Counter(cell.span.layer_group for cell in planner.cells),
+                planner.slabs_per_chunk,
                 has_shares=specs.host.shares is Shares.TENANT,
+                least_cells=min(
+                    Counter(cell.span.layer_group for cell in planner.cells).values(), default=1
+                ),
             ),
             tuple(
                 Tier(name, store.capabilities.durable, store.capabilities.remote)
@@ -691,7 +716,7 @@ def _check_memory(config: KVPoolConfig, specs: TierSpecs, ranks: int) -> None:
 
 
 def encrypted_cells(config: KVPoolConfig, stores: "Sequence[Store]") -> "EncryptedCells | None":
-    """What encrypts and decrypts cells; None if they are not encrypted. Raises ConfigError."""
+    """Return the encryption of cells; None if cells are not encrypted. Raises ConfigError."""
     if not config.encrypts_cells:
         return None
     try:
@@ -775,7 +800,7 @@ def _members(cells: Sequence[LocalCell], exchange: ReplicaExchange) -> dict[str,
 
 
 def memory_source(device: Device, specs: Sequence[StoreSpec]) -> Callable[[int], memoryview | None]:
-    """Where staging memory comes from: the device's runtime, unless files are written from it.
+    """Return the source of staging memory: the device's runtime, unless files are written from it.
 
     Page-locked memory of Ascend's runtime has been seen to fail direct I/O (EFAULT), but a store
     that uses the device takes no other.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from vllm_kvpool.identity.keys import layer_group_of
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.loads import idle_wait_s
-from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
+from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport, Stored
 from vllm_kvpool.staging.devices import Fence
 from vllm_kvpool.transfer.executor import Executor, Fenced
 from vllm_kvpool.transfer.ops import (
@@ -38,7 +38,7 @@ from vllm_kvpool.transfer.ops import (
 
 
 class LayerWaits:
-    """Which layers of a step are loaded, and which have waited for it (pure; the model's thread).
+    """The layers of a step that are loaded, and those that have waited (pure; the model's thread).
 
     A layer that was computed without waiting may have read pages that were not filled; then the
     step's layered loads count as failed. `spans`: each layer's name -> the first layer of its
@@ -163,6 +163,7 @@ class PoolWorker:
                 self.fail_step()  # vLLM's second runner says no more of a step that fails
             self.start_saves(self._loads_posted)  # the end of its step may have told nothing
         self._loads_posted = plan
+        self._layer_wait_s = 0.0
         if plan.generation > self._generation:
             self._generation = plan.generation
             self._executor.post(DropSaves(forget=True, generation=plan.generation))
@@ -285,6 +286,10 @@ class PoolWorker:
         reports, self._early = [*self._early, *self._drain()], []
         if not reports:
             return NOTHING_ENDED
+        layered = [load for load, _ in self._loads.values() if load.layered]  # all have ended
+        token_s = self._layer_wait_s / max(
+            1, sum(load.token_stop - load.token_start for load in layered)
+        )
         loaded: set[str] = set()
         failed: set[str] = set()
         invalid: set[int] = set()
@@ -301,9 +306,7 @@ class PoolWorker:
             elif isinstance(report, HostCacheChange):
                 self._reports.append(StepReport(host=self._host_of_ranks(report)))
             elif isinstance(report, LoadDone):
-                if report.cleared:
-                    self._reports.append(StepReport(cleared={report.request_id: report.cleared}))
-                load, kept = self._load_ended(report, unasked)
+                load, kept = self._load_ended(report, unasked, token_s)
                 if not load.layered:
                     loaded.add(report.request_id)
                 if kept == load.token_stop:
@@ -340,8 +343,13 @@ class PoolWorker:
         if began:
             self._executor.wait(bool, idle_wait_s(time.monotonic() - max(began)))
 
-    def _load_ended(self, done: LoadDone, unasked: frozenset[str]) -> tuple[LoadPlan, int]:
-        """The load's plan, and the token up to which its pages are filled."""
+    def _load_ended(
+        self, done: LoadDone, unasked: frozenset[str], token_s: float
+    ) -> tuple[LoadPlan, int]:
+        """Return the load's plan, and the token up to which its pages are filled.
+
+        `token_s`: seconds that the step has waited for each token of its layered loads.
+        """
         plan, began = self._loads.pop(done.job_id)
         kept = max(plan.token_start, min(plan.token_stop, done.ok_stop_chunk * self._chunk_tokens))
         if plan.layered and unasked:
@@ -353,20 +361,16 @@ class PoolWorker:
                 len(unasked),
                 min(unasked),
             )
-            self._reports.append(StepReport(load_stops={plan.request_id: kept}))
-        elif kept == plan.token_stop:
-            seconds = time.monotonic() - began
-            if plan.layered:  # the time that the step has waited, counted once
-                seconds, self._layer_wait_s = self._layer_wait_s, 0.0
-            tokens = plan.token_stop - plan.token_start
-            self._reports.append(StepReport(load_tokens=tokens, load_seconds=seconds))
-        else:
+        elif kept < plan.token_stop:
             self._registry.add("kvpool_failures", kind=f"load_{done.reason.value}")
-            self._reports.append(StepReport(load_stops={plan.request_id: kept}))
+        tokens = plan.token_stop - plan.token_start
+        seconds = tokens * token_s if plan.layered else time.monotonic() - began
+        end = Loaded(kept, seconds, done.cleared)
+        self._reports.append(StepReport(loads={plan.request_id: end}))
         return plan, kept
 
     def take_report(self) -> StepReport | None:
-        """What has happened since the last call, for the scheduler side; None if nothing."""
+        """Return the report of all events since the last call; None if there were none."""
         if not self._reports:
             return None
         reports, self._reports = self._reports, []

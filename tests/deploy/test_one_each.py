@@ -16,14 +16,16 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from tests.support.deployment import MODEL, START_TIMEOUT_S, Deployment, DeploymentSpec
+from tests.support.deployment import MODEL, START_TIMEOUT_S, TOKEN, Deployment, DeploymentSpec
 from tests.support.engine_control import is_running
 from tests.support.stream_client import Told, chat, complete, words
 from vllm_kvpool.cli import main
+from vllm_kvpool.router.ops.metrics import MAX_AGE_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKENS = 128
+BLOCK = 32
 EXPECT_MS = 60_000
 """What is waited for in vain is seen."""
 PREFILL, DECODE = "here-{0}", "here-{1}"
@@ -83,6 +85,62 @@ def test_a_prompt_is_computed_on_one_engine_and_decoded_on_the_other(
     urls = {each["id"]: each["url"] for each in deployment.state()["replicas"]}
     engine = httpx.get(f"{urls[prefill]}/metrics", timeout=30).text
     assert "vllm:kvpool_pending_save_tokens{" in engine, "the router waits for it before a stop"
+
+
+def prompt_tokens(deployment: Deployment) -> dict[str, float]:
+    """The router's count of prompt tokens, by source, once its last exposition has aged."""
+    time.sleep(MAX_AGE_S)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    text = httpx.get(f"{deployment.admin}/metrics", headers=headers, timeout=30).text
+    name = r"^kvpool_router_prompt_tokens_total"
+    found = re.findall(name + r'\{tenant="-",source="(\w+)"\} (\S+)$', text, re.M)
+    return {source: float(value) for source, value in found}
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_usage_tells_what_the_cluster_found_of_a_prompt_and_what_it_computed(
+    deployment: Deployment, streams: bool
+) -> None:
+    """The decoder finds nearly all of a prompt that prefill has just computed, and creates little.
+
+    The same chat again is found. A longer chat is found as far as the first one goes.
+    """
+    told: list[tuple[int, int]] = []
+
+    def counts(content: str) -> tuple[int, int, int]:
+        if streams:
+            usage = chat(deployment.front, content, max_tokens=16).usage
+        else:
+            messages = [{"role": "user", "content": content}]
+            body = {"model": MODEL, "messages": messages, "max_tokens": 16}
+            url = f"{deployment.front}/v1/chat/completions"
+            usage = httpx.post(url, json=body, timeout=60).json()["usage"]
+        assert usage is not None
+        details = usage["prompt_tokens_details"]
+        told.append((usage["prompt_tokens"], details["cached_tokens"]))
+        return usage["prompt_tokens"], details["cached_tokens"], details["created_cache_tokens"]
+
+    def handed_over() -> int:
+        return int(deployment.state()["prompts"]["handed_over"])
+
+    apart, before = handed_over(), prompt_tokens(deployment)
+    for number in range(10):
+        text = words(70 + 20 * streams + number, 150)
+        prompt, cached, created = counts(text)
+        assert cached < BLOCK
+        assert created + cached == prompt // BLOCK * BLOCK
+        if handed_over() > apart:
+            break
+    assert handed_over() > apart, "none was computed apart"
+    again = counts(text)
+    assert again == (prompt, (prompt - 1) // BLOCK * BLOCK, 0)
+    longer = counts(text + " " + words(110 + streams, 60))
+    assert 0 < prompt - longer[1] <= 2 * deployment.spec.chunk_tokens
+    assert longer[0] - longer[1] - longer[2] < BLOCK
+    after = prompt_tokens(deployment)
+    found = sum(each for _, each in told)
+    assert after["cached"] - before.get("cached", 0) == found
+    assert after["computed"] - before.get("computed", 0) == sum(n for n, _ in told) - found
 
 
 def test_the_kit_shows_what_an_engine_has_loaded_from_each_tier(deployment: Deployment) -> None:

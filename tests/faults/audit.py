@@ -31,7 +31,7 @@ def check_nothing_leaked(rig: Rig, *, stuck: bool = False) -> None:
         assert not executor.unreported, f"never reported: {executor.unreported}\n{rig.describe()}"
         if not stuck:
             host_cache = executor.engine.context.host_cache
-            kept = sum(entry.slot is not None for entry in host_cache)
+            kept = sum(len(entry.slots) for entry in host_cache)
             assert host_cache.slots.num_held == kept, f"{host_cache.slots.num_held} slots, {kept}"
             assert host_cache.slots.num_quarantined == 0
             assert kept <= host_cache.capacity, "slots are kept although there is no host tier"
@@ -75,8 +75,8 @@ def _check_requests(rig: Rig) -> None:
     assert not scheduler.failed_recving_kv_req_ids
     check(pool)
     assert not pool._requests
-    assert not pool._asked
-    assert not pool._loads
+    assert not pool._lookups._open
+    assert not pool._loads._loads
     assert not pool._prefetches
     assert not pool.saves._late
     assert not pool.saves._unconfirmed

@@ -364,7 +364,9 @@ class Rig:
         }
         told = [f"step {self.num_steps}", f"requests {requests}"]
         if self.ranks:
-            told.append(f"pins {self.pool.saves.ledger.num_blocks}, lookups {self.pool._asked}")
+            told.append(
+                f"pins {self.pool.saves.ledger.num_blocks}, lookups {self.pool._lookups._open}"
+            )
         told += [
             f"owed {executor.unreported}, running {[str(b.lane) for b in executor.engine.running]}"
             for executor in self.executors

@@ -52,7 +52,7 @@ def test_cells_hold_no_more_than_a_window(workshop: Workshop) -> None:
     writer = workshop.rig(SPEC, store)
     serve(writer, PROMPT)
     writer.settle()
-    groups = writer.pool._lookups.core._names.layer_groups
+    groups = writer.pool._service.core._names.layer_groups
     assert sorted((each.window.sliding, each.tail_tokens) for each in groups) == [
         (0, 0),
         (16, 16),

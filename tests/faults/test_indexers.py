@@ -46,7 +46,7 @@ def test_the_engine_has_groups_as_expected(workshop: Workshop) -> None:
     groups = rig.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
     assert [name.split(".")[2] for name in groups[0].layer_names] == ["0", "1", "2", "3"]
     assert compat.is_ring(groups[-1].kv_cache_spec)
-    names = [each.name for each in rig.pool._lookups.core._names.layer_groups]
+    names = [each.name for each in rig.pool._service.core._names.layer_groups]
     assert [name.partition("-1x")[0] for name in names] == [
         "full",
         f"indexer-of-{KEY_TOKENS}",

@@ -60,7 +60,7 @@ class Watcher:
 
     def hears_end(self, *, is_reset: bool = False) -> tuple[int, int]:
         """What is told at last, once what is stored has reached its end; each notice is checked."""
-        names = self.rig.pool._lookups.core._names
+        names = self.rig.pool._service.core._names
         while True:
             topic, *state = self.client.hears()
             assert topic == self.topic
@@ -152,7 +152,7 @@ def test_request_that_ends_before_it_is_hashed_ends_the_hand_over(
     watcher: Watcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompt's name is not known until then."""
-    lookups, hashed = watcher.rig.pool._lookups, threading.Event()
+    lookups, hashed = watcher.rig.pool._service, threading.Event()
     begin = lookups._begin
     monkeypatch.setattr(lookups, "_begin", lambda *given: (hashed.wait(LIMIT_S), begin(*given))[1])
     request = watcher.hand_over()
@@ -227,7 +227,7 @@ def test_other_request_of_the_same_prompt_goes_on(watcher: Watcher) -> None:
     pool = watcher.rig.pool
 
     def is_known() -> bool:
-        pool._take_results()
+        pool._take_answers()
         return pool._requests[second].chain is not None
 
     wait_for(is_known)
@@ -296,7 +296,7 @@ def test_option_says_which_hosts_are_answered_and_connected_to(
     server = rig.ranks[0].side._notices
     assert server is not None
     assert server._allowed.allows_address("10.1.2.3") is bool(peers)
-    open_notices = rig.pool._lookups._open_notices
+    open_notices = rig.pool._service._open_notices
     with closing(open_notices(lambda *_: None, lambda _: None)) as client:  # type: ignore[misc]
         judged = client._allowed.judge("tcp://10.1.2.3:7000")  # type: ignore[attr-defined]
         assert isinstance(judged, Allowed if peers else Refused)
@@ -309,7 +309,7 @@ def test_write_back_puts_a_prompt_that_is_handed_over_at_once(workshop: Workshop
     store = workshop.plain_store(url)
     chain = ChunkChain(CHUNK, RequestIdentity())
     chain.extend(PROMPT)
-    names = rig.pool._lookups.core._names
+    names = rig.pool._service.core._names
     for is_handed_over, prompt in ((False, PROMPT[::-1]), (True, PROMPT)):
         rig.add(prompt, 1, hand_over=is_handed_over)
         rig.run(LIMIT_S)

@@ -26,7 +26,7 @@ def test_what_was_being_saved_does_not_come_back(
     for executor in rig.executors:
         executor.perform.release()
     # They say when nothing is on its way any more, and it is removed once more.
-    scene.wait(lambda: rig.step() or not rig.pool._reset.pending)
+    scene.wait(lambda: rig.step() or not rig.pool._validity.reset.pending)
     rig.settle()
     assert isinstance(scene.store, MemoryStore)
     assert scene.store._table.list_keys() == []
@@ -49,7 +49,7 @@ def test_a_reset_of_running_requests_while_one_loads_is_refused_and_the_engine_g
     rig.run(SLACK_S, until=lambda: any(each.perform.entered.is_set() for each in rig.executors))
     with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
         rig.reset(connector=True, running=True)
-    assert not rig.pool._reset.pending
+    assert not rig.pool._validity.reset.pending
     rig.step()
     for executor in rig.executors:
         executor.perform.release()

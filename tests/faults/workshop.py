@@ -123,7 +123,7 @@ class Workshop:
 
     def asks_stores(self, rig: Rig) -> bool:
         """Whether no part of the engine leaves its store alone, or waits for it."""
-        now, lookups = time.monotonic(), rig.pool._lookups
+        now, lookups = time.monotonic(), rig.pool._service
         stores = cast("Sequence[GuardedStore]", lookups._stores)
         desks = [executor.engine.context for executor in rig.executors]
         breakers = [b for context in desks for b in (*context.breakers, *context.write_breakers)]
@@ -136,7 +136,7 @@ class Workshop:
     def may_try_tiers(self, rig: Rig) -> bool:
         """Whether the next lookup tries a tier that lookups have left alone."""
         now = time.monotonic()
-        tiers = rig.pool._lookups.core._tiers
+        tiers = rig.pool._service.core._tiers
         return any(tier.call is None and tier.pace.may_be_tried(now) for tier in tiers)
 
     def _wrap(self, store: Store) -> Store:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.moves import slab
 from vllm_kvpool.layout.page_formats import from_token_content
-from vllm_kvpool.layout.pages import CellMove
+from vllm_kvpool.layout.pages import SlabMove
 from vllm_kvpool.staging.copy_torch import TorchCopier
 from vllm_kvpool.staging.devices import device_for
 
@@ -38,25 +39,12 @@ def pages(order: str, block: int, dtype: torch.dtype, device: torch.device) -> t
     return stored.permute(*(order.index(d) for d in "LBHNC"))
 
 
-def moves(address: int, block: int, blocks: list[int], clip: tuple[int, int]) -> list[CellMove]:
+def moves(address: int, block: int, blocks: list[int], clip: tuple[int, int]) -> list[SlabMove]:
+    """A cell of each head and span, in one slab."""
     cell_bytes = 2 * CHUNK * 2 * DIM * 2
-    return [
-        CellMove(
-            address=address + (head * 2 + span) * cell_bytes,
-            layer_start=span * 2,
-            layer_stop=span * 2 + 2,
-            head_start=head,
-            head_stop=head + 1,
-            block_ids=blocks,
-            table_start=0,
-            chunk_start=0,
-            chunk_tokens=CHUNK,
-            token_start=clip[0],
-            token_stop=clip[1],
-        )
-        for head in range(HEADS)
-        for span in range(2)
-    ]
+    places = [(span, span + 2, head, head + 1) for head in range(HEADS) for span in (0, 2)]
+    addresses = range(address, address + len(places) * cell_bytes, cell_bytes)
+    return [slab(addresses, places, blocks, 0, 0, CHUNK, *clip)]
 
 
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])

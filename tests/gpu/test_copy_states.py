@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.gpu.conftest import Place
+from tests.support.moves import cell_move
 from vllm_kvpool.layout.page_formats import from_state
-from vllm_kvpool.layout.pages import CellMove, LayerPages
+from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.states import StateForm, WindowPart
 from vllm_kvpool.staging.copy_torch import TorchCopier
 
@@ -56,7 +57,8 @@ def test_states_are_moved_as_on_the_host(place: Place, name: str, dim_first: boo
         nbytes = (heads[1] - heads[0]) * LAYERS * form.row_bytes
         slots = np.zeros((2, nbytes + 64), np.uint8)
         at = [row.ctypes.data + -row.ctypes.data % 64 for row in slots]
-        moves = [CellMove(address, 0, LAYERS, *heads, [BLOCK], 0, 0, 1, 0, 1) for address in at]
+        span = 0, LAYERS, *heads
+        moves = [cell_move(address, span, [BLOCK], chunk_tokens=1) for address in at]
         places = [filled.clone().to(place.device), filled.clone()]
         on_device = place.copier(pages_of(places[0], form, dim_first))
         on_host = TorchCopier(pages_of(places[1], form, dim_first), CPU)

@@ -27,6 +27,8 @@ from tests.staging.page_bench import (
     check_gather,
     check_scatter,
     random_rows,
+    single_moves,
+    slab_moves,
 )
 from vllm_kvpool.staging.copy_torch import TorchCopier
 
@@ -122,18 +124,18 @@ def test_many_moves_in_one_call(place: Place, page_format: str, buffer_bytes: in
     written[pages.indices(ids, 0, 2 * CHUNK)] = rows
     pages.write(written)
     copier = place.copier(pages.layers, buffer_bytes=buffer_bytes)
-    for _ in range(2):  # buffers are used again by the next call
+    for moves_of in (single_moves, slab_moves):  # buffers are used again by the next call
         for cell in moved:
             cell.slot[:] = SLOT_POISON
         place.wait_for_model()
-        copier.gather([cell.move() for cell in moved])
+        copier.gather(moves_of(moved))
         for cell in moved:
             got, cell.slot[:] = cell.slot.copy(), SLOT_POISON
             cell.clipped(cell.payload)[:] = cell.part_of(rows)
             np.testing.assert_array_equal(got, cell.slot)
         pages.poison()
         place.wait_for_model()
-        copier.scatter([cell.move() for cell in moved])
+        copier.scatter(moves_of(moved))
         expected = written.copy()
         expected[pages.indices(ids, CHUNK, CHUNK + CHUNK // 16)] = POISON
         np.testing.assert_array_equal(pages.read(), expected)

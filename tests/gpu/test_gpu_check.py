@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.conftest import Place
-from vllm_kvpool.layout.pages import CellMove, LayerPages
+from vllm_kvpool.layout.pages import LayerPages, SlabMove
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.copy_torch import TorchCopier
 from vllm_kvpool.staging.gpu_check import check_gpus, copies_exactly
@@ -21,13 +21,13 @@ class SpoilingCopier(TorchCopier):
         super().__init__(layers, CPU)
         self._spoiled = spoiled
 
-    def gather(self, moves: Sequence[CellMove]) -> None:
+    def gather(self, moves: Sequence[SlabMove]) -> None:
         super().gather(self._cut(moves) if self._spoiled == "gather" else moves)
 
-    def scatter(self, moves: Sequence[CellMove]) -> None:
+    def scatter(self, moves: Sequence[SlabMove]) -> None:
         super().scatter(self._cut(moves) if self._spoiled == "scatter" else moves)
 
-    def _cut(self, moves: Sequence[CellMove]) -> list[CellMove]:
+    def _cut(self, moves: Sequence[SlabMove]) -> list[SlabMove]:
         return [move._replace(token_stop=move.token_stop - 1) for move in moves]
 
 

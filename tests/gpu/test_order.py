@@ -12,7 +12,7 @@ import pytest
 from tests.gpu.conftest import Interpreter
 from tests.staging.page_bench import POISON, SLOT_POISON, Cell, Pages, block_table, random_rows
 from tests.support.late_streams import LateStreams
-from vllm_kvpool.layout.pages import CellMove
+from vllm_kvpool.layout.pages import SlabMove
 
 pytestmark = pytest.mark.triton
 
@@ -42,7 +42,7 @@ class Rig:
         ]
 
     @property
-    def moves(self) -> list[CellMove]:
+    def moves(self) -> list[SlabMove]:
         return [cell.move() for cell in self.cells]
 
     def check_slots(self) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.moves import cell_move
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.page_formats import from_nvfp4, from_planes, from_values_and_scales
-from vllm_kvpool.layout.pages import CellMove, LayerPages
+from vllm_kvpool.layout.pages import LayerPages, SlabMove
 from vllm_kvpool.staging.copy_torch import TorchCopier
 
 BLOCKS, HEADS, TOKENS = 5, 3, 32
@@ -148,9 +149,9 @@ def test_rows_are_read_and_written_where_kernels_have_them(
         written[block] = block_of(case, rows[:, of_block])
         wanted[block] = block_of(case, clipped[:, of_block])
 
-    def move(slot: np.ndarray) -> CellMove:
-        address = slot.ctypes.data
-        return CellMove(address, 0, 1, 0, case.heads, ids, 0, 0, 2 * TOKENS, start, stop)
+    def move(slot: np.ndarray) -> SlabMove:
+        place = 0, 1, 0, case.heads
+        return cell_move(slot.ctypes.data, place, ids, chunk_tokens=2 * TOKENS, clip=clip)
 
     memory = torch.from_numpy(written)
     copier = TorchCopier([case.make(memory.as_strided(case.shape, case.strides))], CPU)

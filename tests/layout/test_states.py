@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.moves import cell_move
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import HeadShard
 from vllm_kvpool.layout.page_formats import from_state
-from vllm_kvpool.layout.pages import CellMove, LayerPages
 from vllm_kvpool.layout.states import MAX_TP_SIZE, StateForm, WindowPart, num_units
 from vllm_kvpool.layout.topology import LayerGroup, Topology, cells_of_rank
 from vllm_kvpool.staging.copy_cpu import CpuCopier
@@ -112,7 +112,7 @@ class Rank:
         stride = len(empty) + engine.padding
         self.memory = torch.full((LAYERS, NUM_BLOCKS, stride), POISON, dtype=torch.uint8)
         self.blocks_lbc = self.memory[:, :, : len(empty)]
-        self.layers: list[LayerPages] = [
+        self.layers = [
             from_state(
                 blocks_bc[:, None, None].view(torch.int8),
                 form,
@@ -140,16 +140,8 @@ class Rank:
                 slot[:] = np.frombuffer(store[key], np.uint8)
             [piece] = cell.pieces
             assert piece.rows_before == 0
-            move = CellMove(
-                slot.ctypes.data,
-                *(piece.layer_start, piece.layer_stop, piece.head_start, piece.head_stop),
-                block_ids=[block],
-                table_start=0,
-                chunk_start=0,
-                chunk_tokens=1,
-                token_start=0,
-                token_stop=1,
-            )
+            place = piece.layer_start, piece.layer_stop, piece.head_start, piece.head_stop
+            move = cell_move(slot.ctypes.data, place, [block], chunk_tokens=1)
             if is_gather:
                 self.copier.gather([move])
                 assert key not in store

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.moves import cell_move
 from vllm_kvpool.layout.page_formats import from_cpu_attention, from_token_content
-from vllm_kvpool.layout.pages import CellMove
+from vllm_kvpool.layout.pages import SlabMove
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 
 # Legend: L layers, B blocks, H local heads, G global heads, T tokens, N tokens per block,
@@ -80,23 +81,18 @@ class Rank:
             blocks = torch.cat([k, v], 4)
         return blocks.transpose(1, 2).flatten(2, 3)
 
-    def moves(self, chunks: range, slots: Store) -> Iterator[CellMove]:
+    def moves(self, chunks: range, slots: Store) -> Iterator[SlabMove]:
         spans = range(0, NUM_LAYERS, LAYER_SPAN)
         for head, layer, chunk in itertools.product(range(self.num_heads), spans, chunks):
             slot = slots[self.first_head + head, layer, chunk]
             start, stop = chunk * CHUNK, (chunk + 1) * CHUNK
-            yield CellMove(
-                address=slot.ctypes.data,
-                layer_start=layer,
-                layer_stop=layer + LAYER_SPAN,
-                head_start=head,
-                head_stop=head + 1,
-                block_ids=self.ids[start // self.block : -(-stop // self.block)],
+            yield cell_move(
+                slot.ctypes.data,
+                (layer, layer + LAYER_SPAN, head, head + 1),
+                self.ids[start // self.block : -(-stop // self.block)],
                 table_start=start // self.block * self.block,
                 chunk_start=start,
                 chunk_tokens=CHUNK,
-                token_start=start,
-                token_stop=stop,
             )
 
     def save(self, store: Store) -> None:

@@ -16,13 +16,14 @@ from tests.support.scripted_spec import Fault, FaultKind
 from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.responses import (
     EngineLost,
+    PromptDetails,
     error_event,
     is_answer,
     read_detokenized,
     read_reply,
     read_usage,
 )
-from vllm_kvpool.router.dataplane.resume.chunks import DONE, with_cached
+from vllm_kvpool.router.dataplane.resume.chunks import DONE, has_other_details, with_details
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize
 from vllm_kvpool.router.dataplane.resume.stream_resumer import Resume, StreamResumer
 from vllm_kvpool.router.dataplane.resume.whole_answer import NotAssembled, WholeAnswer, streamed
@@ -34,7 +35,7 @@ OTHERS: tuple[Any, ...] = (
 HEAD = {"id": "1", "object": "o", "created": 5, "model": "m"}
 USAGE = {
     **{"prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3},
-    "prompt_tokens_details": {"cached_tokens": 2},
+    "prompt_tokens_details": {"cached_tokens": 2, "created_cache_tokens": 3},
     "completion_tokens_details": {"reasoning_tokens": 1},
 }
 METRICS = {"time_to_first_token_ms": 1.0}
@@ -107,7 +108,7 @@ def play(kind: ApiPath, fields: dict[str, Any], chunks: list[Any], splits: bool)
     """Feed a stream to all that reads one, lose the engine, and go on with the same stream."""
     request = streamed(parse_request(kind, json.dumps({"model": "m", **fields}).encode()))
     resumer, whole = StreamResumer(request), WholeAnswer(kind)
-    resumer.max_cached_tokens = 1
+    resumer.details = PromptDetails(1, 1)
     payloads = [json.dumps(each).encode() for each in chunks]
     for _ in range(3):
         try:
@@ -158,8 +159,9 @@ def test_answer_with_a_value_of_another_type_loses_its_engine_alone(name: str) -
         body = json.dumps(answer).encode()
         with suppress(EngineLost):
             counts = read(body)
-            if getattr(counts, "cached_tokens", 0) > 1:
-                with_cached(body, 1)
+            details = PromptDetails(1, 1)
+            if has_other_details(getattr(counts, "details", None), details):
+                with_details(body, details)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from vllm_kvpool.router.control.states import ReplicaId, State
 from vllm_kvpool.router.dataplane.calls import AnswerCall
 from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
-from vllm_kvpool.router.dataplane.responses import TokenCounts
+from vllm_kvpool.router.dataplane.responses import UNKNOWN, PromptDetails, TokenCounts
 from vllm_kvpool.router.dataplane.upstream import EngineBroke
 
 pytestmark = pytest.mark.alone
@@ -591,6 +591,9 @@ async def test_an_answer_that_comes_at_once_is_one_event(is_whole: bool) -> None
 ONE = RequestId("1")
 
 
+FOUND = PromptDetails(cached_tokens=7, created_cache_tokens=90)
+
+
 def _exchange(told: list[Event]) -> RequestHandler:
     """Without a client, and with engines that cannot be called."""
     request = parse_request(ApiPath.COMPLETION, b'{"model":"m","prompt":"x","stream":true}')
@@ -645,19 +648,35 @@ async def test_a_call_that_was_given_to_a_client_that_has_gone_is_reported() -> 
     ]
 
 
-async def test_cached_tokens_of_an_answer_are_those_that_its_prompts_call_found() -> None:
-    """None is called cached while the prompt's call runs; after it has failed, all that are."""
-    for outcome, most in ((Outcome.OK, 7), (Outcome.LOST, None)):
-        exchange = _exchange([])
+@pytest.mark.parametrize(
+    ("outcomes", "told"),
+    [
+        ([Outcome.OK], FOUND),
+        ([Outcome.BUSY], None),
+        ([Outcome.UNREACHED], None),
+        ([Outcome.REJECTED], None),
+        ([Outcome.LOST], UNKNOWN),
+        ([Outcome.FAILED], UNKNOWN),
+        ([Outcome.BUSY, Outcome.OK], FOUND),
+        ([Outcome.LOST, Outcome.OK], UNKNOWN),
+    ],
+    ids=str,
+)
+async def test_details_of_the_prompt_are_those_of_the_first_engine_that_had_it(
+    outcomes: list[Outcome], told: PromptDetails | None
+) -> None:
+    """While a prompt's call runs, and after its engine was lost, they are unknown."""
+    exchange = _exchange([])
+    assert exchange._resumer is not None
+    for outcome in outcomes:
         exchange.enqueue(Prefill(ONE, ReplicaId("r")))
-        assert exchange._resumer is not None
-        assert exchange._resumer.max_cached_tokens == 0
+        assert exchange._resumer.details == UNKNOWN
         assert exchange._prompt_call is not None
         prefilling = exchange._prompt_call.task
         prefilling.cancel()
-        exchange._report_prefill(outcome, TokenCounts(cached_tokens=7))
-        assert exchange._resumer.max_cached_tokens == most
+        exchange._report_prefill(outcome, TokenCounts(details=FOUND))
         await asyncio.wait([prefilling])
+    assert exchange._resumer.details == told
 
 
 async def test_what_cannot_be_assembled_is_asked_for_again_as_it_came() -> None:

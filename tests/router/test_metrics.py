@@ -4,12 +4,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.router.scenes import Scene, busy_scene
-from vllm_kvpool.metrics import MetricKind
+from vllm_kvpool.metrics import MAX_TENANTS, MetricKind
 from vllm_kvpool.router.control.events import Cancelled, Measured, Mode, Remove, Sample, SetMode
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
 from vllm_kvpool.router.ops.metrics import PREFIX, ROUTER_METRICS, Telemetry
-from vllm_kvpool.router.ops.request_log import Observation
+from vllm_kvpool.router.ops.request_log import Observation, PromptCount
 from vllm_kvpool.router.ops.snapshot import OUTCOMES
 
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -48,6 +48,7 @@ def test_every_row_of_the_table_is_exposed_with_its_kind_its_labels_and_its_help
     scene.step(Measured(ReplicaId("d1"), Sample(has_connector=False)))
     telemetry.observe(Observation("replica_first_token_seconds", 0.2, "d0"))
     telemetry.observe(Observation("replica_token_seconds", 0.02, "d0"))
+    telemetry.count_prompt(PromptCount("search", 10, 4))
     found = {
         family.name.removeprefix(PREFIX): family
         for family in text_string_to_metric_families(telemetry.expose()[1].decode())
@@ -67,14 +68,48 @@ def test_the_content_type_is_that_of_the_text_form(telemetry: Telemetry) -> None
     assert b"_created" not in body
 
 
-def test_clients_are_told_of_no_replica(scene: Scene, telemetry: Telemetry) -> None:
+def test_clients_are_told_of_no_replica_and_no_tenant(scene: Scene, telemetry: Telemetry) -> None:
+    """Their address needs no key for its metrics."""
+    telemetry.count_prompt(PromptCount("search", 10, 4))
     names = {
         family.name.removeprefix(PREFIX)
-        for family in text_string_to_metric_families(
-            telemetry.expose(with_replicas=False)[1].decode()
-        )
+        for family in text_string_to_metric_families(telemetry.expose(with_names=False)[1].decode())
     }
-    assert names == {name for name, row in ROUTER_METRICS.items() if "replica" not in row.labels}
+    named = {"replica", "tenant"}
+    assert names == {name for name, row in ROUTER_METRICS.items() if named.isdisjoint(row.labels)}
+
+
+@pytest.mark.parametrize(
+    ("cached", "expected"),
+    [
+        (0, {"computed": 10, "cached": 0}),
+        (4, {"computed": 6, "cached": 4}),
+        (12, {"computed": 0, "cached": 10}),
+        (None, {"unknown": 10}),
+    ],
+)
+def test_prompt_tokens_are_counted_once_by_tenant_and_source(
+    telemetry: Telemetry, cached: int | None, expected: dict[str, int]
+) -> None:
+    """An engine that finds more than the prompt has is wrong, and no count is below zero."""
+    telemetry.count_prompt(PromptCount("", 0, None))
+    telemetry.count_prompt(PromptCount("search", 10, cached))
+    found = {
+        dict(labels)["source"]: value
+        for (name, labels), value in scrape(telemetry).items()
+        if name == "prompt_tokens_total" and ("tenant", "search") in labels
+    }
+    assert found == expected
+
+
+def test_prompt_tokens_beyond_64_tenants_share_a_label(telemetry: Telemetry) -> None:
+    for number in range(100):
+        telemetry.count_prompt(PromptCount(f"tenant-{number}", 1, 0))
+    telemetry.count_prompt(PromptCount("", 1, 0))
+    values = scrape(telemetry)
+    tenants = {dict(labels)["tenant"] for name, labels in values if name == "prompt_tokens_total"}
+    assert len(tenants) == MAX_TENANTS + 1
+    assert of(values, "prompt_tokens_total", tenant="others", source="computed") == 37
 
 
 def test_what_was_read_within_a_second_is_told_again(scene: Scene) -> None:

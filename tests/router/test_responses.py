@@ -5,10 +5,12 @@ import pytest
 from vllm_kvpool.router.control.events import Outcome
 from vllm_kvpool.router.dataplane.responses import (
     EngineLost,
+    PromptDetails,
     TokenCounts,
     outcome_of,
     read_detokenized,
     read_reply,
+    read_usage,
 )
 
 
@@ -50,7 +52,7 @@ def test_what_a_status_means(status: int, outcome: Outcome) -> None:
             b'{"choices":[{"text":"x"}],"usage":{"prompt_tokens":7,"completion_tokens":2,'
             b'"prompt_tokens_details":{"cached_tokens":4}},'
             b'"kv_transfer_params":{"kvpool":{"tokens":6}}}',
-            TokenCounts(prompt_tokens=7, output_tokens=2, cached_tokens=4, saved_tokens=6),
+            TokenCounts(prompt_tokens=7, output_tokens=2, details=PromptDetails(4), saved_tokens=6),
         ),
         (b'{"choices":[],"kv_transfer_params":{"other":1}}', TokenCounts()),
         (b'{"choices":[],"kv_transfer_params":{"kvpool":null}}', TokenCounts()),
@@ -58,6 +60,39 @@ def test_what_a_status_means(status: int, outcome: Outcome) -> None:
 )
 def test_counts_of_an_answer(body: bytes, said: TokenCounts) -> None:
     assert read_reply(body) == said
+
+
+@pytest.mark.parametrize(
+    ("body", "counts"),
+    [
+        (b'{"usage":{"input_tokens":302,"output_tokens":4}}', TokenCounts(302, 4)),
+        (
+            b'{"usage":{"input_tokens":14,"output_tokens":4,"cache_read_input_tokens":256,'
+            b'"cache_creation_input_tokens":32}}',
+            TokenCounts(302, 4, PromptDetails(256)),
+        ),
+        (
+            b'{"usage":{"input_tokens":302,"output_tokens":4,'
+            b'"input_tokens_details":{"cached_tokens":288,"cache_write_tokens":0}}}',
+            TokenCounts(302, 4, PromptDetails(288)),
+        ),
+        (
+            b'{"type":"response.completed","response":{"usage":{"input_tokens":302,'
+            b'"output_tokens":4,"input_tokens_details":{"cached_tokens":288}}}}',
+            TokenCounts(302, 4, PromptDetails(288)),
+        ),
+        (
+            b'{"type":"message_start","message":{"usage":{"input_tokens":302,"output_tokens":0}}}',
+            TokenCounts(302, 0),
+        ),
+        (b'{"type":"response.created","response":{"usage":null}}', TokenCounts()),
+        (b'{"usage":{"input_tokens":-1}}', TokenCounts()),
+        (b"no JSON", TokenCounts()),
+    ],
+)
+def test_counts_of_responses_and_messages(body: bytes, counts: TokenCounts) -> None:
+    """`input_tokens` of a message are those that were neither found nor created."""
+    assert read_usage(body) == counts
 
 
 @pytest.mark.parametrize(

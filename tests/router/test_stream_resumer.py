@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
-from vllm_kvpool.router.dataplane.responses import EngineLost
+from vllm_kvpool.router.dataplane.responses import UNKNOWN, EngineLost, PromptDetails
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
 from vllm_kvpool.router.dataplane.resume.stream_resumer import (
     MAX_HELD_CHUNKS,
@@ -371,13 +371,15 @@ def test_an_error_of_the_clients_own_is_passed_on() -> None:
     assert resumer.lost() == Finish((b"[DONE]",))
 
 
-def test_an_end_that_was_lost_is_made_up() -> None:
+@pytest.mark.parametrize("details", [{}, {"prompt_tokens_details": {"cached_tokens": 1}}])
+def test_an_end_that_was_lost_is_made_up(details: dict[str, Any]) -> None:
     resumer = splice_of(COMPLETION, **USAGE)
+    resumer.details = PromptDetails(1) if details else None
     feed(resumer, first(), said("b", [2, 3], "stop"))
     step = resumer.lost()
     assert isinstance(step, Finish)
     usage, done = step.payloads
-    counts = {"prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3}
+    counts = {"prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3, **details}
     assert json.loads(usage) == json.loads(HEAD[:-1] + b"}") | {"choices": [], "usage": counts}
     assert done == b"[DONE]"
     resumer = splice_of(COMPLETION)
@@ -440,6 +442,7 @@ def test_usage_and_offsets_go_on_after_a_resume() -> None:
         return payload.replace(b'"logprobs":null', b'"logprobs":' + text)
 
     resumer = splice_of(COMPLETION, logprobs=0, **COUNTED)
+    resumer.details = PromptDetails(cached_tokens=2)
     feed(resumer, counted(logged(first("ab", [1]), [0], ["ab"]), 2, 1))
     feed(resumer, counted(logged(said("c", [2]), [2], ["c"]), 2, 2))
     resumer.lost()
@@ -449,19 +452,40 @@ def test_usage_and_offsets_go_on_after_a_resume() -> None:
 
 
 @pytest.mark.parametrize("choices", [1, 2])
-@pytest.mark.parametrize(("limit", "told"), [(None, 9), (12, 9), (4, 4), (0, 0)])
-def test_cached_tokens_are_those_from_before_a_prefill_replica_computed_the_prompt(
-    choices: int, limit: int | None, told: int
+@pytest.mark.parametrize(
+    ("own", "details", "told"),
+    [
+        ({"cached_tokens": 9}, None, {"cached_tokens": 9}),
+        ({"cached_tokens": 9}, PromptDetails(4, 6), {"cached_tokens": 4}),
+        ({"cached_tokens": 3}, PromptDetails(9, 1), {"cached_tokens": 9}),
+        ({"cached_tokens": 9}, UNKNOWN, {"cached_tokens": None}),
+        (None, PromptDetails(4, 6), None),
+        (
+            {"cached_tokens": 4, "created_cache_tokens": 0},
+            PromptDetails(4, 6),
+            {"cached_tokens": 4, "created_cache_tokens": 6},
+        ),
+        (
+            {"cached_tokens": 9, "created_cache_tokens": 0, "multimodal_tokens": {"image": 3}},
+            PromptDetails(0, 8),
+            {"cached_tokens": 0, "created_cache_tokens": 8, "multimodal_tokens": {"image": 3}},
+        ),
+    ],
+)
+def test_stream_tells_details_of_the_engine_that_computed_the_prompt(
+    choices: int, own: Any, details: PromptDetails | None, told: Any
 ) -> None:
-    def usage(cached: int) -> bytes:
+    """A count that the answering engine does not tell is not added."""
+
+    def usage(of_prompt: Any) -> bytes:
         counts = {"prompt_tokens": 10, "total_tokens": 12, "completion_tokens": 2}
-        counts |= {"prompt_tokens_details": {"cached_tokens": cached}}
+        counts |= {"prompt_tokens_details": of_prompt}
         return json.dumps({"choices": [], "usage": counts}, separators=(",", ":")).encode()
 
     resumer = splice_of(COMPLETION, n=choices, **COUNTED)
-    resumer.max_cached_tokens = limit
+    resumer.details = details
     feed(resumer, first("a", [1]))
-    (chunk,) = feed(resumer, usage(9))
+    (chunk,) = feed(resumer, usage(own))
     assert json.loads(chunk)["usage"] == json.loads(usage(told))["usage"]
 
 

@@ -12,7 +12,7 @@ from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.blocks import GroupTables
 from vllm_kvpool.scheduler.draft_gaps import MAX_GAPS, DraftGaps
-from vllm_kvpool.scheduler.messages import StepReport
+from vllm_kvpool.scheduler.messages import Loaded, StepReport
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch
 from vllm_kvpool.transfer.ops import JobPages
 
@@ -48,7 +48,7 @@ class Drafting(Bench):
         """Load the prompt's first tokens; a load finds no rows of the chunks `cleared`."""
         self.allocate(name, 0, tokens)
         self.step()
-        report = StepReport(cleared={name: frozenset(cleared)} if cleared else {})
+        report = StepReport(loads={name: Loaded(tokens, 1.0, frozenset(cleared))})
         self.scheduler.apply(report)
         self.scheduler.load_ended(name)
 
@@ -121,9 +121,9 @@ def test_a_chunk_that_is_computed_anew_closes_its_gap(bench: Drafting) -> None:
     bench.match()
     bench.load(2 * CHUNK - 1, 1)
     gaps, state = bench.scheduler.saves.draft_gaps, bench.scheduler._requests["a"]
-    gaps.begin(state, 0)
+    gaps.start_request(state, 0)
     assert gaps.stop_of(state, 0, 2) is None
-    gaps.begin(state, 2 * CHUNK)
+    gaps.start_request(state, 2 * CHUNK)
     assert gaps.stop_of(state, 2, 3) is None
 
 

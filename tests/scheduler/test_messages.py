@@ -5,7 +5,7 @@ import pickle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
+from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport, Stored
 from vllm_kvpool.scheduler.prefix_search import HostCacheIndex
 from vllm_kvpool.transfer.ops import (
     HostCacheChange,
@@ -35,12 +35,13 @@ ends = st.dictionaries(
     st.builds(Stored, st.integers(1, 2), tiers, tiers, losses),
     max_size=3,
 )
+loads = st.builds(
+    Loaded, st.integers(0, 1000), st.floats(0, 1000), st.frozensets(st.integers(0, 3))
+)
 reports = st.builds(
     StepReport,
     st.dictionaries(st.integers(0, 3).map(JobId), st.integers(1, 3), max_size=3),
-    st.dictionaries(st.sampled_from("abc"), st.integers(0, 1000), max_size=3),
-    st.integers(0, 1000).map(float),
-    st.integers(0, 1000).map(float),
+    st.dictionaries(st.sampled_from("abc"), loads, max_size=3),
     st.dictionaries(st.integers(0, 3), st.integers(1, 3), max_size=3),
     stored=ends,
 )
@@ -60,10 +61,20 @@ def test_a_save_has_missed_what_any_rank_has_missed() -> None:
 
 
 def test_ranks_add_up_and_the_shortest_load_counts() -> None:
-    one = StepReport({JobId(1): 1, JobId(2): 1}, {"a": 512, "b": 256}, 100, 2, {1: 1})
-    other = StepReport({JobId(2): 1, JobId(3): 2}, {"a": 256, "c": 0}, 50, 1, {1: 1, 2: 1})
+    one = StepReport(
+        {JobId(1): 1, JobId(2): 1},
+        {"a": Loaded(512, 2.0, frozenset({1})), "b": Loaded(256, 1.0)},
+        {1: 1},
+    )
+    other = StepReport(
+        {JobId(2): 1, JobId(3): 2},
+        {"a": Loaded(256, 3.0, frozenset({0})), "c": Loaded(0)},
+        {1: 1, 2: 1},
+    )
     assert merged(one, other) == StepReport(
-        {JobId(1): 1, JobId(2): 2, JobId(3): 2}, {"a": 256, "b": 256, "c": 0}, 150, 3, {1: 2, 2: 1}
+        {JobId(1): 1, JobId(2): 2, JobId(3): 2},
+        {"a": Loaded(256, 3.0, frozenset({0, 1})), "b": Loaded(256, 1.0), "c": Loaded(0)},
+        {1: 2, 2: 1},
     )
     assert one.gathered == {JobId(1): 1, JobId(2): 1}  # a report never changes
 
@@ -136,6 +147,6 @@ def test_both_survive_the_way_between_processes() -> None:
         generation=2,
     )
     report = StepReport(
-        {JobId(1): 1}, {"a": 5}, 1.0, 2.0, {3: 1}, {1: HostCacheChange(("x",), ("y",))}
+        {JobId(1): 1}, {"a": Loaded(5, 2.0)}, {3: 1}, {1: HostCacheChange(("x",), ("y",))}
     )
     assert pickle.loads(pickle.dumps((plan, report))) == (plan, report)

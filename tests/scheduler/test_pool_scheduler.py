@@ -27,9 +27,9 @@ from vllm_kvpool.scheduler import pool_scheduler as scheduler_module
 from vllm_kvpool.scheduler.aliases import Aliases
 from vllm_kvpool.scheduler.blocks import GroupTables, all_blocks
 from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
-from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome
+from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
-from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
+from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport, Stored
 from vllm_kvpool.scheduler.pool_scheduler import (
     FETCH_S,
     FETCH_WAIT_S,
@@ -38,7 +38,14 @@ from vllm_kvpool.scheduler.pool_scheduler import (
     PoolScheduler,
 )
 from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.scheduler.request import OwnKV, PoolShape, RequestState, ScheduledStep
+from vllm_kvpool.scheduler.request import (
+    OwnKV,
+    PoolShape,
+    RequestLookup,
+    RequestState,
+    ScheduledStep,
+)
+from vllm_kvpool.scheduler.states import AdmissionState
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
@@ -207,8 +214,8 @@ class Bench:
         how = Stored(self.num_ranks, frozenset({0}))
         self.scheduler.apply(StepReport(stored={save.job_id: how for save in saves}))
 
-    def load_stops(self, request_id: str, tokens: int) -> None:
-        self.scheduler.apply(StepReport(load_stops={request_id: tokens}))
+    def load_stops(self, request_id: str, tokens: int, seconds: float = 0.0) -> None:
+        self.scheduler.apply(StepReport(loads={request_id: Loaded(tokens, seconds)}))
         self.scheduler.load_ended(request_id)
         self.views[request_id].num_computed_tokens = tokens // self.block * self.block
         check(self.scheduler)
@@ -226,14 +233,14 @@ class Bench:
 
     def take_answers(self) -> None:
         """Have every lookup answered without a step: another request's `match` takes them."""
-        while self.scheduler._asked:
+        while self.scheduler._lookups._open:
             self.lookups.wait(LIMIT_S)
             assert self.lookups._results, "no answer"
-            self.scheduler._take_results()
+            self.scheduler._take_answers()
 
     def end_reset(self) -> None:
         """A rank says that it knows, and the namespace is removed once more."""
-        self.scheduler.apply(StepReport(dropped={self.scheduler._reset.generation: 1}))
+        self.scheduler.apply(StepReport(dropped={self.scheduler._validity.reset.generation: 1}))
         self.lookups.submit(Lookup(-1, RequestIdentity, range(CHUNK), True, 0, 0.0, 0.0))
         self.settle()
 
@@ -388,8 +395,8 @@ def test_promise_is_offered_once_its_first_chunk_is_stored(bench: Bench) -> None
     bench.add(options=RequestOptions(expect_tokens=2 * CHUNK))
     while (state := bench.scheduler._requests["a"]).chain is None:
         bench.lookups.wait(LIMIT_S)
-        bench.scheduler._take_results()
-    assert state.expected_chunks == 2
+        bench.scheduler._take_answers()
+    assert state.answer.expected_chunks == 2
     assert bench.scheduler.match("a", 0) == PENDING
     assert bench.counts("kvpool_promised_blocks") == {}
     bench.hold(range(1000), range(1))
@@ -667,7 +674,8 @@ def load_beside_one_without_blocks(make: Maker, *, stops_at_first: bool = True) 
     assert bench.match("a") == (96, True)  # as long as the load goes on nobody has to give way
     bench.add("c")
     bench.match("c")
-    bench.scheduler._requests["c"].tried = False  # it has not come so far in line
+    # It has not come so far in line.
+    bench.scheduler._requests["c"].admission = AdmissionState.QUEUED
     bench.scheduler.load_ended("b")
     return bench
 
@@ -687,7 +695,7 @@ def test_nobody_passes_a_request_that_gives_way_but_who_has_loaded(make: Maker) 
     bench = load_beside_one_without_blocks(make)
     assert bench.match("c") == (96, True)  # it stands before it
     assert bench.scheduler.match("a", 0) == PENDING
-    bench.scheduler._requests["c"].tried = False
+    bench.scheduler._requests["c"].admission = AdmissionState.QUEUED
     assert bench.scheduler.match("c", 0) == PENDING
     bench.allocate("b", 96, 0)
     assert bench.match("c") == (96, True)  # nobody that has loaded is left
@@ -860,7 +868,7 @@ def test_layered_load_waits_for_all_expected_tokens(make: Maker) -> None:
 def test_prompt_in_the_engine_own_cache_is_not_waited_for(bench: Bench) -> None:
     bench.add(options=RequestOptions(expect_tokens=3 * CHUNK))
     assert bench.match(num_computed=96) == NOTHING
-    assert not bench.scheduler._asked
+    assert not bench.scheduler._lookups._open
 
 
 @pytest.mark.parametrize(("stored", "outcome"), [(2, "found"), (1, "missing"), (0, "missing")])
@@ -1033,7 +1041,7 @@ def test_what_is_unknown_is_answered_calmly(bench: Bench) -> None:
     assert bench.scheduler.match("x", 0) == NOTHING
     bench.scheduler.allocated("x", ((1,),), 16)
     bench.scheduler.load_ended("x")
-    bench.scheduler.apply(StepReport(load_stops={"x": 0}))
+    bench.scheduler.apply(StepReport(loads={"x": Loaded(0)}))
     assert bench.scheduler.finish("x", ()) is None
     assert bench.step() == StepPlan(idle=True)
 
@@ -1042,14 +1050,16 @@ def test_auto_loads_only_what_loading_brings_sooner(make: Maker) -> None:
     bench = make(config=KVPoolConfig(load_policy=LoadPolicy.AUTO))
     bench.hold(range(1000), range(3))
     bench.add()
-    assert bench.match() == (96, True)  # nothing is known yet
+    for request_id in ("b", "c"):
+        bench.add(request_id)
+        assert bench.admit(request_id) == (96, True)  # nothing is known yet
     bench.add("busy", num_tokens=1000, options=RequestOptions(load=False, save=False))
     bench.step(busy=500)
     bench.clock.advance(1)
     bench.step(busy=500)  # 500 tokens a second are computed
-    bench.scheduler.apply(StepReport(load_tokens=100, load_seconds=1))
+    bench.load_stops("b", 96, seconds=1.0)
     assert bench.match() == NOTHING
-    bench.scheduler.apply(StepReport(load_tokens=100_000, load_seconds=1))
+    bench.load_stops("c", 96, seconds=0.001)
     assert bench.match() == (96, True)
 
 
@@ -1114,8 +1124,7 @@ def test_lookup_and_load_are_spans_of_the_request_s_trace(bench: Bench) -> None:
     view = bench.add()
     bench.admit()
     bench.step()
-    bench.clock.advance(0.5)
-    bench.load_stops("a", 32)
+    bench.load_stops("a", 32, seconds=0.5)
     assert view.spans == [
         ("kvpool.lookup", 0.0, {"kvpool.outcome": "answered", "kvpool.found_tokens": 64}),
         ("kvpool.load", 0.5, {"kvpool.loaded_tokens": 32, "kvpool.wanted_tokens": 64}),
@@ -1224,8 +1233,8 @@ def test_a_full_load_counts_as_hit(bench: Bench) -> None:
 )
 def test_what_was_not_found_counts_by_why(rest: LookupOutcome, reason: str) -> None:
     view: View = FakeRequest("a", list(range(100)), RequestOptions(), RequestIdentity())
-    state = RequestState(view, True, True, answer=LookupOutcome.ANSWERED, miss_reason=rest)
-    state.found_chunks = 2
+    answer = LookupResult(1, None, 2, LookupOutcome.ANSWERED, miss_reason=rest)
+    state = RequestState(view, True, True, lookup=RequestLookup(answer))
     assert state.missed_tokens(64, CHUNK) == [(reason, 32), ("short", 4)]
 
 
@@ -1440,7 +1449,7 @@ def test_a_lookup_that_another_has_replaced_is_not_remembered(bench: Bench) -> N
     view.preempt()
     assert bench.scheduler.match("a", 0) == PENDING
     bench.finish()
-    assert bench.scheduler._asked == {}
+    assert bench.scheduler._lookups._open == {}
 
 
 def test_a_lookup_that_takes_too_long_after_a_preemption_is_a_miss(bench: Bench) -> None:
@@ -1473,7 +1482,7 @@ def test_a_request_that_ends_while_loading_saves_nothing(bench: Bench) -> None:
     bench.admit()
     bench.step()
     assert bench.finish() == {"kvpool": {"tokens": 64}}
-    bench.scheduler.apply(StepReport(load_stops={"a": 0}))
+    bench.scheduler.apply(StepReport(loads={"a": Loaded(0)}))
     bench.scheduler.load_ended("a")
     assert bench.step() == StepPlan(idle=True)
 
@@ -1838,7 +1847,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(self.with_state("loading") + self.ended_loads))
         if request_id in self.ended_loads:
             self.ended_loads.remove(request_id)
-            self.bench.scheduler.apply(StepReport(load_stops={request_id: 0}))
+            self.bench.scheduler.apply(StepReport(loads={request_id: Loaded(0)}))
             self.bench.scheduler.load_ended(request_id)
             return
         live = self.live[request_id]

@@ -445,7 +445,7 @@ def test_a_reset_that_fails_across_a_change_ends_all_the_same(
         begin(bench, NEW)
         assert not bench.scheduler.reset()
         bench.end_reset()
-    assert not bench.scheduler._reset.pending
+    assert not bench.scheduler._validity.reset.pending
 
 
 @pytest.mark.parametrize("first_weights_version", [NEW, ""])

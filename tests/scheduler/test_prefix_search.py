@@ -213,7 +213,8 @@ def test_cells_are_named_as_ranks_store_them(
                 context=context,
             )
             plan = PrefetchPlan("r", (b"\xaa",))
-            stored |= {cell.key: cell.nbytes for cell in planner.prefetch(plan).cells}
+            for slab in planner.prefetch(plan).slabs:
+                stored |= dict(zip(slab.cell_keys(), slab.sizes, strict=True))
     key_prefixes = CellNames(NAMESPACE, layer_groups).key_prefixes(chunk_tokens)
     assert {key_with_prefix(prefix, "aa"): nbytes for prefix, nbytes in key_prefixes} == stored
     assert len(key_prefixes) == len(stored)

@@ -6,25 +6,25 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_kvpool.scheduler.save_planner import Reset
+from vllm_kvpool.scheduler.validity import Reset
 
 
 @pytest.mark.parametrize("acks", [[4], [1, 1, 1, 1], [1, 3], [5]])
 def test_the_last_rank_is_told_once(acks: list[int]) -> None:
     reset = Reset(num_ranks=4)
-    reset.begin()
+    reset.start()
     assert [reset.acked(ranks) for ranks in acks] == [*[False] * (len(acks) - 1), True]
     assert not reset.acked(0)
     assert reset.pending
-    reset.end(reset.generation, removed=True)
+    reset.finish(reset.generation, removed=True)
     assert not reset.pending
 
 
 def test_a_removal_that_failed_is_told(caplog: pytest.LogCaptureFixture) -> None:
     reset = Reset(num_ranks=1)
-    reset.begin()
+    reset.start()
     with caplog.at_level(logging.WARNING):
-        reset.end(reset.generation, removed=False)
+        reset.finish(reset.generation, removed=False)
     assert "did not remove" in caplog.text
     assert not reset.pending
 
@@ -44,7 +44,7 @@ class Resets(RuleBasedStateMachine):
 
     @rule(weights_version=st.sampled_from("ab"))
     def begin(self, weights_version: str) -> None:
-        self.reset.begin(weights_version)
+        self.reset.start(weights_version)
         self.dirty, self.has_rest = set(range(self.NUM_RANKS)), True
         self.to_remove.add(weights_version)
 
@@ -63,7 +63,7 @@ class Resets(RuleBasedStateMachine):
     @rule(removed=st.booleans())
     def end(self, removed: bool) -> None:
         generation, _ = self.removals.pop(0)
-        self.reset.end(generation, removed)
+        self.reset.finish(generation, removed)
         self.has_rest = self.has_rest and generation != self.reset.generation
 
     @invariant()

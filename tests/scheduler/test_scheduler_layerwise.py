@@ -12,8 +12,8 @@ from tests.worker.test_pool_worker import DONE, load_plan, loaded, save_plan
 from vllm_kvpool import worker as worker_module
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, RequestOptions
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.scheduler.messages import StepPlan, StepReport
-from vllm_kvpool.transfer.ops import CellOutcome, LoadPlan, SpanLoaded
+from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
+from vllm_kvpool.transfer.ops import CellOutcome, LoadPlan, SaveGathered, SpanLoaded
 from vllm_kvpool.worker import LATE_S, NOTHING_ENDED, PoolWorker, StepResults
 
 LAYERS = {"l0": 0, "l1": 0, "l2": 2, "l3": 2}
@@ -82,8 +82,7 @@ def test_each_layer_waits_for_its_own_span_alone() -> None:
     assert bench.worker.finish_step(step, set()) == NOTHING_ENDED
     report = bench.worker.take_report()
     assert report is not None
-    assert report.load_stops == {}
-    assert report.load_tokens == plan.token_stop
+    assert report.loads["a"].tokens == plan.token_stop
     assert bench.worker.take_report() is None
 
 
@@ -122,8 +121,34 @@ def test_what_a_load_costs_is_how_long_it_holds_the_step_up(
     bench.worker.finish_step(step, set())
     report = bench.worker.take_report()
     assert report is not None
-    assert report.load_tokens == 2 * 4 * CHUNK
-    assert report.load_seconds == 2.0
+    assert report.loads == {"a": Loaded(4 * CHUNK, 1.0), "b": Loaded(4 * CHUNK, 1.0)}
+
+
+def test_wait_for_copies_between_steps_is_not_part_of_the_next_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM waits for copies before it sleeps."""
+    clock = FakeClock(100.0)
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=clock))
+    bench, save = WorkerBench(), save_plan(3)
+    bench.worker.start_saves(StepPlan(saves=(save,)))
+    bench.answers = [[SaveGathered(save.job_id, save.request_id)]]
+    answer = bench.executor.on_wait
+
+    def after_a_second() -> None:
+        clock.advance(1.0)
+        answer()
+
+    bench.executor.on_wait = after_a_second
+    bench.worker.wait_for_copies()
+    plan = layered()
+    step = bench.begin(plan)
+    bench.answers = [[span(plan, 0), span(plan, 2), loaded(plan, 4, DONE)]]
+    bench.forward()
+    bench.worker.finish_step(step, set())
+    report = bench.worker.take_report()
+    assert report is not None
+    assert report.loads["a"].seconds == 1.0
 
 
 def test_layers_without_pages_of_their_own_wait_for_nothing() -> None:
@@ -153,7 +178,7 @@ def test_a_load_that_stops_in_mid_step_invalidates_blocks_in_the_same(ok_stop: i
     assert results == StepResults(invalid_blocks=frozenset(lost))
     report = bench.worker.take_report()
     assert report is not None
-    assert report.load_stops == {"a": ok_stop * CHUNK}
+    assert report.loads["a"].tokens == ok_stop * CHUNK
     assert bench.registry.snapshot() == {"kvpool_failures{kind=load_corrupt}": 1}
 
 
@@ -179,7 +204,7 @@ def test_a_layer_that_has_not_asked_makes_the_load_a_failure() -> None:
     assert results == StepResults(invalid_blocks=frozenset(range(101, 108)))
     report = bench.worker.take_report()
     assert report is not None
-    assert report.load_stops == {"a": BLOCK}
+    assert report.loads["a"].tokens == BLOCK
     assert bench.registry.snapshot() == {"kvpool_failures{kind=layer_not_asked}": 1}
     # The next step starts afresh.
     again = layered(job=2)
@@ -246,7 +271,7 @@ def test_after_a_load_that_failed_what_was_computed_from_it_is_forgotten_and_not
     bench = bench_of()
     admitted(bench)
     bench.step(a=2 * CHUNK)
-    bench.scheduler.apply(StepReport(load_stops={"a": CHUNK}))
+    bench.scheduler.apply(StepReport(loads={"a": Loaded(CHUNK)}))
     bench.scheduler.step_ended()
     # vLLM steps back; its prefix cache must not show the blocks to others meanwhile.
     assert bench.pins.forgotten == bench.tables["a"][CHUNK // BLOCK :]
@@ -262,7 +287,7 @@ def test_the_least_of_all_ranks_counts() -> None:
     bench = bench_of(num_ranks=2)
     admitted(bench)
     bench.step(a=CHUNK)
-    report = StepReport.merge(StepReport(load_stops={"a": n * CHUNK}) for n in (2, 1))
+    report = StepReport.merge(StepReport(loads={"a": Loaded(n * CHUNK)}) for n in (2, 1))
     bench.scheduler.apply(report)
     bench.scheduler.step_ended()
     assert bench.pins.forgotten[0] == bench.tables["a"][CHUNK // BLOCK]
@@ -276,7 +301,7 @@ def test_a_request_that_ends_with_its_step_is_saved_if_the_load_was_good(failed:
     bench.step(a=2 * CHUNK)
     bench.finish()
     if failed:
-        bench.scheduler.apply(StepReport(load_stops={"a": CHUNK}))
+        bench.scheduler.apply(StepReport(loads={"a": Loaded(CHUNK)}))
     bench.scheduler.step_ended()
     plan = bench.step()
     assert len(plan.saves) == (0 if failed else 1)

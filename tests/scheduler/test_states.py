@@ -19,7 +19,7 @@ from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import NO_PAGES, GroupTables, state_page
-from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
+from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport, Stored
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep, StateOffer
@@ -134,7 +134,7 @@ class Bench:
     def load_fails(self, tokens: int, ranks: int = 1) -> None:
         """Every rank reports in a step of its own that it has loaded only so many tokens."""
         for _ in range(ranks):
-            self.scheduler.apply(StepReport(load_stops={"a": tokens}))
+            self.scheduler.apply(StepReport(loads={"a": Loaded(tokens)}))
         self.scheduler.load_ended("a")
         self.views["a"].num_computed_tokens = 0
         check(self.scheduler)

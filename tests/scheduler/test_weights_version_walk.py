@@ -103,7 +103,7 @@ class Walk:
         self.bench.allocate(request_id, local, count)
         live.state = "running"
         if count:
-            live.state, live.load = "loading", self.bench.scheduler._loads[-1]
+            live.state, live.load = "loading", self.bench.scheduler.load_of(request_id)
             assert live.load.weights_version == self.weights_version, "an offer of other weights"
 
     def step(self) -> None:

@@ -31,7 +31,7 @@ from vllm_kvpool.layout.topology import (
 )
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import HELD_SHARE, all_blocks
-from vllm_kvpool.scheduler.messages import StepPlan, StepReport
+from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep
@@ -148,9 +148,9 @@ class Engine:
 
     def answers(self) -> None:
         """Every lookup is answered."""
-        while self.scheduler._asked:
+        while self.scheduler._lookups._open:
             self.lookups.wait(LIMIT_S)
-            self.scheduler._take_results()
+            self.scheduler._take_answers()
 
     def admit(self, request_id: str) -> int | None:
         """How many tokens are to be loaded; None if there are no blocks for them."""
@@ -224,7 +224,7 @@ class Engine:
                     self._put(request, group, token)
             request.state = "running"
         else:
-            report = StepReport(load_stops={request_id: chunk * CHUNK})
+            report = StepReport(loads={request_id: Loaded(chunk * CHUNK)})
             self.scheduler.apply(report)
             request.view.num_computed_tokens = 0
             self._free(request)

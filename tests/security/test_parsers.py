@@ -28,7 +28,7 @@ READ_BEFORE = {
     # Of the counter of fields: `fields_of` catches it.
     "router/dataplane/request_body.py": {"decode"},
     # After `chunks.read`.
-    "router/dataplane/resume/chunks.py": {"_fields_of", "with_cached", "patched"},
+    "router/dataplane/resume/chunks.py": {"_fields_of", "with_details", "patched"},
 }
 """Functions whose text has been read before, or that catch what `UNREADABLE` has by other names."""
 

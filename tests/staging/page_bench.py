@@ -6,13 +6,14 @@ numba. What is not to be moved is poisoned, and compared too.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from tests.support.moves import cell_move, slab
 from vllm_kvpool.layout.page_formats import (
     AMX_FORM,
     BFMMLA_FORM,
@@ -21,7 +22,7 @@ from vllm_kvpool.layout.page_formats import (
     from_pair,
     from_token_content,
 )
-from vllm_kvpool.layout.pages import CellMove, LayerPages
+from vllm_kvpool.layout.pages import LayerPages, SlabMove
 from vllm_kvpool.staging.copier import Copier
 
 # Legend: L layers, B kernel blocks, H heads, N tokens per kernel block, D, E key and value row,
@@ -209,22 +210,19 @@ class Cell:
     def payload(self) -> np.ndarray:
         return self.slot[self._start :][: int(np.prod(self._shape))].reshape(self._shape)
 
-    def move(self, first_layer: int = 0) -> CellMove:
+    def move(self, first_layer: int = 0) -> SlabMove:
         """Of a copier that has these pages' layers from `first_layer` on."""
         table_first = self.chunk_start // self.pages.id_tokens
         table_last = -(-(self.chunk_start + self.chunk_tokens) // self.pages.id_tokens)
-        return CellMove(
-            address=self.slot.ctypes.data + self._start,
-            layer_start=first_layer + self.layers[0],
-            layer_stop=first_layer + self.layers[1],
-            head_start=self.heads[0],
-            head_stop=self.heads[1],
-            block_ids=self.ids[table_first:table_last],
+        layer_start, layer_stop = (first_layer + layer for layer in self.layers)
+        return cell_move(
+            self.slot.ctypes.data + self._start,
+            (layer_start, layer_stop, *self.heads),
+            self.ids[table_first:table_last],
             table_start=table_first * self.pages.id_tokens,
             chunk_start=self.chunk_start,
             chunk_tokens=self.chunk_tokens,
-            token_start=self.clip[0],
-            token_stop=self.clip[1],
+            clip=self.clip,
         )
 
     def part_of(self, rows_lhtr: np.ndarray) -> np.ndarray:
@@ -278,6 +276,27 @@ def check_both_ways(
     }
     for check in (check_gather, check_scatter):
         check(Cell(pages, ids, chunk_start, **{**whole, **cell}), make)
+
+
+def single_moves(cells: Sequence[Cell]) -> list[SlabMove]:
+    """A move for each cell."""
+    return [cell.move() for cell in cells]
+
+
+def slab_moves(cells: Sequence[Cell]) -> list[SlabMove]:
+    """A move for each chunk and clip of the cells, as lanes make them."""
+    slabs: dict[tuple[object, ...], list[SlabMove]] = {}
+    for cell in cells:
+        move = cell.move()
+        slabs.setdefault((*move[3:], *move.block_ids), []).append(move)
+    return [
+        slab(
+            [int(address) for move in moves for address in move.addresses],
+            [place for move in moves for place in map(tuple, move.places.tolist())],
+            *moves[0][2:],
+        )
+        for moves in slabs.values()
+    ]
 
 
 @st.composite

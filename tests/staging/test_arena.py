@@ -80,7 +80,7 @@ def test_slots_are_aligned_apart_and_large_enough(cell_bytes: int) -> None:
         assert buffer.nbytes == cell_bytes
         assert buffer.address == arena.whole.address + slot * arena.slot_bytes
         assert buffer.address % SLOT_ALIGNMENT == 0
-        assert arena.payload_address(Slot(slot)) == buffer.address + HEADER_BYTES
+        assert arena.payload_addresses([Slot(slot)]).tolist() == [buffer.address + HEADER_BYTES]
 
 
 def test_an_address_is_where_the_view_is() -> None:

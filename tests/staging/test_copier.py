@@ -2,8 +2,8 @@
 
 import random
 import threading
-from collections.abc import Sequence
-from typing import overload
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import numpy as np
 import pytest
@@ -29,9 +29,12 @@ from tests.staging.page_bench import (
     check_gather,
     check_scatter,
     random_rows,
+    single_moves,
+    slab_moves,
 )
+from tests.support.moves import slab
 from tests.support.npu import FakeNpu, FakeStream
-from vllm_kvpool.layout.pages import LayerPages
+from vllm_kvpool.layout.pages import LayerPages, SlabMove
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.staging.copy_torch import TorchCopier
@@ -158,9 +161,12 @@ def test_writer_and_reader_of_any_two_formats(make: MakeCopier) -> None:
             np.testing.assert_array_equal(got, rows[:, :, CHUNK : 2 * CHUNK])
 
 
+@pytest.mark.parametrize("moves_of", [single_moves, slab_moves])
 @pytest.mark.parametrize("make", ALL_COPIERS)
 @pytest.mark.parametrize("page_format", ["LBNHC", "LBHNC", "cpu"])
-def test_many_moves_in_one_call(page_format: str, make: MakeCopier) -> None:
+def test_many_moves_in_one_call(
+    page_format: str, make: MakeCopier, moves_of: Callable[[Sequence[Cell]], list[SlabMove]]
+) -> None:
     """Cells of each head, span and chunk, so that some form groups and some do not."""
     pages = Pages(page_format, num_layers=4, num_heads=3)
     ids = block_table(pages, 2 * CHUNK)
@@ -176,11 +182,11 @@ def test_many_moves_in_one_call(page_format: str, make: MakeCopier) -> None:
     written[pages.indices(ids, 0, 2 * CHUNK)] = rows
     pages.write(written)
     copier = make(pages.layers)
-    copier.gather([cell.move() for cell in cells])
+    copier.gather(moves_of(cells))
     for cell in cells:
         np.testing.assert_array_equal(cell.clipped(cell.payload), cell.part_of(rows))
     pages.poison()
-    copier.scatter([cell.move() for cell in cells])
+    copier.scatter(moves_of(cells))
     skipped = pages.indices(ids, CHUNK, CHUNK + CHUNK // 16)
     written[skipped] = POISON
     np.testing.assert_array_equal(pages.read(), written)
@@ -213,14 +219,16 @@ def test_any_cells_in_one_call(data: st.DataObject) -> None:
     chosen = data.draw(st.lists(drawn, min_size=1, max_size=10))
     pages.write(np.random.default_rng(0).integers(0, 256, len(pages.memory), dtype=np.uint8))
     before = pages.read()
-    device_torch_copier(pages.layers).gather([each.move() for each in chosen])
+    make = data.draw(st.sampled_from((device_torch_copier, CpuCopier)))
+    moves = data.draw(st.sampled_from((single_moves, slab_moves)))(chosen)
+    make(pages.layers).gather(moves)
     gathered = [each.slot.copy() for each in chosen]
     for each, slot in zip(chosen, gathered, strict=True):
         each.slot[:] = SLOT_POISON
         CpuCopier(pages.layers).gather([each.move()])
         np.testing.assert_array_equal(slot, each.slot)
     pages.poison()
-    device_torch_copier(pages.layers).scatter([each.move() for each in chosen])
+    make(pages.layers).scatter(moves)
     scattered = pages.read()
     pages.poison()
     for each in chosen:
@@ -245,14 +253,14 @@ def test_cells_of_the_same_layers_go_together(
         for start in range(0, chunks * CHUNK, CHUNK)
         for head in range(heads)
     ]
-    moves = [cell.move() for cell in cells]
+    moves = slab_moves(cells)
     given_to_device = []
     give = FakeStream.give
     monkeypatch.setattr(
         FakeStream, "give", lambda self, work: (given_to_device.append(work), give(self, work))
     )
     (copier.gather if is_gather else copier.scatter)(moves)
-    assert len(given_to_device) <= len(moves) + 3 * layers
+    assert len(given_to_device) <= len(cells) + 3 * layers
 
 
 class CountingTable(Sequence[int]):
@@ -306,6 +314,45 @@ def test_a_move_outside_the_pages_trips_an_assertion() -> None:
             CpuCopier(pages.layers).gather([outside.move()])
     with pytest.raises(AssertionError):
         CpuCopier(pages.layers).gather([Cell(pages, ids[:-1], 0, **inside).move()])
+
+
+@pytest.mark.parametrize("make", ALL_COPIERS)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_ids": (*range(15), -1)},
+        {"block_ids": (*range(15), 40)},
+        {"block_ids": range(15)},
+        {"table_start": 1},
+        {"chunk_start": 1},
+        {"chunk_tokens": CHUNK - 1},
+        {"token_stop": -1},
+        {"addresses": np.zeros(1, np.int64)},
+        {"places": np.array([(0, 2, 0, 2), (0, 2, 1, 3)])},
+        {"places": np.array([(0, 2, 0, 2), (1, 3, 0, 2)])},
+        {"places": np.array([(0, 2, 0, 2), (0, 2, -1, 2)])},
+        {"places": np.array([(0, 2, 0, 2), (1, 0, 0, 2)])},
+    ],
+    ids=str,
+)
+def test_a_slab_that_is_wrong_moves_nothing(make: MakeCopier, wrong: dict[str, Any]) -> None:
+    """Nor do the other moves of the call."""
+    pages = Pages()
+    cells = [
+        Cell(pages, list(range(16)), 0, (0, CHUNK), (head, head + 1), (0, 2)) for head in (0, 1)
+    ]
+    [move] = slab_moves(cells)
+    with pytest.raises(AssertionError):
+        make(pages.layers).gather([move, move._replace(**wrong)])
+    for cell in cells:
+        assert (cell.slot == SLOT_POISON).all()
+
+
+def test_a_slab_whose_layers_have_blocks_of_two_sizes_trips_an_assertion() -> None:
+    layers = [Pages(num_layers=1, block=block).layers[0] for block in (16, 32)]
+    move = slab([0, 0], [(0, 1, 0, 1), (1, 2, 0, 1)], (0,), 0, 0, 16, 0, 16)
+    with pytest.raises(AssertionError, match="different sizes"):
+        CpuCopier(layers).gather([move])
 
 
 def test_copiers_run_on_several_threads_at_once() -> None:

@@ -1,14 +1,14 @@
 """Calls of the GPU copier, over streams that do nothing until a test lets them."""
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.staging.page_bench import CHUNK, Cell, Pages, block_table
-from vllm_kvpool.staging.copy_triton import Copy, TritonCopier
+from vllm_kvpool.staging.copy_triton import TritonCopier
 from vllm_kvpool.staging.triton_tables import RunTable
 
 LIMIT_S = 10.0
@@ -36,7 +36,7 @@ class HeldStream:
     def wait(self, event: Any) -> None:
         """Everything waits here."""
 
-    def copy(self, copies: Sequence[Copy]) -> None:
+    def copy(self, copies: np.ndarray) -> None:
         """No byte moves."""
 
     def launch(self, runs: RunTable, num_programs: int, *args: Any, is_gather: bool) -> None:

@@ -13,41 +13,71 @@ LOAD, SAVE = SlotUse.LOAD, SlotUse.SAVE
 
 def test_saves_leave_the_reserve_to_loads() -> None:
     pool = SlotPool(3, 2)
-    assert pool.take(SAVE) == 0
-    assert pool.take(SAVE) is None
-    assert [pool.take(LOAD) for _ in range(3)] == [1, 2, None]
-    pool.give_back(Slot(1))
-    pool.give_back(Slot(2))
-    assert pool.take(SAVE) is None
-    pool.give_back(Slot(0))
-    assert pool.take(SAVE) == 0
+    assert pool.has_room(SAVE)
+    assert not pool.has_room(SAVE, 2)
+    assert pool.take(1) == [0]
+    assert not pool.has_room(SAVE)
+    assert pool.has_room(LOAD, 2)
+    assert [pool.take(1) for _ in range(2)] == [[1], [2]]
+    assert not pool.has_room(LOAD)
+    pool.give_back([Slot(1), Slot(2)])
+    assert not pool.has_room(SAVE)
+    pool.give_back([Slot(0)])
+    assert pool.has_room(SAVE)
+    assert pool.take(1) == [0]
     check(pool)
 
 
+def test_slots_that_could_be_freed_count_as_room() -> None:
+    pool = SlotPool(8, 2)
+    pool.take(6)
+    assert pool.has_room(LOAD, 2)
+    assert not pool.has_room(LOAD, 3)
+    assert pool.has_room(LOAD, 5, more=3)
+    assert not pool.has_room(LOAD, 6, more=3)
+    assert pool.has_room(SAVE, 3, more=3)
+    assert not pool.has_room(SAVE, 4, more=3)
+
+
+@pytest.mark.parametrize("num_slots", [0, 3])
+def test_slots_that_are_not_free_or_none_cannot_be_taken(num_slots: int) -> None:
+    pool = SlotPool(4, 1)
+    pool.take(2)
+    with pytest.raises(AssertionError):
+        pool.take(num_slots)
+    check(pool)
+    assert (pool.num_free, pool.num_held) == (2, 2)
+
+
 def test_a_quarantined_slot_comes_back_only_when_given_back() -> None:
-    pool = SlotPool(1, 0)
-    slot = pool.take(LOAD)
-    assert slot is not None
-    pool.quarantine(slot)
-    assert (pool.num_free, pool.num_held, pool.num_quarantined) == (0, 0, 1)
-    assert pool.take(LOAD) is None
-    pool.give_back(slot)
-    assert pool.take(LOAD) == slot
+    pool = SlotPool(2, 0)
+    slots = pool.take(2)
+    pool.quarantine(slots)
+    assert (pool.num_free, pool.num_held, pool.num_quarantined) == (0, 0, 2)
+    assert not pool.has_room(LOAD)
+    pool.give_back(slots)
+    assert sorted(pool.take(2)) == sorted(slots)
 
 
 def test_what_is_not_held_cannot_be_returned_or_quarantined() -> None:
-    pool = SlotPool(2, 0)
-    slot = pool.take(LOAD)
-    assert slot is not None
-    for bad in (Slot(1 - slot), Slot(7)):
+    """A slot that was given back twice would have two users."""
+    pool = SlotPool(3, 0)
+    [slot, other] = pool.take(2)
+    [free] = {Slot(0), Slot(1), Slot(2)} - {slot, other}
+    for bad in ([free], [Slot(7)], [slot, free]):
         with pytest.raises(KeyError):
             pool.give_back(bad)
         with pytest.raises(KeyError):
             pool.quarantine(bad)
-    pool.quarantine(slot)
-    with pytest.raises(KeyError):
-        pool.quarantine(slot)
-    assert (pool.num_free, pool.num_held, pool.num_quarantined) == (1, 0, 1)
+    assert (pool.num_free, pool.num_held, pool.num_quarantined) == (1, 2, 0)
+    pool.quarantine([slot])
+    for bad in ([slot], [slot, other]):
+        with pytest.raises(KeyError):
+            pool.quarantine(bad)
+    for bad in ([slot, other], [slot, free]):
+        with pytest.raises(KeyError):
+            pool.give_back(bad)
+    assert (pool.num_free, pool.num_held, pool.num_quarantined) == (1, 1, 1)
     check(pool)
 
 
@@ -55,6 +85,10 @@ def test_what_is_not_held_cannot_be_returned_or_quarantined() -> None:
 def test_a_pool_without_a_slot_for_saves_is_refused(count: int, reserve: int) -> None:
     with pytest.raises(AssertionError):
         SlotPool(count, reserve)
+
+
+def some_of(slots: set[Slot]) -> st.SearchStrategy[list[Slot]]:
+    return st.lists(st.sampled_from(sorted(slots)), min_size=1, unique=True)
 
 
 class SlotMachine(RuleBasedStateMachine):
@@ -66,39 +100,44 @@ class SlotMachine(RuleBasedStateMachine):
         self.pool = SlotPool(count, self.reserve)
         self.free, self.held, self.quarantined = set(range(count)), set(), set()
 
-    @rule(use=st.sampled_from(SlotUse))
-    def take(self, use: SlotUse) -> None:
-        has_room = self.pool.has_room(use)
-        slot = self.pool.take(use)
-        assert has_room == (slot is not None)
-        allowed = len(self.free) - (self.reserve if use is SAVE else 0)
-        assert (slot is not None) == (allowed > 0)
-        if slot is not None:
-            self.free.remove(slot)
-            self.held.add(slot)
+    @rule(use=st.sampled_from(SlotUse), num_slots=st.integers(1, 4), more=st.integers(0, 2))
+    def has_room(self, use: SlotUse, num_slots: int, more: int) -> None:
+        allowed = len(self.free) + more - (self.reserve if use is SAVE else 0)
+        assert self.pool.has_room(use, num_slots, more) == (allowed >= num_slots)
+
+    @precondition(lambda self: self.free)
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        slots = self.pool.take(data.draw(st.integers(1, len(self.free))))
+        assert len(set(slots)) == len(slots)
+        assert self.free.issuperset(slots)
+        self.free.difference_update(slots)
+        self.held.update(slots)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def quarantine(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.held)))
-        self.pool.quarantine(slot)
-        self.held.remove(slot)
-        self.quarantined.add(slot)
+        slots = data.draw(some_of(self.held))
+        self.pool.quarantine(slots)
+        self.held.difference_update(slots)
+        self.quarantined.update(slots)
 
-    @precondition(lambda self: self.held | self.quarantined)
+    @precondition(lambda self: self.held or self.quarantined)
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.held | self.quarantined)))
-        self.pool.give_back(slot)
-        self.held.discard(slot)
-        self.quarantined.discard(slot)
-        self.free.add(slot)
+        place = data.draw(st.sampled_from([each for each in (self.held, self.quarantined) if each]))
+        slots = data.draw(some_of(place))
+        self.pool.give_back(slots)
+        place.difference_update(slots)
+        self.free.update(slots)
 
     @precondition(lambda self: self.free)
     @rule(data=st.data())
     def give_back_twice(self, data: st.DataObject) -> None:
+        free = data.draw(some_of(self.free))
+        others = data.draw(st.sampled_from([(), tuple(self.held), tuple(self.quarantined)]))
         with pytest.raises(KeyError):
-            self.pool.give_back(data.draw(st.sampled_from(sorted(self.free))))
+            self.pool.give_back([*others, *free])
 
     @invariant()
     def agrees(self) -> None:

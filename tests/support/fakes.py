@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from tests.support.faults import BLOCK_LIMIT_S
+from vllm_kvpool.layout.pages import SlabMove
 from vllm_kvpool.scheduler.lookup_core import Lookup
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.request import OwnKV
@@ -181,17 +182,17 @@ class FakeCopier:
     num_threads = 1
 
     def __init__(self) -> None:
-        self.gathered: list[object] = []
-        self.scattered: list[object] = []
+        self.gathered: list[SlabMove] = []
+        self.scattered: list[SlabMove] = []
         self.broken = False
 
-    def gather(self, moves: Sequence[object]) -> None:
+    def gather(self, moves: Sequence[SlabMove]) -> None:
         self._move(self.gathered, moves)
 
-    def scatter(self, moves: Sequence[object]) -> None:
+    def scatter(self, moves: Sequence[SlabMove]) -> None:
         self._move(self.scattered, moves)
 
-    def _move(self, record: list[object], moves: Sequence[object]) -> None:
+    def _move(self, record: list[SlabMove], moves: Sequence[SlabMove]) -> None:
         if self.broken:
             raise RuntimeError("the copier is broken")
         record.extend(moves)

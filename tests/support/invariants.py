@@ -11,8 +11,8 @@ from vllm_kvpool.handover import producer, watches
 from vllm_kvpool.scheduler import kv_event_tracker
 from vllm_kvpool.scheduler.blocks import PinLedger
 from vllm_kvpool.scheduler.kv_event_tracker import KVEventTracker
-from vllm_kvpool.scheduler.lookup_core import LookupOutcome
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
+from vllm_kvpool.scheduler.states import AdmissionState, LookupState, RetryState
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.transfer.engine import Engine
 from vllm_kvpool.transfer.fetches import Fetches
@@ -86,16 +86,26 @@ def _(pool: PoolScheduler) -> None:
         assert pool._requests[request_id].may_save
         assert pool._requests[request_id].chain is not None
     assert saves._in_line.keys() <= saves._until_due.keys()
-    for lookup_id, state in pool._asked.items():
-        assert lookup_id == state.lookup_id
-        assert state is pool._requests[state.view.request_id]
-    assert pool._loaded <= pool._requests.keys()
-    assert pool._admitted | pool._waiting <= pool._requests.keys()
+    for lookup_id, state in pool._lookups._open.items():
+        assert lookup_id == state.answer.lookup_id
+        is_unnamed = state.lookup.state is LookupState.UNNAMED
+        assert is_unnamed != (state is pool._requests.get(state.view.request_id))
+    starting = {AdmissionState.ALLOCATED, AdmissionState.WAITING, AdmissionState.LOADED}
+    assert pool._starting == {
+        request_id: state
+        for request_id, state in pool._requests.items()
+        if state.admission in starting
+    }
     for state in pool._requests.values():
-        if state.chain is not None and state.answer is LookupOutcome.ANSWERED:
-            assert state.found_chunks <= len(state.chain) + (state.tail is not None)
-    for request_id in pool._streams:
-        assert pool._requests[request_id].load is not None
+        assert state.retry is not RetryState.NONE or state.limit_tokens is None
+        answer, is_ended = state.answer, state.lookup.state is LookupState.ENDED
+        assert is_ended != (answer.lookup_id in pool._lookups._open)
+        if state.chain is not None:
+            assert answer.found_chunks <= len(state.chain) + (answer.tail is not None)
+    for request_id, load in pool._loads._loads.items():
+        assert load.plan.request_id == request_id
+        assert load.plan.layered or request_id in pool._requests
+        assert load.plan.token_start <= load.end.tokens <= load.plan.token_stop
 
 
 @check.register
@@ -111,59 +121,65 @@ def _(engine: Engine) -> None:
     check(engine.loads)
     check(engine._fetches)
     check(engine.loans)
-    moving = [batch for batch in engine.running if batch.cells]
+    moving = [batch for batch in engine.running if batch.parts]
     running = [op for batch in moving for op in batch.ops]
-    held = [entry for op in running for _, entry in op.what.parts if entry is not None]
-    assert all(entry.slot is not None for entry in held)
+    held = [op.what.entry for op in running if op.what.entry is not None]
+    assert all(len(entry.slots) == entry.num_cells for entry in held)
     if engine.idle:
         host_cache = engine.context.host_cache
         hung = engine.hung_calls
         assert all(e.pins == hung.pins_of(e) or e.prefetched for e in host_cache)
         assert host_cache.slots.num_quarantined == hung.num_slots_written
-        known = {entry.slot for entry in host_cache} | hung.slots_read
-        assert host_cache.slots.num_held == len(known - {None})
+        known = {slot for entry in host_cache for slot in entry.slots} | hung.slots_read
+        assert host_cache.slots.num_held == len(known)
 
 
 @check.register
 def _(fetches: Fetches) -> None:
     for tier, key in fetches._removing:
         lane = fetches._context.lane(OpKind.REMOVE, tier)
-        waiting = (op.what.cell.key for op in fetches._context.scheduler.waiting_in(lane))
+        ready = fetches._context.scheduler.waiting_in(lane)
+        waiting = [key for op in ready for key in op.what.part.cell_keys()]
         assert lane.num_batches or key in waiting, "it would never be asked for again"
 
 
 @check.register
 def _(cache: HostCache) -> None:
     check(cache.slots)
-    slots = [entry.slot for entry in cache if entry.slot is not None]
+    slots = [slot for entry in cache for slot in entry.slots]
     assert len(set(slots)) == len(slots)
+    assert all(len(e.slots) in (0, e.num_cells) for e in cache)
+    assert all(not e.slab.pages for e in cache)
     assert all(e.op is not None or e.state is CacheEntryState.PRESENT for e in cache)
     idle = [entry for entry in cache if not entry.pins]
-    assert all(e.state is CacheEntryState.PRESENT and e.slot is not None for e in idle)
-    assert len(idle) == cache.num_idle
-    assert sum(e.dirty for e in idle) == cache.num_dirty
+    assert all(e.state is CacheEntryState.PRESENT and e.slots for e in idle)
+    assert sum(e.num_cells for e in idle) == cache.num_idle
+    assert sum(e.num_cells * e.dirty for e in idle) == cache.num_dirty
     assert cache.num_idle - cache.num_dirty <= cache.capacity
     if cache.capacity:
         present = [e for e in cache if e.state is CacheEntryState.PRESENT]
-        cells = Counter(e.chunk.id for e in present)
+        slabs = Counter(e.slab.chunk.id for e in present)
         children = Counter(c.parent.chunk_id for c in cache._chunks.values() if c.parent)
         for chunk_id, chunk in cache._chunks.items():
-            assert chunk.num_cells == cells[chunk_id]
+            assert chunk.num_slabs == slabs[chunk_id]
             assert chunk.num_children == children[chunk_id]
-            assert chunk.num_cells or chunk.num_children
+            assert chunk.num_slabs or chunk.num_children
             if (parent := chunk.parent) is not None:
                 assert parent.score >= chunk.score
                 assert parent.pinned_until_ns >= chunk.pinned_until_ns
-        assert cells.keys() | children.keys() == cache._chunks.keys()
+        assert slabs.keys() | children.keys() == cache._chunks.keys()
         heaps = [(True, cache._dirty), *((False, each) for each in cache._clean.values())]
         places = [(d, p) for d, heap in heaps for p in heap if cache._is_current(p, d)]
-        assert cache.num_cells == Counter(map(cache._tenant_of, present))
+        cells = Counter[str]()
+        for e in present:
+            cells[cache._tenant_of(e)] += e.num_cells
+        assert cache.num_cells == cells
         in_heaps = {rank[2]: (dirty, rank) for dirty, rank in places}
-        kept = {key for *_, key in cache._kept} - in_heaps.keys()
-        ranked = [e for e in idle if e.key not in kept]
-        assert all(in_heaps[e.key][0] == e.dirty for e in ranked)
-        assert all(in_heaps[e.key][1] <= cache._eviction_rank(e) for e in ranked)
-        assert not any(e.dirty for e in idle if e.key in kept)
+        kept = {slab_id for *_, slab_id in cache._kept} - in_heaps.keys()
+        ranked = [e for e in idle if e.slab.id not in kept]
+        assert all(in_heaps[e.slab.id][0] == e.dirty for e in ranked)
+        assert all(in_heaps[e.slab.id][1] <= cache._eviction_rank(e) for e in ranked)
+        assert not any(e.dirty for e in idle if e.slab.id in kept)
 
 
 @check.register
@@ -172,19 +188,19 @@ def _(loads: Loads) -> None:
         still = [scatter for scatter in load.scatters if not scatter.over]
         assert load.num_open == len(still)
         assert still or load.later or load.rest is not None or loads._is_removing(load)
-        for entry in (entry for scatter in still for _, entry in scatter.parts):
+        for entry in (scatter.entry for scatter in still):
             assert entry is None or (entry.pins and entry.state is not CacheEntryState.GONE)
 
 
 @check.register
 def _(loans: Loans) -> None:
-    assert loans._slots_retained <= loans._retained.keys()
+    assert loans._slots_retained.keys() <= loans._retained.keys()
     for loan in loans._loans.values():
-        held = [each for each in loan.cells if not each.over]
+        held = [each for each in loan.slabs if not each.over]
         assert all(
             each.entry.pins and each.entry.state is not CacheEntryState.GONE for each in held
         )
-        assert loan.num_open == sum(loan.slots[each.place] is None for each in held)
+        assert loan.num_open == sum(not loan.slots[each.place] for each in held)
     for retained in loans._retained.values():
         assert retained.left or retained.until is None
         assert retained.until is None or retained.entry.pins

@@ -8,14 +8,15 @@ a buffer used again too early, or a host buffer written over before it was read,
 import ctypes
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from vllm_kvpool.staging.copy_triton import Copy, DeviceEvent
+    from vllm_kvpool.layout.pages import Int64s
+    from vllm_kvpool.staging.copy_triton import DeviceEvent
     from vllm_kvpool.staging.triton_tables import RunTable
 
 CHANGE_OF_ORDER = 0.1  # per piece of work
@@ -48,8 +49,8 @@ class LateStream:
         assert isinstance(event, LateEvent)
         self.waiting.append(event)
 
-    def copy(self, copies: Sequence["Copy"]) -> None:
-        for target, source, nbytes in copies:
+    def copy(self, copies: "Int64s") -> None:
+        for target, source, nbytes in copies.tolist():
             self.do(partial(ctypes.memmove, target, source, nbytes))
 
     def launch(self, runs: "RunTable", num_programs: int, *args: Any, is_gather: bool) -> None:

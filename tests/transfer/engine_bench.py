@@ -1,20 +1,21 @@
 """An engine on a bench: cells are named by letters, what it does is told in words.
 
-`"a b"` are two chunks of one cell; `"a0 a1 b0 b1"` two chunks of two cells: the letter is the
-chunk. `"a?"` is optional. Batch 3, of the lane GET of tier 0 and with two cells, reads
-`"3 get-0 a b"`, and the reports `"loaded 1 to 2 missing"`, `"gathered 1"`, `"saved 1: 2 done"` and
-`"host +a -b"`.
+`"a b"` are two slabs of one cell, each of a chunk; `"a0 a1 b0 b1"` two slabs of two cells: the
+letter is the chunk. `"a?"` is an optional slab of chunk `a`. Batch 3, of the lane GET of tier 0
+and with two cells, reads `"3 get-0 a b"`, and the reports `"loaded 1 to 2 missing"`,
+`"gathered 1"`, `"saved 1: 2 done"` and `"host +a -b"`.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 
 from tests.support.fakes import FakeClock
 from tests.support.invariants import check
 from vllm_kvpool.identity.keys import HeadShard, LayerSpan
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.metrics import MetricsRegistry, sample_name
-from vllm_kvpool.staging.slots import SlotPool
+from vllm_kvpool.staging.slots import Slot, SlotPool
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.transfer.context import Tier
@@ -24,7 +25,6 @@ from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.loans import ReplicaSet
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
-    Cell,
     CellOutcome,
     DropSaves,
     Flush,
@@ -39,6 +39,7 @@ from vllm_kvpool.transfer.ops import (
     LoadPlan,
     LoanEnded,
     OpKind,
+    Outcome,
     PrefetchJob,
     PrefetchPlan,
     SaveDone,
@@ -47,9 +48,12 @@ from vllm_kvpool.transfer.ops import (
     SavePlan,
     SavesDropped,
     SavesStalled,
+    Slab,
+    SlabKind,
     SpanLoaded,
     TierHealth,
     TimePassed,
+    outcome_of,
 )
 
 DONE, EXISTED, MISSING = CellOutcome.DONE, CellOutcome.EXISTED, CellOutcome.MISSING
@@ -72,28 +76,33 @@ MEMORY = Tier("memory", durable=False, remote=False)
 FAR = Tier("far", durable=True, remote=True)
 
 
-def name_of(key: str) -> Cell:
-    return Cell(key, ChunkRef(key[0]), CELL_BYTES)
+def slab_of(keys: str, chunk: ChunkRef | None = None, part: str = "") -> Slab:
+    """A slab of these cells; a part that is a number is its layer."""
+    names = tuple(keys.split())
+    place = OPTIONAL if part == "?" else PLACE
+    if part.isdecimal():
+        place = replace(place, layer_start=int(part), layer_stop=int(part) + 1)
+    kind = SlabKind(names, (CELL_BYTES,) * len(names), (place,) * len(names), part)
+    return Slab.of(kind, chunk or ChunkRef(keys[0]), "")
 
 
-def cells_of(
-    job: int, cells: str, first_chunk: int = 0, *, stored: bool = True
-) -> tuple[Cell, ...]:
-    """The job's number is its only page."""
-    keys = cells.split()
+def slabs_of(
+    job: int, cells: str, first_chunk: int = 0, *, stored: bool = True, apart: bool = False
+) -> tuple[Slab, ...]:
+    """The job's number is its only page. `apart`: each cell is a slab, and its number a layer."""
     pages = (JobPages((job,), 0, 0, 0),)
+    slabs: dict[tuple[str, str], list[str]] = {}
+    for key in cells.split():
+        slabs.setdefault((key[0], key[1:] if apart or "?" in key else ""), []).append(key)
     chunks: dict[str, ChunkRef] = {}
     before = ""
-    for i, chunk_id in enumerate(dict.fromkeys(key[0] for key in keys)):
+    for i, chunk_id in enumerate(dict.fromkeys(chunk_id for chunk_id, _ in slabs)):
         parent = before if before < chunk_id else ""  # so that none comes before itself
         chunks[chunk_id] = ChunkRef(chunk_id, parent, first_chunk + i)
         before = chunk_id
     return tuple(
-        Cell(
-            *(key, chunks[key[0]], CELL_BYTES, OPTIONAL if key.endswith("?") else PLACE),
-            *(pages, stored),
-        )
-        for key in keys
+        slab_of(" ".join(keys), chunks[chunk_id], part)._replace(pages=pages, stored=stored)
+        for (chunk_id, part), keys in slabs.items()
     )
 
 
@@ -104,10 +113,12 @@ def load_job(
     stop: int | None = None,
     timeout_s: float = TIMEOUT_S,
     landed: int | None = None,
+    *,
+    apart: bool = False,
 ) -> LoadJob:
-    planned = cells_of(job, cells, first_chunk)
+    planned = slabs_of(job, cells, first_chunk, apart=apart)
     if stop is None:
-        stop = max((cell.chunk.position + 1 for cell in planned), default=first_chunk)
+        stop = max((slab.chunk.position + 1 for slab in planned), default=first_chunk)
     hashes = (b"",) * (stop - first_chunk)
     plan = LoadPlan(
         JobId(job),
@@ -122,8 +133,17 @@ def load_job(
     return LoadJob(plan, planned, timeout_s)
 
 
-def save_job(job: int, cells: str, *, stored: bool = True) -> SaveJob:
-    return SaveJob(SavePlan(JobId(job), f"r{job}", 0, (), ()), cells_of(job, cells, stored=stored))
+def save_job(job: int, cells: str, *, stored: bool = True, apart: bool = False) -> SaveJob:
+    plan = SavePlan(JobId(job), f"r{job}", 0, (), ())
+    return SaveJob(plan, slabs_of(job, cells, stored=stored, apart=apart))
+
+
+def keys_of(batch: Batch) -> list[str]:
+    return [key for part in batch.parts for key in part.cell_keys()]
+
+
+def slots_of(batch: Batch) -> list[Slot]:
+    return [slot for part in batch.parts for slot in part.slots]
 
 
 def counts_of(outcomes: tuple[tuple[CellOutcome, int], ...]) -> str:
@@ -134,7 +154,7 @@ def in_words(action: Action) -> str:
     """See the module docstring."""
     match action:
         case Batch():
-            return f"{action.lane} {' '.join(cell.key for cell in action.cells)}"
+            return f"{action.lane} {' '.join(keys_of(action))}"
         case LoadDone(job, request, stop, reason):
             assert request == f"r{job}"
             return f"loaded {job} to {stop} {reason.value}"
@@ -149,7 +169,7 @@ def in_words(action: Action) -> str:
         case HostCacheChange(added, removed):
             return " ".join(["host", *(f"+{g}" for g in added), *(f"-{g}" for g in removed)])
         case Lent(loan, slots):
-            return f"lent {loan}: {' '.join('no' if slot is None else 'yes' for slot in slots)}"
+            return f"lent {loan}: {' '.join('yes' if each else 'no' for each in slots)}"
         case LoanEnded(loan, held):
             return f"loan {loan} was {'' if held else 'not '}held"
         case SavesDropped(generation):
@@ -159,7 +179,7 @@ def in_words(action: Action) -> str:
 class Bench:
     """See the module docstring; the engine's invariants are checked after every step.
 
-    `keep` is the size of the host tier, `slots` that of the whole arena.
+    `keep` is the size of the host tier, `slots` that of the whole arena. `apart`: as in `slabs_of`.
     """
 
     def __init__(
@@ -169,16 +189,18 @@ class Bench:
         reserve: int = 1,
         keep: int = 0,
         policy: str = "lru",
-        cells_per_chunk: int = 1,
+        slabs_per_chunk: int = 1,
         limits: LaneLimits = WIDE,
         write_back: bool = False,
         lanes: dict[OpKind, LaneLimits] | None = None,
         replicas: ReplicaSet | None = None,
+        apart: bool = False,
     ) -> None:
+        self.apart = apart
         names = lane_names(len(tiers), replicas=replicas is not None)
         own = lanes or {}
         self.host_cache = HostCache(
-            SlotPool(slots, reserve), keep, POLICIES[policy], {"": cells_per_chunk}
+            SlotPool(slots, reserve), keep, POLICIES[policy], {"": slabs_per_chunk}
         )
         self.engine = Engine(
             self.host_cache,
@@ -201,25 +223,27 @@ class Bench:
     # Events
 
     def load(self, job: int, cells: str, first_chunk: int = 0, **more: int) -> list[str]:
-        return self.step(load_job(job, cells, first_chunk, **more))
+        return self.step(load_job(job, cells, first_chunk, apart=self.apart, **more))
 
     def land(self, job: int, stop: int, *, final: bool = False, urgent: bool = False) -> list[str]:
         """More chunks of a load have been stored."""
         return self.step(Landed(JobId(job), stop, final, urgent))
 
     def save(self, job: int, cells: str, *, stored: bool = True) -> list[str]:
-        return self.step(save_job(job, cells, stored=stored))
+        return self.step(save_job(job, cells, stored=stored, apart=self.apart))
 
     def prefetch(self, job: int, cells: str) -> list[str]:
-        named = (Cell(cell.key, cell.chunk, cell.nbytes) for cell in cells_of(job, cells))
-        return self.step(PrefetchJob(PrefetchPlan(f"r{job}", ()), tuple(named)))
+        slabs = tuple(slab._replace(pages=()) for slab in slabs_of(job, cells, apart=self.apart))
+        return self.step(PrefetchJob(PrefetchPlan(f"r{job}", ()), slabs))
 
     def ends(self, number: int, *outcomes: CellOutcome) -> list[str]:
         """A batch ends; one outcome stands for all its cells, none for DONE."""
         batch = self.running.pop(number)
         if len(outcomes) < 2:
-            outcomes = (outcomes or (DONE,)) * batch.size
-        return self.step(BatchDone(batch, outcomes))
+            return self.step(BatchDone(batch, (outcomes or (DONE,)) * len(batch.ops)))
+        left = iter(outcomes)
+        parts = [outcome_of(list(islice(left, part.num_cells))) for part in batch.parts]
+        return self.step(BatchDone(batch, parts))
 
     def hangs(self, number: int) -> list[str]:
         """A batch is given up, since its store does not answer."""
@@ -229,7 +253,7 @@ class Bench:
     def late(self, number: int, outcome: CellOutcome = DONE) -> list[str]:
         """A batch that was given up ends after all."""
         batch = self.hanging.pop(number)
-        return self.step(BatchDone(batch, (outcome,) * batch.size))
+        return self.step(BatchDone(batch, (outcome,) * len(batch.ops)))
 
     def health(self, tier: int, up: bool) -> list[str]:
         return self.step(TierHealth(tier, up))
@@ -282,10 +306,12 @@ class Bench:
         while self.running:
             assert len(told) < MOST_LINES, told[-8:]
             number, batch = next(iter(self.running.items()))
-            outcomes = [
-                DONE if outcome is None else outcome(batch.lane, cell.key) for cell in batch.cells
-            ]
-            outcomes += [DONE] * len(batch.fences)
+            outcomes: list[Outcome] = [DONE] * len(batch.ops)
+            if outcome is not None and batch.parts:
+                outcomes = [
+                    outcome_of([outcome(batch.lane, key) for key in part.cell_keys()])
+                    for part in batch.parts
+                ]
             del self.running[number]
             told += self.step(BatchDone(batch, outcomes))
         return [line.lstrip("0123456789 ") for line in told]
@@ -306,7 +332,13 @@ class Bench:
 
     def cells(self) -> str:
         """The cells in host memory or on their way into it; dirty ones have a star."""
-        return " ".join(sorted(entry.key + "*" * entry.dirty for entry in self.host_cache))
+        return " ".join(
+            sorted(
+                key + "*" * entry.dirty
+                for entry in self.host_cache
+                for key in entry.slab.cell_keys()
+            )
+        )
 
     def counted(self, name: str, **labels: str) -> int:
         self.engine.context.fill(self.registry)
@@ -316,7 +348,7 @@ class Bench:
     def is_clean(self) -> bool:
         """Nothing is under way, and all slots are free or of cells that stay."""
         slots = self.host_cache.slots
-        held = sum(1 for _ in self.host_cache)
+        held = sum(entry.num_cells for entry in self.host_cache)
         return self.engine.idle and slots.num_free == slots.count - held
 
 

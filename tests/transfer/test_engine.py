@@ -14,6 +14,7 @@ from tests.transfer.engine_bench import (
     UNREACHABLE,
     Bench,
     save_job,
+    slots_of,
 )
 from vllm_kvpool.transfer.fetches import MAX_WAITING_REMOVES
 from vllm_kvpool.transfer.graph import Batch, BatchDone, LaneLimits, Owner, Priority
@@ -222,14 +223,14 @@ def test_a_batch_says_for_whom_since_when_and_how_often() -> None:
     assert (batch.ready_at, batch.attempt) == (1.0, 2)
 
 
-def test_the_cells_of_a_gather_say_where_the_pages_are() -> None:
+def test_parts_of_a_gather_say_where_the_pages_are() -> None:
     bench = Bench(DISK)
     job = save_job(1, "a b")
     [batch] = bench.engine.step(job, 0.0)
     assert isinstance(batch, Batch)
     assert batch.lane == LaneName(OpKind.GATHER, HOST)
-    assert tuple(batch.cells) == job.cells
-    assert len(set(batch.slots) - {None}) == 2
+    assert tuple(part.slab for part in batch.parts) == job.slabs
+    assert len(set(slots_of(batch))) == 2
 
 
 def test_a_fetch_that_is_tried_again_does_not_hold_a_slot_from_those_before_it() -> None:

@@ -12,6 +12,7 @@ from tests.transfer.engine_bench import (
     SINGLE,
     UNREACHABLE,
     Bench,
+    slots_of,
     two_batches,
     words,
 )
@@ -30,9 +31,9 @@ def test_cells_of_a_get_that_hangs_are_asked_of_the_next_tier_in_new_slots(
 ) -> None:
     bench = Bench(MEMORY, DISK)
     bench.load(1, "a b")
-    old = set(bench.running[0].slots)
+    old = set(slots_of(bench.running[0]))
     assert bench.hangs(0) == ["1 get-1 a b"]
-    assert not old & set(bench.running[1].slots)
+    assert not old & set(slots_of(bench.running[1]))
     assert bench.slots() == "0 2 2"
     assert bench.run() == ["check a b", "scatter a b", "loaded 1 to 2 done"]
     assert bench.engine.idle
@@ -144,7 +145,7 @@ def test_a_save_whose_put_hangs_is_reported_and_its_slot_stays_out_of_use(
     bench.save(1, "a")
     bench.ends(0)
     bench.ends(1)
-    [lent] = bench.running[2].slots
+    [lent] = slots_of(bench.running[2])
     told = bench.hangs(2)
     assert told[-1] == "saved 1: 1 timed_out"
     assert bench.engine.idle
@@ -152,10 +153,10 @@ def test_a_save_whose_put_hangs_is_reported_and_its_slot_stays_out_of_use(
     assert bench.slots() == f"{free} 1 0"
     # Whoever wants the cell finds it here, and nobody writes into its slot.
     assert bench.load(2, "a") == ["3 scatter a"]
-    assert bench.running[3].slots == [lent]
+    assert slots_of(bench.running[3]) == [lent]
     assert bench.ends(3) == ["loaded 2 to 1 done"]
     bench.load(3, " ".join(f"{chunk}0" for chunk in "bcdefgh"))
-    assert bench.engine.context.host_cache.get("a").slot == lent
+    assert bench.engine.context.host_cache.get("a").slots == [lent]
     bench.run()
     # Loads went on meanwhile: they have filled the place that it would go back to, and what was
     # used once leaves.
@@ -191,7 +192,7 @@ def test_a_dirty_cell_whose_put_hangs_is_held_until_the_answer() -> None:
     bench.save(1, "a b")
     bench.run_but("put-0")
     put = next(iter(bench.running))
-    lent = set(bench.running[put].slots)
+    lent = set(slots_of(bench.running[put]))
     assert len(lent) == 2
     bench.hangs(put)
     assert bench.cells() == "a b"  # no copy is tried again, as with one that fails
@@ -199,7 +200,7 @@ def test_a_dirty_cell_whose_put_hangs_is_held_until_the_answer() -> None:
     bench.after(FIRST_PAUSE_S)
     bench.load(2, "c d")
     for batch in list(bench.running):
-        assert not lent & set(bench.running[batch].slots)
+        assert not lent & set(slots_of(bench.running[batch]))
     bench.run()
     assert {"a", "b"} <= set(bench.cells().split())
     bench.late(put)

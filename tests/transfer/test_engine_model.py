@@ -21,8 +21,9 @@ from tests.transfer.engine_bench import (
     MISSING,
     UNREACHABLE,
     load_job,
-    name_of,
     save_job,
+    slabs_of,
+    slots_of,
 )
 from vllm_kvpool.staging.slots import Slot, SlotPool
 from vllm_kvpool.storage.breaker import LONGEST_PAUSE_S
@@ -34,7 +35,6 @@ from vllm_kvpool.transfer.host_cache import CacheEntryState, HostCache
 from vllm_kvpool.transfer.loads import URGENT_S
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
-    Cell,
     CellOutcome,
     DropSaves,
     Flush,
@@ -43,6 +43,8 @@ from vllm_kvpool.transfer.ops import (
     LoadDone,
     LoadJob,
     OpKind,
+    Outcome,
+    Part,
     PrefetchJob,
     PrefetchPlan,
     SaveDone,
@@ -50,6 +52,8 @@ from vllm_kvpool.transfer.ops import (
     SaveJob,
     TierHealth,
     TimePassed,
+    each_of,
+    outcome_of,
 )
 from vllm_kvpool.transfer.saves import SAVE_STALL_S
 
@@ -71,13 +75,13 @@ OUTCOMES = {
 }
 FENCE = OpKind.FENCE
 PARTS = st.one_of(st.none(), st.lists(st.integers(0, 8), max_size=3))
-"""Where a plan's cells are cut that the engine names one after another."""
+"""Where a plan's slabs are cut that the engine names one after another."""
 TIERS = st.builds(Tier, st.just("tier"), durable=st.booleans(), remote=st.booleans())
 
 
 @dataclass
 class Told:
-    """What the engine has been seen to do for one job, which has all cells of its plan."""
+    """What the engine has been seen to do for one job, which has all slabs of its plan."""
 
     job: LoadJob | SaveJob
     weights_version: int  # how often everything had been forgotten when it came
@@ -99,12 +103,12 @@ class Reached:
 
 
 def in_parts(job: J, cuts: list[int] | None) -> J:
-    """The same job, of whose cells the first part comes with it."""
+    """The same job, of whose slabs the first part comes with it."""
     if cuts is None:
         return job
-    ends = [0, *sorted(cuts), len(job.cells)]
-    first, *rest = (job.cells[a:b] for a, b in pairwise(ends))
-    return job._replace(cells=first, rest=iter(rest))
+    ends = [0, *sorted(cuts), len(job.slabs)]
+    first, *rest = (job.slabs[a:b] for a, b in pairwise(ends))
+    return job._replace(slabs=first, rest=iter(rest))
 
 
 @dataclass
@@ -123,11 +127,12 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         tiers=st.lists(TIERS, max_size=3),
         keep=st.sampled_from((0, 0, 1, 2, 4, 6)),
-        staging=st.integers(1, 4),
+        staging=st.integers(1, 6),
         reserve=st.integers(0, 3),
         policy=st.sampled_from(sorted(POLICIES)),
         write_back=st.booleans(),
-        cells=st.integers(1, 2),
+        cells=st.integers(1, 3),
+        apart=st.booleans(),
         limits=st.builds(
             LaneLimits,
             batches=st.integers(1, 3),
@@ -145,10 +150,14 @@ class EngineMachine(RuleBasedStateMachine):
         policy: str,
         write_back: bool,
         cells: int,
+        apart: bool,
         limits: LaneLimits,
     ) -> None:
-        slots = SlotPool(keep + staging, min(reserve, staging - 1))
-        self.host_cache = HostCache(slots, keep, POLICIES[policy], {"": cells})
+        staging = max(staging, cells)  # a slab fits, for loads and for saves
+        slots = SlotPool(keep + staging, min(reserve, staging - cells))
+        slabs = cells if apart else 1
+        self.host_cache = HostCache(slots, keep, POLICIES[policy], {"": slabs})
+        self.apart, self.slabs_per_chunk = apart, slabs
         named = tuple(Tier(f"t{i}", t.durable, t.remote) for i, t in enumerate(tiers))
         lanes = dict.fromkeys(lane_names(len(tiers)), limits)
         self.engine = Engine(self.host_cache, named, lanes, write_back=write_back)
@@ -184,7 +193,7 @@ class EngineMachine(RuleBasedStateMachine):
         job = len(self.told)
         stop = None if landed is None else first + min(landed, chunks)
         keys = self.keys(first, chunks)
-        event = load_job(job, keys, first, first + chunks, timeout_s, landed=stop)
+        event = load_job(job, keys, first, first + chunks, timeout_s, landed=stop, apart=self.apart)
         deadline = self.clock() + timeout_s
         event = event._replace(fence=Reached() if fence else None)
         self.told[job] = Told(event, self.weights_version, deadline, landed=stop)
@@ -207,35 +216,45 @@ class EngineMachine(RuleBasedStateMachine):
         self, first: int, chunks: int, stored: bool, cuts: list[int] | None, fence: bool
     ) -> None:
         job = len(self.told)
-        event = save_job(job, self.keys(first, chunks), stored=stored)
+        event = save_job(job, self.keys(first, chunks), stored=stored, apart=self.apart)
         event = event._replace(fence=Reached() if fence else None)
         self.told[job] = Told(event, self.weights_version, float("inf"))
         self.step(in_parts(event, cuts))
 
     @precondition(lambda self: self.is_naming)
     @rule()
-    def name_cells(self) -> None:
+    def name_slabs(self) -> None:
         """What the engine's thread does at once when nothing else has come."""
         self.step(TimePassed())
 
     @precondition(lambda self: self.host_cache.capacity)
     @rule(first=st.integers(0, len(CHUNKS)), chunks=st.integers(1, 4))
     def prefetch(self, first: int, chunks: int) -> None:
-        cells = map(name_of, self.keys(first, chunks).split())
-        self.step(PrefetchJob(PrefetchPlan("prefetch", ()), tuple(cells)))
+        slabs = slabs_of(0, self.keys(first, chunks), apart=self.apart)
+        named = tuple(slab._replace(pages=()) for slab in slabs)
+        self.step(PrefetchJob(PrefetchPlan("prefetch", ()), named))
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
     def complete(self, data: st.DataObject) -> None:
         batch = data.draw(st.sampled_from(self.flying))
         kinds = OUTCOMES[batch.lane.kind]
-        self.finish(batch, [data.draw(st.sampled_from(kinds)) for _ in range(batch.size)])
+        self.finish(batch, self.draw_outcomes(data, batch, kinds))
+
+    def draw_outcomes(
+        self, data: st.DataObject, batch: Batch, kinds: tuple[CellOutcome, ...]
+    ) -> list[Outcome]:
+        """An outcome of each op; cells of stores' and checked slabs have outcomes of their own."""
+        one = st.sampled_from(kinds)
+        if batch.lane.kind not in (GET, PUT, CHECK):
+            return [data.draw(one) for _ in batch.ops]
+        return [outcome_of([data.draw(one) for _ in range(part.num_cells)]) for part in batch.parts]
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
     def complete_well(self, data: st.DataObject) -> None:
         batch = data.draw(st.sampled_from(self.flying))
-        self.finish(batch, [DONE] * batch.size)
+        self.finish(batch, [DONE] * len(batch.ops))
 
     @precondition(lambda self: any(batch.lane.tier >= 0 for batch in self.flying))
     @rule(data=st.data(), outcome=st.sampled_from(PASSING))
@@ -244,7 +263,7 @@ class EngineMachine(RuleBasedStateMachine):
         tier = data.draw(st.sampled_from(sorted({batch.lane.tier for batch in batches})))
         for batch in batches:
             if batch.lane.tier == tier:
-                self.finish(batch, [outcome] * len(batch.cells))
+                self.finish(batch, [outcome] * len(batch.ops))
 
     @precondition(lambda self: any(batch.lane.tier >= 0 for batch in self.flying))
     @rule(data=st.data())
@@ -260,7 +279,7 @@ class EngineMachine(RuleBasedStateMachine):
     def answer_late(self, data: st.DataObject) -> None:
         batch = data.draw(st.sampled_from(self.hanging))
         kinds = OUTCOMES[batch.lane.kind]
-        self.come_back(batch, [data.draw(st.sampled_from(kinds)) for _ in batch.cells])
+        self.come_back(batch, self.draw_outcomes(data, batch, kinds))
 
     @precondition(lambda self: self.engine.context.tiers)
     @rule(data=st.data(), up=st.booleans())
@@ -292,7 +311,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @property
     def is_naming(self) -> bool:
-        """Whether there are jobs of whose cells the engine has not been told all."""
+        """Whether there are jobs of whose slabs the engine has not been told all."""
         return self.engine.loads.is_naming or self.engine.saves.is_naming
 
     def streams(self) -> list[int]:
@@ -331,20 +350,23 @@ class EngineMachine(RuleBasedStateMachine):
         lane = batch.lane
         limits = self.engine.context.lane(lane.kind, lane.tier).limits
         assert batch not in [*self.flying, *self.hanging]
-        assert 0 < batch.size <= limits.batch_ops
+        size = batch.num_cells + len(batch.fences)
+        assert 0 < size <= limits.batch_ops or len(batch.ops) == 1
         assert lane.tier not in self.away
         if lane.tier >= 0:
             assert not self.engine.context.breakers[lane.tier].is_open(self.clock())
         users = defaultdict(set)
         for other in [*self.flying, *self.hanging]:
-            for slot in other.slots:
+            for slot in slots_of(other):
                 users[slot].add(other.lane.kind)
-        for cell, slot in zip(batch.cells, batch.slots, strict=True):
-            assert (slot is None) == (lane.kind is REMOVE)
-            if slot is not None:
-                self.slot_used(lane.kind, slot, cell.key, users[slot])
+        for part in batch.parts:
+            assert len(part.slots) == (0 if lane.kind is REMOVE else part.num_cells)
+            if lane.kind is REMOVE:
+                continue
+            for key, slot in zip(part.cell_keys(), part.slots, strict=True):
+                self.slot_used(lane.kind, slot, key, users[slot])
             if lane.kind in (GATHER, SCATTER):
-                self.pages_used(lane.kind, slot, cell)
+                self.pages_used(lane.kind, part)
         self.flying.append(batch)
         together = [w for w in self.flying if w.lane == lane]
         assert len(together) <= limits.batches
@@ -361,42 +383,42 @@ class EngineMachine(RuleBasedStateMachine):
         assert content.sealed or kind is not PUT
         assert kind is not SEAL or not users & {PUT, SEAL}
 
-    def pages_used(self, kind: OpKind, slot: Slot | None, task: Cell) -> None:
-        told = self.told[task.pages[0].block_ids[0]]
-        assert task in told.job.cells
-        assert slot is not None
+    def pages_used(self, kind: OpKind, part: Part) -> None:
+        told = self.told[part.slab.pages[0].block_ids[0]]
+        assert part.slab in told.job.slabs
+        assert part.cells is None
         assert told.job.fence is None or told.job.fence.is_reached  # type: ignore[attr-defined]
         if kind is SCATTER:
             assert not told.is_reported
-            assert self.contents[slot].weights_version >= told.weights_version
+            for slot in part.slots:
+                assert self.contents[slot].weights_version >= told.weights_version
         else:
             assert not told.is_gathered
 
-    def finish(self, batch: Batch, outcomes: list[CellOutcome]) -> None:
+    def finish(self, batch: Batch, outcomes: list[Outcome]) -> None:
         self.flying.remove(batch)
         if batch.lane.kind is FENCE:
             for fence, outcome in zip(batch.fences, outcomes, strict=True):
                 fence.is_reached = outcome is DONE  # type: ignore[attr-defined]
             self.step(BatchDone(batch, tuple(outcomes)))
             return
-        for cell, slot, outcome in zip(batch.cells, batch.slots, outcomes, strict=True):
-            if outcome is not DONE or slot is None:
-                continue
-            if batch.lane.kind in (GATHER, CHECK):
-                self.contents[slot].good = True
-            elif batch.lane.kind is SEAL:
-                self.contents[slot].sealed = True
-            elif batch.lane.kind is SCATTER:
-                self.told[cell.pages[0].block_ids[0]].in_pages.add(cell.key)
+        for part, outcome in zip(batch.parts, outcomes, strict=True):
+            for slot, each in zip(part.slots, each_of(outcome, part.num_cells), strict=False):
+                if each is DONE and batch.lane.kind in (GATHER, CHECK):
+                    self.contents[slot].good = True
+                elif each is DONE and batch.lane.kind is SEAL:
+                    self.contents[slot].sealed = True
+            if outcome is DONE and batch.lane.kind is SCATTER:
+                self.told[part.slab.pages[0].block_ids[0]].in_pages.update(part.cell_keys())
         self.step(BatchDone(batch, tuple(outcomes)))
 
-    def come_back(self, batch: Batch, outcomes: list[CellOutcome]) -> None:
+    def come_back(self, batch: Batch, outcomes: list[Outcome]) -> None:
         self.hanging.remove(batch)
         self.step(BatchDone(batch, tuple(outcomes)))
 
     def in_flight(self, job: int, kind: OpKind) -> bool:
-        cells = [cell for w in self.flying if w.lane.kind is kind for cell in w.cells]
-        return any(c.pages and c.pages[0].block_ids == (job,) for c in cells)
+        slabs = [part.slab for w in self.flying if w.lane.kind is kind for part in w.parts]
+        return any(slab.pages and slab.pages[0].block_ids == (job,) for slab in slabs)
 
     def load_reported(self, report: LoadDone) -> None:
         told = self.told[report.job_id]
@@ -405,7 +427,8 @@ class EngineMachine(RuleBasedStateMachine):
         told.is_reported = True
         assert told.job.plan.first_chunk <= report.ok_stop_chunk <= told.job.plan.stop_chunk
         assert not self.in_flight(report.job_id, SCATTER)
-        before = {t.key for t in told.job.cells if t.chunk.position < report.ok_stop_chunk}
+        loaded = (s for s in told.job.slabs if s.chunk.position < report.ok_stop_chunk)
+        before = {key for slab in loaded for key in slab.cell_keys()}
         assert before <= told.in_pages
         assert (report.reason is DONE) == (report.ok_stop_chunk == told.job.plan.stop_chunk)
 
@@ -421,7 +444,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert told.is_gathered
         assert not told.is_reported
         told.is_reported = True
-        assert sum(count for _, count in report.outcomes) == len(told.job.cells)
+        num_cells = sum(slab.num_cells for slab in told.job.slabs)
+        assert sum(count for _, count in report.outcomes) == num_cells
 
     @invariant()
     def holds(self) -> None:
@@ -444,24 +468,26 @@ class EngineMachine(RuleBasedStateMachine):
         slots = self.host_cache.slots
         written = set()
         for batch in self.hanging:
-            for cell, slot in zip(batch.cells, batch.slots, strict=True):
-                if batch.lane.kind is GET:
-                    assert slot is not None
-                    assert slot in slots._quarantined
-                    written.add(slot)
-                elif batch.lane.kind is PUT:
-                    assert slot is not None
-                    assert slot not in slots._quarantined
-                    content = self.contents[slot]
-                    assert (content.key, content.good) == (cell.key, True)
-        assert len(written) == self.engine.hung_calls.num_slots_written
-        assert not written & {entry.slot for entry in self.host_cache}
+            for part in batch.parts:
+                for key, slot in zip(part.cell_keys(), part.slots, strict=False):
+                    if batch.lane.kind is GET:
+                        assert slot in slots._quarantined
+                        written.add(slot)
+                    elif batch.lane.kind is PUT:
+                        assert slot not in slots._quarantined
+                        content = self.contents[slot]
+                        assert (content.key, content.good) == (key, True)
+        # With a slab's slots those of its cells that had come before are given up.
+        assert len(written) <= self.engine.hung_calls.num_slots_written
+        assert slots.num_quarantined == self.engine.hung_calls.num_slots_written
+        assert not written & {slot for entry in self.host_cache for slot in entry.slots}
 
     def whole_groups(self) -> set[str]:
-        """Chunks all of whose cells are in host memory."""
-        groups = [e.chunk.id for e in self.host_cache if e.state is CacheEntryState.PRESENT]
+        """Chunks all of whose slabs are in host memory."""
+        present = CacheEntryState.PRESENT
+        groups = [e.slab.chunk.id for e in self.host_cache if e.state is present]
         kept = self.host_cache.capacity > 0
-        return {group for group in groups if kept and groups.count(group) == self.cells}
+        return {group for group in groups if kept and groups.count(group) == self.slabs_per_chunk}
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -474,20 +500,20 @@ class EngineMachine(RuleBasedStateMachine):
         assert all(told.is_reported for told in self.told.values())
         assert self.engine.idle
         for batch in list(self.hanging):
-            self.come_back(batch, [DONE] * len(batch.cells))
+            self.come_back(batch, [DONE] * len(batch.ops))
             self.holds()
         self.run_dry()
         assert self.engine.idle
         assert not any(entry.pins for entry in self.host_cache)
         assert self.host_cache.capacity or not list(self.host_cache)
         slots = self.host_cache.slots
-        assert slots.num_held == len(list(self.host_cache))
+        assert slots.num_held == sum(entry.num_cells for entry in self.host_cache)
         assert slots.num_free == slots.count - slots.num_held
 
     def run_dry(self) -> None:
         while self.flying or self.engine.next_deadline() is not None:
             for batch in list(self.flying):
-                self.finish(batch, [DONE] * batch.size)
+                self.finish(batch, [DONE] * len(batch.ops))
                 self.holds()
             self.clock.advance(SAVE_STALL_S)
             self.step(TimePassed())

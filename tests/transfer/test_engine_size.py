@@ -60,7 +60,6 @@ def test_nothing_is_left_of_jobs_that_are_over(policy: str, write_back: bool) ->
         reserve=4,
         keep=12,
         policy=policy,
-        cells_per_chunk=2,
         limits=LIMITS,
         write_back=write_back,
     )
@@ -89,7 +88,7 @@ def test_nothing_is_left_of_jobs_that_are_over(policy: str, write_back: bool) ->
     check(bench.engine)
     assert bench.engine.idle
     assert bench.host_cache.num_idle <= 12
-    assert bench.host_cache.slots.num_held == len(list(bench.host_cache))
+    assert bench.host_cache.slots.num_held == sum(each.num_cells for each in bench.host_cache)
     assert alive(Op) == before[0]
     assert alive(CacheEntry) == before[1] + len(list(bench.host_cache))
     assert all(not any(lane.queues) for lane in bench.engine.context.scheduler.lanes.values())

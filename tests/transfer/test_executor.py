@@ -89,6 +89,7 @@ class Rank:
         keep: int = 0,
         write_back: bool = False,
         one_cell: bool = False,
+        slab_cells: int = 64,
         perform: Perform | None = None,
         lanes: dict[LaneName, int] = LANES,
         call_timeout_s: float = CALL_TIMEOUT_S,
@@ -104,6 +105,7 @@ class Rank:
             load_timeout_s=LIMIT_S,
             keeps_all=keep > 0,
             block_sizes=(BLOCK,),
+            slab_cells=slab_cells,
         )
         self.pages_lbhnc = torch.zeros((LAYERS, BLOCKS, HEADS, BLOCK, ROW), dtype=torch.int16)
         self.registry, self.trace = MetricsRegistry(), FakeTrace()
@@ -119,7 +121,7 @@ class Rank:
             (store,), ("memory",), arena, copier, copier, CHUNK, True, self.registry
         )
         self.engine = Engine(
-            HostCache(SlotPool(arena.num_slots, 4), keep, Lru(), {"": len(self.planner.cells)}),
+            HostCache(SlotPool(arena.num_slots, 4), keep, Lru(), self.planner.slabs_per_chunk),
             (Tier("memory", durable=True, remote=False),),
             dict.fromkeys(lane_names(1), LIMITS),
             write_back=write_back,
@@ -205,12 +207,17 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 # From plan to report
 
 
+@pytest.mark.parametrize("slab_cells", [(64, 64), (3, 3), (64, 1), (1, 3)])
 @pytest.mark.parametrize("part_bytes", [1, 64 << 20], ids=["chunk by chunk", "at once"])
 def test_what_one_worker_saves_another_loads(
-    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+    store: FaultyStore,
+    monkeypatch: pytest.MonkeyPatch,
+    part_bytes: int,
+    slab_cells: tuple[int, int],
 ) -> None:
+    """Each may cut chunks into slabs in its own way."""
     monkeypatch.setattr("vllm_kvpool.transfer.planner.PART_BYTES", part_bytes)
-    writer, reader = Rank(store, copies=True), Rank(store, copies=True)
+    writer, reader = (Rank(store, copies=True, slab_cells=each) for each in slab_cells)
     writer.fill()
     blocks = (3, 1, 4, 12, 5, 9)
     writer.executor.post(save_plan(1, 3, blocks))
@@ -422,7 +429,8 @@ def test_closing_copies_down_what_is_in_host_memory_alone(store: FaultyStore, wa
     rank.executor.post(Close(time.monotonic() + LIMIT_S))
     assert waits or has_taken_all(rank.executor)
     assert rank.close()
-    keys = [cell.key for cell in rank.planner.prefetch(PrefetchPlan("", HASHES)).cells]
+    slabs = rank.planner.prefetch(PrefetchPlan("", HASHES)).slabs
+    keys = [key for slab in slabs for key in slab.cell_keys()]
     assert store.exists(keys) == [True] * 12
     rank.check_is_idle()
 
@@ -573,7 +581,7 @@ def test_of_two_answers_for_a_batch_the_first_counts(
     )
     assert rank.save(1) == {DONE: 4}
     for batch in batches:  # gather, seal, put
-        rank.executor._inbox.put(BatchDone(batch, (FAILED,) * 4))
+        rank.executor._inbox.put(BatchDone(batch, (FAILED,) * len(batch.ops)))
     assert rank.save(2) == {EXISTED: 4}
     assert "kvpool_failures{kind=engine}" not in rank.registry.snapshot()
 
@@ -625,7 +633,7 @@ NUM_GRAPHS = 1000
 
 
 def all_done(batch: Batch) -> tuple[CellOutcome, ...]:
-    return (DONE,) * len(batch.cells)
+    return (DONE,) * len(batch.ops)
 
 
 def one_cell_plan(kind: type, job: int) -> SavePlan | LoadPlan:

@@ -80,7 +80,7 @@ def test_a_load_waits_for_its_own_fence_and_not_for_a_later_one() -> None:
     fenced_load(rig, 1, "a", ONE)
     fenced_load(rig, 2, "b", TWO)
     (first, _), (second, _) = (each.split() for each in fences(rig))
-    assert not any(batch.cells for batch in rig.running.values())
+    assert not any(batch.parts for batch in rig.running.values())
     assert [line.split()[1:] for line in rig.ends(int(first))] == [["scatter", "a"]]
     assert "loaded 1 to 1 done" in rig.ends(max(rig.running))
     assert [line.split()[1:] for line in rig.ends(int(second))] == [["scatter", "b"]]
@@ -107,7 +107,7 @@ def test_plans_of_one_step_wait_once() -> None:
 def test_a_save_is_gathered_after_its_fence() -> None:
     rig = bench()
     rig.step(save_job(1, "a")._replace(fence=ONE))
-    assert not any(batch.cells for batch in rig.running.values())
+    assert not any(batch.parts for batch in rig.running.values())
     assert rig.run()[0] == "gather a"
 
 
@@ -134,7 +134,7 @@ def test_jobs_of_a_fence_that_fails_have_failed() -> None:
 def test_pages_of_a_missing_optional_cell_are_cleared_after_the_fence() -> None:
     rig = filled()
     fenced_load(rig, 1, "a x?", ONE)
-    assert not any(batch.cells for batch in rig.running.values())
+    assert not any(batch.parts for batch in rig.running.values())
     assert rig.run() == ["scatter a x?", "loaded 1 to 2 done"]
     assert rig.loaded[0].cleared == {1}
 
@@ -164,7 +164,7 @@ def test_a_load_ends_while_the_fence_of_a_later_plan_is_not_reached(rank: Rank) 
         SaveGathered(JobId(3), "r3"),
     )
     assert rank.executor.wait(lambda reports: loaded in reports, LIMIT_S)
-    assert len(rank.copier.gathered) == 8
+    assert sum(len(move.addresses) for move in rank.copier.gathered) == 8
     assert gathered not in rank.executor.drain()
     held.reached.set()
     assert rank.executor.wait(lambda reports: gathered in reports, LIMIT_S)

@@ -53,20 +53,29 @@ class Bench:
         self.running: dict[str, Batch] = {}
 
     def graph(self, spec: str = "", priority: Priority = LOAD) -> Owner:
-        """`"a b<a C!<ab"`: b after a; the marker C after both, however they end."""
+        """`"a b<a C!<ab"`: b after a; the marker C after both, however they end. `"a*3"`: a moves
+        three cells."""
         owner = Owner(priority, "r", self.num_jobs)
         self.num_jobs += 1
         for word in spec.split():
             head, _, after = word.partition("<")
-            self.add(owner, head[0], after, always=head.endswith("!"))
+            size = int(head.partition("*")[2] or 1)
+            self.add(owner, head[0], after, always=head.endswith("!"), size=size)
         return owner
 
     def add(
-        self, owner: Owner, name: str, after: str = "", nbytes: int = 0, *, always: bool = False
+        self,
+        owner: Owner,
+        name: str,
+        after: str = "",
+        nbytes: int = 0,
+        *,
+        always: bool = False,
+        size: int = 1,
     ) -> Op:
         lane = None if name.isupper() else self.lane
         before = [self.ops[each] for each in after]
-        op = self.scheduler.add(owner, lane, name, nbytes, before, always=always)
+        op = self.scheduler.add(owner, lane, name, nbytes, before, always=always, size=size)
         self.ops[name] = op
         self.all_ops.append(op)
         check_graph(self.scheduler, self.all_ops)
@@ -194,6 +203,40 @@ def test_an_op_that_is_not_admitted_keeps_its_place() -> None:
     asked.clear()
     assert bench.take() == ["cd"]
     assert asked == ["c", "d"]
+
+
+def test_a_batch_has_so_many_cells_at_most_or_one_op() -> None:
+    """An op moves all its cells at once, in the order in which it came."""
+    bench = Bench(LaneLimits(MANY, batch_ops=4, batch_bytes=MANY, budget_bytes=MANY))
+    bench.graph("a*2 b*2 c*3 d*2 e*9 f g*4 h")
+    assert bench.lane.num_ready == 24
+    assert bench.take() == ["ab", "c", "d", "e", "f", "g", "h"]
+    assert bench.lane.num_ready == 0
+
+
+def test_an_op_of_many_cells_ends_a_batch_of_small_ones() -> None:
+    """It is not passed over by those behind it that would fit."""
+    bench = Bench(LaneLimits(1, batch_ops=4, batch_bytes=MANY, budget_bytes=MANY))
+    bench.graph("a b c*3 d")
+    assert bench.one_by_one() == "ab cd"
+
+
+def test_cells_that_wait_in_a_lane_are_counted() -> None:
+    bench = Bench(NARROW)
+    bench.graph("a*3 b*5 c*2 d*7<c")
+    assert bench.lane.num_ready == 10
+    bench.take()
+    assert bench.lane.num_ready == 7
+    bench.scheduler.cancel(bench.ops["c"])
+    assert bench.lane.num_ready == 5
+    bench.scheduler.raise_priority(bench.ops["b"], LOAD)
+    bench.scheduler.move(bench.ops["b"], bench.other)
+    assert (bench.lane.num_ready, bench.other.num_ready) == (0, 5)
+    bench.ops["a"].size = 1  # two of its cells came
+    bench.end("a", Scheduler.move, bench.other)
+    assert bench.other.num_ready == 6
+    bench.scheduler.fail(bench.ops["b"])
+    assert bench.other.num_ready == 1
 
 
 def test_a_class_that_is_not_admitted_lets_others_pass() -> None:

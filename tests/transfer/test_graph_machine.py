@@ -67,17 +67,20 @@ class SchedulerMachine(RuleBasedStateMachine):
                 st.integers(0, 12),
                 st.lists(st.integers(0, 99), max_size=3),
                 st.booleans(),
+                st.integers(1, 4),
             ),
             min_size=1,
             max_size=6,
         )
     )
-    def add_ops(self, specs: list[tuple[Priority, int, int, list[int], bool]]) -> None:
-        for priority, where, nbytes, befores, always in specs:
+    def add_ops(self, specs: list[tuple[Priority, int, int, list[int], bool, int]]) -> None:
+        for priority, where, nbytes, befores, always, size in specs:
             owner, lane = Owner(priority), self.lanes[where]
             before = [each % len(self.ops) for each in befores if self.ops]
             first = [self.ops[each] for each in before]
-            op = self.scheduler.add(owner, lane, len(self.ops), nbytes, first, always=always)
+            op = self.scheduler.add(
+                *(owner, lane, len(self.ops), nbytes, first), always=always, size=size
+            )
             self.ops.append(op)
             self.known.append(Known(lane, frozenset(before), always))
 
@@ -97,7 +100,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         limits = lane.limits
         sizes = [op.nbytes for op in batch.ops]
         assert len({op.priority for op in batch.ops}) == 1
-        assert 1 <= len(batch.ops) <= limits.batch_ops
+        assert len(batch.ops) == 1 or sum(op.size for op in batch.ops) <= limits.batch_ops
+        assert batch.ops
         assert sum(sizes[:-1]) < limits.batch_bytes
         assert batch.nbytes == sum(sizes)
         for op in batch.ops:
@@ -128,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(
         number=st.integers(0, 9),
-        hows=st.lists(st.sampled_from("ffffxmm"), min_size=3, max_size=3),
+        hows=st.lists(st.sampled_from("ffffxmn"), min_size=3, max_size=3),
         lane=st.sampled_from((0, 1)),
     )
     def end(self, number: int, hows: list[str], lane: int) -> None:
@@ -148,6 +152,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 known.state = OpState.FAILED
             case _:
                 assert lane is not None
+                if how == "n":  # some of its cells came: it moves the others
+                    op.size, op.nbytes = max(1, op.size - 1), op.nbytes // 2
                 self.scheduler.move(op, lane)
                 known.state, known.lane = OpState.READY, lane
         self.settle()
@@ -211,6 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             waiting = self.ready_in(lane)
             assert Counter(op.what for op in waiting) == Counter(ready)
             assert [op.priority for op in waiting] == sorted(op.priority for op in waiting)
+            assert lane.num_ready == sum(op.size for op in waiting)
         self.events_agree()
 
     def events_agree(self) -> None:

@@ -12,7 +12,7 @@ from vllm_kvpool.staging.slots import SlotPool, SlotUse
 from vllm_kvpool.storage.base import ChunkRef, Retention
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.transfer.host_cache import STALE_PLACES, CacheEntry, CacheEntryState, HostCache
-from vllm_kvpool.transfer.ops import HostCacheChange
+from vllm_kvpool.transfer.ops import HostCacheChange, Slab, SlabKind
 
 LOAD, SAVE = SlotUse.LOAD, SlotUse.SAVE
 SECOND = 10**9
@@ -30,13 +30,13 @@ def host(
     keep: int = 2,
     slots: int = 4,
     reserve: int = 0,
-    cells_per_chunk: int = 1,
+    slabs_per_chunk: int = 1,
     policy: str = "lru",
     has_shares: bool = False,
 ) -> HostCache:
     """Its wall clock is `clock`."""
     return HostCache(
-        *(SlotPool(slots, reserve), keep, POLICIES[policy], {"": cells_per_chunk}, wall_ns),
+        *(SlotPool(slots, reserve), keep, POLICIES[policy], {"": slabs_per_chunk}, wall_ns),
         has_shares=has_shares,
     )
 
@@ -61,12 +61,17 @@ def bring(host_cache: HostCache, keys: str, *, dirty: bool = False, hold: bool =
 def come(
     host_cache: HostCache, key: str, chunk: ChunkRef, *, dirty: bool = False, hold: bool = False
 ) -> None:
-    entry = host_cache.begin(key, chunk, 100)
-    assert host_cache.assign_slot(entry, LOAD)
+    entry = host_cache.begin(slab(key, chunk))
+    assert host_cache.assign_slots(entry, LOAD)
     host_cache.arrived(entry, now_ns(), dirty=dirty)
     if not hold:
         host_cache.unpin(entry)
     check(host_cache)
+
+
+def slab(key: str, chunk: ChunkRef | None = None, num_cells: int = 1) -> Slab:
+    kind = SlabKind((key,) * num_cells, (100,) * num_cells)
+    return Slab.of(kind, chunk or ChunkRef(key[0]), "")._replace(id=key)
 
 
 def prompt(chunks: str) -> list[ChunkRef]:
@@ -76,7 +81,7 @@ def prompt(chunks: str) -> list[ChunkRef]:
 
 
 def keys(host_cache: HostCache) -> str:
-    return " ".join(sorted(entry.key for entry in host_cache))
+    return " ".join(sorted(entry.slab.id for entry in host_cache))
 
 
 def entry(host_cache: HostCache, key: str) -> CacheEntry:
@@ -225,7 +230,7 @@ def test_a_dirty_cell_that_was_cleaned_leaves_in_its_old_turn() -> None:
     bring(host_cache, "a", dirty=True)
     bring(host_cache, "b")
     [cold] = host_cache.coldest_dirty(8)
-    assert cold.key == "a"
+    assert cold.slab.id == "a"
     host_cache.pin(cold)
     host_cache.cleaned(cold)
     host_cache.unpin(cold)
@@ -239,7 +244,7 @@ def test_the_coldest_dirty_cells_come_in_order_and_no_more_than_asked() -> None:
     bring(host_cache, "e")
     host_cache.hit("a", now_ns())
     host_cache.pin(entry(host_cache, "b"))
-    assert [each.key for each in host_cache.coldest_dirty(2)] == ["c", "d"]
+    assert [each.slab.id for each in host_cache.coldest_dirty(2)] == ["c", "d"]
 
 
 def test_a_slot_is_made_free_by_dropping_the_coldest() -> None:
@@ -252,7 +257,7 @@ def test_a_slot_is_made_free_by_dropping_the_coldest() -> None:
 def test_no_slot_is_given_when_all_are_held() -> None:
     host_cache = host(keep=2, slots=2)
     bring(host_cache, "a b", hold=True)
-    assert not host_cache.assign_slot(host_cache.begin("c", ChunkRef("c"), 100), LOAD)
+    assert not host_cache.assign_slots(host_cache.begin(slab("c")), LOAD)
 
 
 def test_a_save_may_not_have_the_last_slots_that_are_free_or_could_be() -> None:
@@ -260,20 +265,46 @@ def test_a_save_may_not_have_the_last_slots_that_are_free_or_could_be() -> None:
     bring(host_cache, "a b", hold=True)
     bring(host_cache, "c d")
     assert not host_cache.has_room(SAVE)
-    assert not host_cache.assign_slot(host_cache.begin("e", ChunkRef("e"), 100), SAVE)
+    assert not host_cache.assign_slots(host_cache.begin(slab("e")), SAVE)
     assert keys(host_cache) == "a b c d e"
     host_cache.unpin(entry(host_cache, "a"))
-    assert host_cache.assign_slot(entry(host_cache, "e"), SAVE)
+    assert host_cache.assign_slots(entry(host_cache, "e"), SAVE)
     assert keys(host_cache) == "b c d e"
 
 
-def test_a_slot_once_given_is_kept() -> None:
+def test_slots_once_given_are_kept() -> None:
     host_cache = host()
-    arriving = host_cache.begin("a", ChunkRef("a"), 100)
-    assert host_cache.assign_slot(arriving, LOAD)
-    slot = arriving.slot
-    assert host_cache.assign_slot(arriving, SAVE)
-    assert arriving.slot == slot
+    arriving = host_cache.begin(slab("a"))
+    assert host_cache.assign_slots(arriving, LOAD)
+    slots = arriving.slots
+    assert host_cache.assign_slots(arriving, SAVE)
+    assert arriving.slots == slots
+
+
+def test_slab_has_a_slot_for_each_cell_or_none() -> None:
+    host_cache = host(keep=3, slots=4)
+    bring(host_cache, "a b")
+    large = host_cache.begin(slab("c", num_cells=3))
+    assert host_cache.assign_slots(large, LOAD)
+    assert len(large.slots) == 3
+    assert keys(host_cache) == "b c"  # one slab left for it, and no more
+    other = host_cache.begin(slab("d", num_cells=2))
+    assert not host_cache.assign_slots(other, LOAD)
+    assert other.slots == []
+    assert keys(host_cache) == "b c d"
+
+
+def test_slabs_leave_until_the_room_of_a_large_one_is_enough() -> None:
+    host_cache = host(keep=4, slots=8)
+    for key in "ab":
+        large = host_cache.begin(slab(key, num_cells=2))
+        assert host_cache.assign_slots(large, LOAD)
+        host_cache.arrived(large, now_ns())
+        host_cache.unpin(large)
+    bring(host_cache, "c")
+    assert keys(host_cache) == "b c"
+    assert (host_cache.num_idle, host_cache.num_dropped) == (3, 2)
+    assert host_cache.slots.num_free == 5
 
 
 def test_what_is_held_when_all_is_forgotten_leaves_with_its_last_pin() -> None:
@@ -290,7 +321,7 @@ def test_what_is_held_when_all_is_forgotten_leaves_with_its_last_pin() -> None:
 
 
 def test_whole_chunks_are_told_and_those_that_are_whole_no_more() -> None:
-    host_cache = host(keep=4, slots=8, cells_per_chunk=2)
+    host_cache = host(keep=4, slots=8, slabs_per_chunk=2)
     bring(host_cache, "a0")
     assert host_cache.take_change() is None
     bring(host_cache, "a1 b0")
@@ -404,12 +435,12 @@ class ResidencyMachine(RuleBasedStateMachine):
     def copy_down(self, count: int) -> None:
         expected = [key for key in self.idle() if key in self.dirty][:count]
         found = self.host_cache.coldest_dirty(count)
-        assert [each.key for each in found] == expected
+        assert [each.slab.id for each in found] == expected
         for each in found:
             self.host_cache.pin(each)
         for each in found:
             self.host_cache.cleaned(each)
-            self.dirty.remove(each.key)
+            self.dirty.remove(each.slab.id)
             self.host_cache.unpin(each)
             self.overflow()
 
@@ -429,16 +460,16 @@ class PromptMachine(RuleBasedStateMachine):
     @initialize(
         keep=st.integers(1, 6),
         policy=st.sampled_from(sorted(POLICIES)),
-        cells_per_chunk=st.integers(1, 2),
+        slabs_per_chunk=st.integers(1, 2),
     )
-    def begin(self, keep: int, policy: str, cells_per_chunk: int) -> None:
-        self.cells = range(cells_per_chunk)
-        self.host_cache = host(keep, 24, cells_per_chunk=cells_per_chunk, policy=policy)
+    def begin(self, keep: int, policy: str, slabs_per_chunk: int) -> None:
+        self.slabs = range(slabs_per_chunk)
+        self.host_cache = host(keep, 24, slabs_per_chunk=slabs_per_chunk, policy=policy)
         self.before: set[str] = set()
         self.coming = ""  # the chunk that has come last, while all slots are taken
 
     def all_of(self, chunk_id: str) -> list[CacheEntry]:
-        found = (self.host_cache.get(f"{chunk_id}.{i}") for i in self.cells)
+        found = (self.host_cache.get(f"{chunk_id}.{i}") for i in self.slabs)
         return [each for each in found if each is not None]
 
     def may_leave(self, chunk_id: str) -> bool:
@@ -451,7 +482,7 @@ class PromptMachine(RuleBasedStateMachine):
         refs = prompt(chunks)
         for ref in refs[data.draw(st.integers(0, len(refs) - 1)) :]:
             self.host_cache.hit(ref.id, now_ns())
-            for i in self.cells:
+            for i in self.slabs:
                 key = f"{ref.id}.{i}"
                 if self.host_cache.get(key) is None and self.host_cache.has_room(LOAD):
                     come(self.host_cache, key, ref, dirty=dirty, hold=hold)
@@ -472,7 +503,7 @@ class PromptMachine(RuleBasedStateMachine):
         retention = in_s(pin_s)
         for ref in prompt(chunks):
             for each in self.all_of(ref.id):
-                self.host_cache.retain(each, ref._replace(retention=retention))
+                self.host_cache.retain(each, retention.pinned_until_ns)
 
     @rule(minutes=st.integers(1, 120))
     def wait(self, minutes: int) -> None:
@@ -489,7 +520,7 @@ class PromptMachine(RuleBasedStateMachine):
     def nothing_left_before_what_comes_after_it(self) -> None:
         """But where that was held, or in no lower tier yet, or came when all else was held."""
         check(self.host_cache)
-        now = {each.chunk.id for each in self.host_cache}
+        now = {each.slab.chunk.id for each in self.host_cache}
         for gone in self.before - now:
             after = [each for each in now if each[:-1] == gone and each != self.coming]
             assert not any(self.may_leave(each) for each in after), (gone, after)
@@ -516,8 +547,8 @@ def test_a_pinned_chunk_leaves_after_all_others_until_its_pin_ends() -> None:
 def test_a_chunk_that_is_there_is_pinned_and_pins_only_get_longer() -> None:
     host_cache = host(keep=2)
     bring(host_cache, "a b")
-    host_cache.retain(entry(host_cache, "a"), ChunkRef("a", retention=in_s(pin_s=1000)))
-    host_cache.retain(entry(host_cache, "a"), ChunkRef("a", retention=in_s(pin_s=1)))
+    host_cache.retain(entry(host_cache, "a"), in_s(pin_s=1000).pinned_until_ns)
+    host_cache.retain(entry(host_cache, "a"), in_s(pin_s=1).pinned_until_ns)
     clock.advance(100.0)
     bring(host_cache, "c d")
     assert keys(host_cache) == "a d"
@@ -582,7 +613,7 @@ def test_a_cell_is_dropped_when_its_time_to_live_ends() -> None:
 def test_a_pin_does_not_change_the_time_to_live_of_the_first_writer() -> None:
     host_cache = host(keep=4)
     come(host_cache, "a", ChunkRef("a", retention=in_s(ttl_s=100)))
-    host_cache.retain(entry(host_cache, "a"), ChunkRef("a", retention=in_s(pin_s=10)))
+    host_cache.retain(entry(host_cache, "a"), in_s(pin_s=10).pinned_until_ns)
     clock.advance(101.0)
     assert host_cache.get("a") is None
 
@@ -597,7 +628,7 @@ def test_a_tenant_that_floods_pushes_out_no_other_tenants_cells(has_shares: bool
         come(host_cache, f"small{number}", ChunkRef(f"small{number}", tenant="small"))
     for number in range(30):
         come(host_cache, f"flood{number}", ChunkRef(f"flood{number}", tenant="flood"))
-    left = [each.chunk.tenant for each in host_cache]
+    left = [each.slab.chunk.tenant for each in host_cache]
     assert left.count("small") == (3 if has_shares else 0)
     assert len(left) == 6
 
@@ -652,7 +683,7 @@ def test_whenever_a_chunk_is_in_host_memory_so_are_those_before_it(
         cells = " ".join(prompt.split()[:length])
         {"load": bench.load, "save": bench.save, "prefetch": bench.prefetch}[kind](job, cells)
         bench.run()
-        here = {entry.key for entry in bench.host_cache}
+        here = {entry.slab.id for entry in bench.host_cache}
         assert all(PARENTS.get(chunk, chunk) in here for chunk in here), here
         bench.after(pause_s)
         bench.run()

@@ -1,9 +1,13 @@
-"""Lanes: what becomes of each cell of a batch, against tiers with faults, and what is counted."""
+"""Lanes: what becomes of each cell of a batch, against tiers with faults, and what is counted.
+
+`"key-a"` is a slab of one cell, `"key-a key-b"` a slab of two; the outcome of each is one.
+"""
 
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import count
 from queue import SimpleQueue
 
 import pytest
@@ -12,25 +16,30 @@ from tests.support.buffers import make_buffer, random_bytes
 from tests.support.fakes import FakeClock, FakeCopier, FakeTrace
 from tests.support.faults import Fault, FaultyStore
 from tests.support.memory_store import MemoryStore
+from tests.support.moves import plain, slab
 from tests.support.store_contract import StoreContract
 from vllm_kvpool.identity.keys import HeadShard, LayerSpan, key_digest
-from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.layout.topology import LocalCell, Piece
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Retention, Store
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, verify, write_header
 from vllm_kvpool.transfer import lanes
-from vllm_kvpool.transfer.graph import Batch, BatchDone, Owner, Priority
+from vllm_kvpool.transfer.graph import Batch, BatchDone, Op, Owner, Priority
 from vllm_kvpool.transfer.lanes import BatchRunner, LaneThread
 from vllm_kvpool.transfer.ops import (
     HOST,
-    Cell,
+    REPLICA,
     CellOutcome,
+    Cells,
     JobPages,
     LaneName,
     OpKind,
+    Outcome,
+    Part,
+    Slab,
+    SlabKind,
 )
 from vllm_kvpool.transfer.trace import Span
 
@@ -80,8 +89,8 @@ class Bench:
     def _wait(self) -> None:
         self.clock.advance(self.takes_s)
 
-    def perform(self, kind: OpKind, *keys: str, tier: int = 0) -> tuple[CellOutcome, ...]:
-        return tuple(self.runner.perform(batch_of(kind, *keys, tier=tier)))
+    def perform(self, kind: OpKind, *slabs: str, tier: int = 0) -> tuple[Outcome, ...]:
+        return tuple(self.runner.perform(batch_of(kind, *slabs, tier=tier)))
 
     def fill(self, slot: int, payload: bytes) -> None:
         self.arena.buffer(Slot(slot), CELL_BYTES).view[HEADER_BYTES:] = payload
@@ -95,7 +104,7 @@ class Bench:
         write_header(buffer.view, key_digest(sealed_as or key))
         assert self.memories[tier].put([key], [buffer], [ChunkRef("")]) == [PutOutcome.STORED]
 
-    def get(self, *keys: str, tier: int = 0) -> tuple[CellOutcome, ...]:
+    def get(self, *keys: str, tier: int = 0) -> tuple[Outcome, ...]:
         """GET, then CHECK of what came: as a load does."""
         got = self.perform(OpKind.GET, *keys, tier=tier)
         checked = self.perform(OpKind.CHECK, *keys)
@@ -105,32 +114,72 @@ class Bench:
         return {k: v for k, v in self.registry.snapshot().items() if k.startswith(name)}
 
 
+@dataclass
+class Reached:
+    """A fence; `works` False: the device has failed."""
+
+    works: bool = True
+
+    def synchronize(self) -> None:
+        assert self.works
+
+
 def batch_of(
     kind: OpKind,
-    *keys: str,
+    *slabs: str,
     tier: int = 0,
     pages: tuple[JobPages, ...] | None = None,
     pieces: Sequence[Piece] = (),
     chunk: int = 0,
     ready_at: float = 99.5,
     attempt: int = 1,
+    cells: Cells = None,
+    fence: Reached | None = None,
 ) -> Batch:
-    """The batch of `keys`, in slots 0, 1, …"""
-    whole = LocalCell(HeadShard(0), LayerSpan(4, 6), 1, 2, 0, 2, ROW_BYTES)
-    cell = replace(whole, pieces=tuple(pieces)) if pieces else whole.with_groups((0, 0))
+    """The batch of `slabs`, whose cells are in slots 0, 1, …; `cells`: those of each slab."""
     where = pages or (JobPages((7,), 0, 0, CHUNK_TOKENS),)
     moves = kind in (OpKind.GATHER, OpKind.SCATTER)
-    batch = Batch(LaneName(kind, tier if kind in TIERS else HOST), (), CELL_BYTES * len(keys))
-    batch.cells = [
-        Cell(key, ChunkRef("chunk", "", chunk), CELL_BYTES, cell, where)
-        if moves
-        else Cell(key, ChunkRef("chunk"), CELL_BYTES)
-        for key in keys
-    ]
-    batch.slots = [None if kind is OpKind.REMOVE else Slot(i) for i in range(len(keys))]
-    batch.ready_at, batch.attempt, batch.generation = ready_at, attempt, 0
-    batch.owners = (Owner(Priority.LOAD, "a", 1), Owner(Priority.LOAD, "b", 2))
-    return batch
+    slots = count()
+    parts = []
+    for keys in map(str.split, slabs):
+        places = tuple(place(head, pieces) for head in range(1, 1 + len(keys)))
+        slab_kind = SlabKind(tuple(keys), (CELL_BYTES,) * len(keys), places if moves else ())
+        slab = Slab.of(slab_kind, ChunkRef("chunk", "", chunk), "")
+        slab = slab._replace(pages=where if moves else ())
+        moved = range(len(keys)) if cells is None else cells
+        taken = () if kind is OpKind.REMOVE else [Slot(next(slots)) for _ in moved]
+        parts.append(Part(slab, taken, cells))
+    if kind is OpKind.FENCE:
+        parts, fences = [], [fence or Reached()]
+    else:
+        fences = []
+    owners = (Owner(Priority.LOAD, "a", 1), Owner(Priority.LOAD, "b", 2))
+    ops = [Op(owners[0], None, None, 0, False, 0, 1) for _ in parts or fences]
+    return Batch(
+        LaneName(kind, tier if kind in TIERS else HOST),
+        ops,
+        sum(sum(part.sizes()) for part in parts),
+        parts,
+        fences,
+        ready_at,
+        owners,
+        attempt,
+    )
+
+
+def place(head: int, pieces: Sequence[Piece] = ()) -> LocalCell:
+    """The cell of a head; `pieces`: if not the same for all layers."""
+    whole = LocalCell(HeadShard(0), LayerSpan(4, 6), head, head + 1, 0, 2, ROW_BYTES)
+    return replace(whole, pieces=tuple(pieces)) if pieces else whole.with_groups((0, 0))
+
+
+def with_places(batch: Batch, **changes: object) -> Batch:
+    """The batch with other cells in its first slab."""
+    part = batch.parts[0]
+    kind = part.slab.kind
+    cells = tuple(replace(cell, **changes) for cell in kind.cells)
+    slab = part.slab._replace(kind=replace(kind, cells=cells))
+    return replace(batch, parts=[part._replace(slab=slab), *batch.parts[1:]])
 
 
 def payload_of(key: str) -> bytes:
@@ -256,7 +305,7 @@ def test_a_store_that_fails_as_a_whole_fails_every_cell(
     assert bench.counts("kvpool_failures") == {f"kvpool_failures{{kind={failure}}}": 1}
     assert not any(bench.counts("kvpool_bytes").values())
     [span] = bench.trace.of(Span)
-    assert span.outcomes == [outcome] * 3
+    assert span.outcomes == {outcome: 3}
     assert span.nbytes == 0
 
 
@@ -304,21 +353,10 @@ def test_a_move_is_clipped_to_its_job(
     if kind is OpKind.SCATTER:
         moves, others = others, moves
     assert others == []
-    assert moves == [
-        CellMove(
-            address=bench.arena.payload_address(Slot(slot)),
-            layer_start=0,
-            layer_stop=2,
-            head_start=1,
-            head_stop=2,
-            block_ids=pages.block_ids,
-            table_start=64,
-            chunk_start=chunk * CHUNK_TOKENS,
-            chunk_tokens=CHUNK_TOKENS,
-            token_start=tokens[0],
-            token_stop=tokens[1],
-        )
-        for slot in (0, 1)
+    payloads = bench.arena.payload_addresses([Slot(0), Slot(1)]).tolist()
+    rows = pages.block_ids, 64, chunk * CHUNK_TOKENS, CHUNK_TOKENS, *tokens
+    assert [plain(move) for move in moves] == [
+        plain(slab([payload], [(0, 2, 1, 2)], *rows)) for payload in payloads
     ]
     assert bench.counts("kvpool_copy_bytes") == {
         f"kvpool_copy_bytes{{direction={kind.value}}}": 2 * CELL_BYTES
@@ -332,13 +370,12 @@ def test_pieces_of_a_cell_are_moved_by_tables_of_their_own(kind: OpKind) -> None
     pieces = (Piece(2, 0, 1, 1, 2, 0), Piece(0, 1, 2, 1, 2, 3))
     batch = batch_of(kind, "key-a", pages=pages, pieces=pieces, chunk=3)
     assert bench.runner.perform(batch) == [DONE]
-    payload = bench.arena.payload_address(Slot(0))
+    [payload] = bench.arena.payload_addresses([Slot(0)]).tolist()
     moved = bench.gatherer.gathered if kind is OpKind.GATHER else bench.scatterer.scattered
-    first = CellMove(payload, 0, 1, 1, 2, (7,), 96, 96, CHUNK_TOKENS, 96, 120)
-    second = CellMove(
-        payload + 3 * CHUNK_TOKENS * ROW_BYTES, 1, 2, 1, 2, (5, 6), 64, 96, CHUNK_TOKENS, 96, 128
-    )
-    assert moved == [first, second]
+    later = payload + 3 * CHUNK_TOKENS * ROW_BYTES
+    first = slab([payload], [(0, 1, 1, 2)], (7,), 96, 96, CHUNK_TOKENS, 96, 120)
+    second = slab([later], [(1, 2, 1, 2)], (5, 6), 64, 96, CHUNK_TOKENS, 96, 128)
+    assert [plain(move) for move in moved] == [plain(first), plain(second)]
 
 
 @pytest.mark.parametrize("kind", [OpKind.GATHER, OpKind.SCATTER])
@@ -351,15 +388,12 @@ def test_a_state_is_one_row_in_the_place_of_the_last_token_before_its_boundary(
     pages = tuple(JobPages((block,), last, last, last + 1) for block in (7, 9))
     pieces = (Piece(0, 0, 1, 0, 1, 0), Piece(1, 1, 2, 0, 1, 1))
     batch = batch_of(kind, "key-a", pages=pages, pieces=pieces, chunk=2)
-    [cell] = batch.cells
-    assert cell.local is not None
-    batch.cells = [cell._replace(local=replace(cell.local, is_state=True))]
-    assert bench.runner.perform(batch) == [DONE]
-    payload = bench.arena.payload_address(Slot(0))
+    assert bench.runner.perform(with_places(batch, is_state=True)) == [DONE]
+    [payload] = bench.arena.payload_addresses([Slot(0)]).tolist()
     moved = bench.gatherer.gathered if kind is OpKind.GATHER else bench.scatterer.scattered
-    assert moved == [
-        CellMove(payload, 0, 1, 0, 1, (7,), last, last, 1, last, last + 1),
-        CellMove(payload + ROW_BYTES, 1, 2, 0, 1, (9,), last, last, 1, last, last + 1),
+    assert [plain(move) for move in moved] == [
+        plain(slab([payload], [(0, 1, 0, 1)], (7,), last, last, 1, last, last + 1)),
+        plain(slab([payload + ROW_BYTES], [(1, 2, 0, 1)], (9,), last, last, 1, last, last + 1)),
     ]
 
 
@@ -375,8 +409,8 @@ def test_layers_whose_group_does_not_need_the_chunk_are_not_moved() -> None:
     batch = batch_of(OpKind.SCATTER, "key-a", pages=pages, pieces=pieces, chunk=3)
     assert bench.runner.perform(batch) == [DONE]
     [moved] = bench.scatterer.scattered
-    assert isinstance(moved, CellMove)
-    assert (moved.layer_start, moved.block_ids, moved.token_start) == (1, (7,), 96)
+    assert moved.places.tolist() == [[1, 2, 1, 2]]
+    assert (moved.block_ids, moved.token_start) == ((7,), 96)
 
 
 # What is counted and recorded
@@ -434,7 +468,7 @@ def test_every_batch_is_timed_and_traced(kind: OpKind, attempt: int) -> None:
     if kind in TIERS:
         bench.stores[1].inject(Fault.SLOW, kind.value)
     began = bench.clock()
-    outcomes = tuple(bench.runner.perform(batch))
+    [outcome] = bench.runner.perform(batch)
     took = bench.clock() - began
     assert (took > 0) == (kind in TIERS)
     series = f"lane={kind.value},tier={tier}"
@@ -451,9 +485,9 @@ def test_every_batch_is_timed_and_traced(kind: OpKind, attempt: int) -> None:
         began,
         began + took,
         tier,
-        cells=1,
-        nbytes=CELL_BYTES if outcomes == (DONE,) else 0,
-        outcomes=list(outcomes),
+        cells=0 if kind is OpKind.FENCE else 1,
+        nbytes=CELL_BYTES if outcome is DONE and kind is not OpKind.FENCE else 0,
+        outcomes={outcome: 1},
         requests=["a", "b"],
         jobs=[1, 2],
         attempt=attempt,
@@ -543,32 +577,313 @@ def test_a_batch_that_has_only_just_been_taken_has_not_lasted_yet(
 def test_rows_before_the_prompt_are_zeros_in_a_drafters_first_cell() -> None:
     """A slot holds what was in it before; rows behind them are gathered from the prompt's start."""
     bench = Bench()
-    batches = [batch_of(OpKind.GATHER, "key-a", chunk=chunk) for chunk in (0, 1)]
-    for slot, batch in enumerate(batches):
-        [cell] = batch.cells
-        assert cell.local is not None
-        batch.cells = [cell._replace(local=replace(cell.local, lookahead=1))]
-        batch.slots = [Slot(slot)]
-        pages = JobPages((7, 8), 0, 0, 2 * CHUNK_TOKENS)
-        batch.cells = [batch.cells[0]._replace(pages=(pages,))]
-        bench.fill(slot, b"\1" * PAYLOAD_BYTES)
+    pages = (JobPages((7, 8), 0, 0, 2 * CHUNK_TOKENS),)
+    for chunk in (0, 1):
+        batch = batch_of(OpKind.GATHER, "key-a key-b", pages=pages, chunk=chunk)
+        batch = with_places(batch, lookahead=1)
+        [part] = batch.parts
+        batch.parts = [part._replace(slots=[Slot(slot + 2 * chunk) for slot in part.slots])]
+        for slot in batch.parts[0].slots:
+            bench.fill(slot, b"\1" * PAYLOAD_BYTES)
         assert bench.runner.perform(batch) == [DONE]
-    assert bench.payload(0) == bytes(PAYLOAD_BYTES)
-    assert bench.payload(1) == b"\1" * PAYLOAD_BYTES
-    moves = [each for each in bench.gatherer.gathered if isinstance(each, CellMove)]
+    assert [bench.payload(slot) for slot in (0, 1)] == [bytes(PAYLOAD_BYTES)] * 2
+    assert [bench.payload(slot) for slot in (2, 3)] == [b"\1" * PAYLOAD_BYTES] * 2
+    moves = bench.gatherer.gathered
     assert [(move.chunk_start, move.token_start, move.token_stop) for move in moves] == [
         (-1, 0, CHUNK_TOKENS - 1),
         (CHUNK_TOKENS - 1, CHUNK_TOKENS - 1, 2 * CHUNK_TOKENS - 1),
     ]
 
 
-def test_pages_of_a_cell_without_a_slot_are_filled_with_zeros() -> None:
+def test_pages_of_a_slab_without_slots_are_filled_with_zeros() -> None:
     bench = Bench()
     zeros = make_buffer(PAYLOAD_BYTES)
     bench.runner = replace(bench.runner, zeros=zeros)
-    batch = batch_of(OpKind.SCATTER, "key-a")
-    batch.slots = [None]
+    batch = batch_of(OpKind.SCATTER, "key-a key-b")
+    batch.parts = [part._replace(slots=()) for part in batch.parts]
     assert bench.runner.perform(batch) == [DONE]
     [move] = bench.scatterer.scattered
-    assert isinstance(move, CellMove)
-    assert move.address == zeros.address
+    assert move.addresses.tolist() == [zeros.address] * 2
+    assert move.places[:, 2].tolist() == [1, 2]
+
+
+# Slabs of several cells
+
+
+def test_cells_of_slabs_go_into_their_own_slots_and_back() -> None:
+    """Each is sealed by its own key, whatever slab it is in."""
+    bench = Bench()
+    slabs = ("key-a key-b", "key-c", "key-d key-e key-f")
+    keys = " ".join(slabs).split()
+    for i, key in enumerate(keys):
+        bench.fill(i, payload_of(key))
+    for kind in (OpKind.SEAL, OpKind.CHECK, OpKind.PUT):
+        assert bench.perform(kind, *slabs) == (DONE,) * 3
+    assert bench.stores[0].calls == {"exists": 1, "put": 1}
+    stored = make_buffer(CELL_BYTES)
+    for key in keys:
+        assert bench.memories[0].get([key], [stored]) == [GetOutcome.OK]
+        assert verify(stored.view, key_digest(key), checksum=True) is None
+    assert bench.get("key-f key-a", "key-c key-e") == (DONE, DONE)
+    assert [bench.payload(i) for i in range(4)] == [
+        payload_of(key) for key in ("key-f", "key-a", "key-c", "key-e")
+    ]
+    assert bench.counts("kvpool_bytes") == {
+        "kvpool_bytes{direction=save,store=near}": 6 * CELL_BYTES,
+        "kvpool_bytes{direction=load,store=near}": 4 * CELL_BYTES,
+    }
+
+
+def test_cells_of_one_slab_may_have_other_sizes_than_those_beside_them() -> None:
+    """The last span of layers is shorter; a prompt's end is."""
+    bench = Bench()
+    payloads = {"key-a": bytes([1]) * 1000, "key-b": bytes([2]) * 24, "key-c": bytes([3]) * 512}
+    sizes = tuple(HEADER_BYTES + len(payload) for payload in payloads.values())
+    kind = SlabKind(tuple(payloads), (CELL_BYTES,) * 3)
+    slab = Slab.of(kind, ChunkRef("chunk"), "")._replace(sizes=sizes, nbytes=sum(sizes))
+
+    def perform(op: OpKind, cells: Cells = None) -> Outcome:
+        batch = batch_of(op, "key-a key-b key-c", cells=cells)
+        batch.parts = [part._replace(slab=slab) for part in batch.parts]
+        batch.nbytes = sum(batch.parts[0].sizes())
+        [outcome] = bench.runner.perform(batch)
+        return outcome
+
+    for slot, payload in enumerate(payloads.values()):
+        whole = bench.arena.buffer(Slot(slot), CELL_BYTES).view
+        whole[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
+    for op in (OpKind.SEAL, OpKind.PUT, OpKind.GET, OpKind.CHECK):
+        assert perform(op) is DONE
+    for op in (OpKind.GET, OpKind.CHECK):
+        assert perform(op, (1, 2)) is DONE
+    assert bench.payload(0)[:24] == payloads["key-b"]
+    assert bench.payload(1)[:512] == payloads["key-c"]
+    loads = bench.counts("kvpool_bytes{direction=load")
+    assert loads == {
+        "kvpool_bytes{direction=load,store=near}": sum(sizes) + sum(sizes[1:]),
+    }
+
+
+def test_a_get_says_which_cells_of_a_slab_are_missing_or_bad() -> None:
+    bench = Bench()
+    bench.store_cell("key-a", payload_of("key-a"))
+    bench.store_cell("key-b", bytes(1))  # of another size
+    bench.store_cell("key-d", payload_of("key-d"))
+    bench.store_cell("key-f", payload_of("key-f"))
+    slabs = ("key-a key-b key-c", "key-d", "key-e key-g", "key-d key-f")
+    got = bench.perform(OpKind.GET, *slabs)
+    assert got == ((DONE, CORRUPT, MISSING), DONE, MISSING, DONE)
+    cells = "kvpool_cells{direction=load,store=near,outcome="
+    assert bench.counts("kvpool_cells") == {
+        f"{cells}done}}": 4,
+        f"{cells}corrupt}}": 1,
+        f"{cells}missing}}": 3,
+    }
+    assert bench.counts("kvpool_bytes") == {
+        "kvpool_bytes{direction=load,store=near}": 4 * CELL_BYTES
+    }
+    [span] = bench.trace.of(Span)
+    assert span.outcomes == {DONE: 4, CORRUPT: 1, MISSING: 3}
+    assert (span.cells, span.nbytes) == (8, 4 * CELL_BYTES)
+    assert bench.counts("kvpool_failures") == {"kvpool_failures{kind=cell_length}": 1}
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [(Fault.FULL, FULL), (Fault.FAILED, FAILED)])
+def test_a_put_says_which_cells_of_a_slab_were_taken(fault: Fault, outcome: CellOutcome) -> None:
+    """And the store is not sent those that it has."""
+    bench = Bench()
+    bench.store_cell("key-a", payload_of("old"))
+    bench.store_cell("key-d", payload_of("old"))
+    bench.stores[0].inject(fault, "put", "key-b")
+    slabs = ("key-a key-b key-c", "key-d", "key-e key-f")
+    put = bench.perform(OpKind.PUT, *slabs)
+    assert put == ((EXISTED, outcome, DONE), EXISTED, DONE)
+    assert bench.memories[0].exists(" ".join(slabs).split()) == [True, False, *[True] * 4]
+    assert bench.counts("kvpool_bytes") == {
+        "kvpool_bytes{direction=save,store=near}": 3 * CELL_BYTES
+    }
+    cells = "kvpool_cells{direction=save,store=near,outcome="
+    assert bench.counts("kvpool_cells") == {
+        f"{cells}existed}}": 2,
+        f"{cells}{outcome.value}}}": 1,
+        f"{cells}done}}": 3,
+    }
+
+
+@pytest.mark.parametrize("slabs", [("key-a key-b key-c",), KEYS])
+def test_a_check_says_which_cell_of_a_slab_is_bad(slabs: tuple[str, ...]) -> None:
+    bench = Bench()
+    for key in KEYS:
+        bench.store_cell(key, payload_of(key), sealed_as="key-x" if key == "key-b" else "")
+    assert bench.perform(OpKind.GET, *slabs) == (DONE,) * len(slabs)
+    checked = bench.perform(OpKind.CHECK, *slabs)
+    each = (DONE, CORRUPT, DONE)
+    assert checked == (each if len(slabs) == 3 else (each,))
+    assert bench.counts("kvpool_failures") == {"kvpool_failures{kind=cell_key}": 1}
+
+
+@pytest.mark.parametrize("kind", [OpKind.GET, OpKind.PUT, OpKind.CHECK, OpKind.SEAL])
+def test_an_op_of_some_cells_of_a_slab_leaves_the_others_alone(kind: OpKind) -> None:
+    """Their slots are in the order of the cells that it has."""
+    bench = Bench()
+    held = {"key-b": 0, "key-d": 1}  # the slots of cells 1 and 3
+    for key, slot in held.items():
+        bench.fill(slot, payload_of(key))
+    some = batch_of(OpKind.SEAL, "key-a key-b key-c key-d", cells=(1, 3))
+    assert bench.runner.perform(some) == [DONE]
+    if kind is OpKind.GET:
+        for key in KEYS:
+            bench.store_cell(key, payload_of(key))
+    batch = batch_of(kind, "key-a key-b key-c key-d", cells=(1, 3))
+    assert batch.num_cells == 2
+    before = len(bench.trace.of(Span))
+    outcomes = bench.runner.perform(batch)
+    assert outcomes == ([(DONE, MISSING)] if kind is OpKind.GET else [DONE])
+    assert [bench.payload(slot) for slot in (0, 1)] == [payload_of(key) for key in held]
+    if kind is OpKind.PUT:
+        assert bench.memories[0].exists([*KEYS, "key-d"]) == [False, True, False, True]
+    span = bench.trace.of(Span)[before]
+    assert span.cells == 2
+    assert span.nbytes == (1 if kind is OpKind.GET else 2) * CELL_BYTES
+
+
+def test_one_bad_cell_of_a_slab_is_removed_alone() -> None:
+    bench = Bench()
+    for key in KEYS:
+        bench.store_cell(key, b"")
+    batch = batch_of(OpKind.REMOVE, "key-a key-b key-c", cells=(1,))
+    assert bench.runner.perform(batch) == [DONE]
+    assert bench.memories[0].exists(KEYS) == [True, False, True]
+    assert bench.counts("kvpool_cells") == {
+        "kvpool_cells{direction=remove,store=near,outcome=done}": 1
+    }
+
+
+@pytest.mark.parametrize("kind", [OpKind.GATHER, OpKind.SCATTER])
+def test_cells_of_a_slab_are_moved_each_between_its_slot_and_its_pages(kind: OpKind) -> None:
+    """Slabs of two chunks, each clipped to its own tokens."""
+    bench = Bench()
+    pages = (JobPages((5, 6), 64, 70, 127),)
+    batch = batch_of(kind, "key-a key-b", pages=pages, chunk=2)
+    later = batch_of(kind, "key-c key-d key-e", pages=pages, chunk=3)
+    [part] = later.parts
+    batch.parts = [*batch.parts, part._replace(slots=[Slot(7), Slot(2), Slot(5)])]
+    batch.ops = [*batch.ops, *later.ops]
+    batch.nbytes += later.nbytes
+    assert bench.runner.perform(batch) == [DONE, DONE]
+    moved = bench.gatherer.gathered if kind is OpKind.GATHER else bench.scatterer.scattered
+    assert [plain(move) for move in moved] == [
+        plain(
+            slab(
+                bench.arena.payload_addresses(slots).tolist(),
+                [(0, 2, head, head + 1) for head in heads],
+                *((5, 6), 64, start, CHUNK_TOKENS, *tokens),
+            )
+        )
+        for slots, heads, start, tokens in [
+            ([Slot(0), Slot(1)], (1, 2), 64, (70, 96)),
+            ([Slot(7), Slot(2), Slot(5)], (1, 2, 3), 96, (96, 127)),
+        ]
+    ]
+    assert bench.counts("kvpool_copy_bytes") == {
+        f"kvpool_copy_bytes{{direction={kind.value}}}": 5 * CELL_BYTES
+    }
+
+
+def test_cells_of_a_slab_whose_layers_are_in_several_groups_are_moved_by_their_own() -> None:
+    """A group that does not need the chunk is left out of each cell."""
+    bench = Bench()
+    pages = (JobPages((5,), 0, 0, 32), JobPages((9,), 96, 96, 128), JobPages((7,), 96, 100, 120))
+    batch = batch_of(OpKind.SCATTER, "key-a key-b", pages=pages, chunk=3)
+    [part] = batch.parts
+    places = (
+        place(0, (Piece(1, 0, 1, 0, 1, 0), Piece(0, 1, 2, 0, 1, 1))),
+        place(0, (Piece(2, 2, 3, 0, 1, 0), Piece(1, 3, 4, 0, 1, 1))),
+    )
+    kind = replace(part.slab.kind, cells=places)
+    batch.parts = [part._replace(slab=part.slab._replace(kind=kind))]
+    assert bench.runner.perform(batch) == [DONE]
+    first, second = bench.arena.payload_addresses([Slot(0), Slot(1)]).tolist()
+    after_one = second + CHUNK_TOKENS * ROW_BYTES
+    assert [plain(move) for move in bench.scatterer.scattered] == [
+        plain(
+            slab(
+                *([first, after_one], [(0, 1, 0, 1), (3, 4, 0, 1)], (9,), 96, 96, CHUNK_TOKENS),
+                *(96, 128),
+            )
+        ),
+        plain(slab([second], [(2, 3, 0, 1)], (7,), 96, 96, CHUNK_TOKENS, 100, 120)),
+    ]
+
+
+def test_prompt_end_of_a_slab_is_moved_and_whole_chunks_after_it() -> None:
+    """What lanes know of a slab's cells depends on how many tokens it has."""
+    bench = Bench()
+    pages = (JobPages((7,), 0, 0, CHUNK_TOKENS),)
+    batch = batch_of(OpKind.GATHER, "key-a", pages=pages)
+    [part] = batch.parts
+    for end_tokens in (0, 5, 0, 5):
+        batch.parts = [part._replace(slab=part.slab._replace(end_tokens=end_tokens))]
+        assert bench.runner.perform(batch) == [DONE]
+    moves = bench.gatherer.gathered
+    assert [(each.chunk_tokens, each.token_stop) for each in moves] == [(32, 32), (5, 5)] * 2
+
+
+def test_stored_cells_of_a_slab_are_pinned_where_its_chunk_is() -> None:
+    bench = Bench()
+    pins: list[tuple[list[str], int]] = []
+
+    class Pinning(MemoryStore):
+        def pin(self, keys: Sequence[str], until_ns: int) -> None:
+            pins.append((list(keys), until_ns))
+
+    memory = Pinning("", 1 << 20)
+    memory.capabilities = replace(memory.capabilities, pins=True)
+    bench.runner = replace(bench.runner, stores=(memory,), names=("near",))
+    bench.memories[0] = memory
+    for key in ("key-a", "key-c", "key-d"):
+        bench.store_cell(key, b"")
+    batch = batch_of(OpKind.PUT, "key-a key-b key-c", "key-d")
+    first, second = batch.parts
+    chunk = first.slab.chunk._replace(retention=Retention(77, 0))
+    batch.parts = [first._replace(slab=first.slab._replace(chunk=chunk)), second]
+    assert bench.runner.perform(batch) == [(EXISTED, DONE, EXISTED), EXISTED]
+    assert pins == [(["key-a", "key-c"], 77)]
+
+
+def test_slabs_of_a_replica_are_borrowed_into_their_slots() -> None:
+    """One outcome each, which counts for all cells of the slab."""
+    bench = Bench()
+    asked: list[tuple[list[str], int]] = []
+
+    def borrow(
+        slabs: Sequence[Slab], buffers: Sequence[Sequence[Buffer]], generation: int
+    ) -> list[CellOutcome]:
+        asked.append(([slab.id for slab in slabs], generation))
+        for number, cells in enumerate(buffers):
+            for cell in cells:
+                cell.view[HEADER_BYTES:] = bytes([number]) * PAYLOAD_BYTES
+        return [DONE, MISSING]
+
+    bench.runner = replace(bench.runner, borrow=borrow)
+    batch = batch_of(OpKind.GET, "key-a key-b", "key-c", tier=REPLICA)
+    batch.generation = 5
+    assert bench.runner.perform(batch) == [DONE, MISSING]
+    assert asked == [(["chunk", "chunk"], 5)]
+    assert [bench.payload(i) for i in range(3)] == [
+        bytes([number]) * PAYLOAD_BYTES for number in (0, 0, 1)
+    ]
+    cells = "kvpool_cells{direction=load,store=replica,outcome="
+    assert bench.counts("kvpool_cells") == {f"{cells}done}}": 2, f"{cells}missing}}": 1}
+    assert bench.counts("kvpool_bytes") == {
+        "kvpool_bytes{direction=load,store=replica}": 2 * CELL_BYTES
+    }
+
+
+def test_a_fence_that_fails_is_traced_as_such() -> None:
+    """Its batch has no cells that could tell."""
+    bench = Bench()
+    for works in (True, False):
+        batch = batch_of(OpKind.FENCE, fence=Reached(works))
+        assert bench.runner.perform(batch) == [DONE if works else FAILED]
+    assert [span.outcomes for span in bench.trace.of(Span)] == [{DONE: 1}, {FAILED: 1}]

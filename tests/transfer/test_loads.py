@@ -234,16 +234,16 @@ def test_a_cell_that_is_held_does_not_leave() -> None:
 # What the scheduler is told
 
 
-def test_a_chunk_is_here_when_all_its_cells_are() -> None:
-    bench = Bench(DISK, keep=4, slots=8, cells_per_chunk=2)
+def test_chunk_is_here_when_all_its_slabs_are() -> None:
+    bench = Bench(DISK, keep=4, slots=8, slabs_per_chunk=2, apart=True)
     bench.save(1, "a0")
     assert not any(line.startswith("host") for line in bench.run())
     bench.save(2, "a1")
     assert "host +a" in bench.run()
 
 
-def test_a_chunk_is_gone_when_one_of_its_cells_is() -> None:
-    bench = Bench(DISK, keep=4, slots=8, cells_per_chunk=2)
+def test_chunk_is_gone_when_one_of_its_slabs_is() -> None:
+    bench = Bench(DISK, keep=4, slots=8, slabs_per_chunk=2, apart=True)
     bench.load(1, "a0 a1 b0 b1")
     assert "host +a +b" in bench.run()
     bench.load(2, "c0")

@@ -16,10 +16,10 @@ from tests.transfer.engine_bench import (
     DONE,
     FAILED,
     MISSING,
-    PLACE,
     TIMEOUT_S,
     WIDE,
     Bench,
+    keys_of,
     load_job,
 )
 from vllm_kvpool.transfer.graph import LaneLimits
@@ -29,17 +29,12 @@ BY_TWO = LaneLimits(batches=1, batch_ops=2, batch_bytes=1 << 30, budget_bytes=1 
 
 
 def layered_job(job: int, cells: str, first_chunk: int = 0) -> LoadJob:
-    plain = load_job(job, cells, first_chunk)
-    cells = tuple(
-        cell._replace(local=replace(PLACE, layer_start=layer, layer_stop=layer + 1))
-        for cell in plain.cells
-        for layer in [int(cell.key[1:])]
-    )
-    return plain._replace(cells=cells, plan=replace(plain.plan, layered=True))
+    plain = load_job(job, cells, first_chunk, apart=True)
+    return plain._replace(plan=replace(plain.plan, layered=True))
 
 
 def bench(limits: LaneLimits = BY_TWO, keep: int = 0) -> Bench:
-    return Bench(DISK, slots=32, keep=keep, limits=limits)
+    return Bench(DISK, slots=32, keep=keep, limits=limits, apart=True)
 
 
 def lines(told: list[str]) -> list[str]:
@@ -153,7 +148,7 @@ def test_any_order_and_any_bad_cells(
     while here.running:
         number = order.choice(sorted(here.running))
         batch = here.running[number]
-        keys = [cell.key for cell in batch.cells]
+        keys = keys_of(batch)
         is_get = batch.lane.kind is OpKind.GET
         if batch.lane.kind is OpKind.SCATTER:
             scattered.update(keys)

@@ -17,11 +17,10 @@ from tests.transfer.engine_bench import (
     UNREACHABLE,
     Bench,
     load_job,
-    name_of,
+    slab_of,
 )
-from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.loans import HOLD_S, ReplicaSet
-from vllm_kvpool.transfer.ops import Cell, CellOutcome, DropSaves, Lend, LoanOver
+from vllm_kvpool.transfer.ops import CellOutcome, DropSaves, Lend, LoanOver
 
 ME, SECOND, THIRD = 0, 1, 2
 LOAN_S = 20.0
@@ -30,7 +29,7 @@ PAIR = ReplicaSet(ME, {"": frozenset({ME, SECOND})}, LOAN_S, max_retained=2)
 
 
 def lend(bench: Bench, loan: int, cells: str, who: int = SECOND, generation: int = 0) -> list[str]:
-    return bench.step(Lend(loan, who, generation, tuple(map(name_of, cells.split()))))
+    return bench.step(Lend(loan, who, generation, tuple(map(slab_of, cells.split()))))
 
 
 def over(bench: Bench, loan: int) -> list[str]:
@@ -123,7 +122,7 @@ def test_a_cell_of_another_length_is_not_lent() -> None:
     bench = replica_bench(keep=2)
     bench.save(1, "a")
     bench.run()
-    longer = Cell("a", ChunkRef("a"), CELL_BYTES + 1)
+    longer = slab_of("a")._replace(sizes=(CELL_BYTES + 1,), nbytes=CELL_BYTES + 1)
     assert bench.step(Lend(1, SECOND, 0, (longer,))) == ["lent 1: no"]
     over(bench, 1)
 
@@ -134,8 +133,8 @@ def test_a_cell_of_another_length_is_not_lent() -> None:
 def borrow(bench: Bench, job: int, cells: str) -> list[str]:
     """A load of cells that the second of the set fetches."""
     plan = load_job(job, cells)
-    cells = tuple(cell._replace(fetcher=SECOND) for cell in plan.cells)
-    return bench.step(plan._replace(cells=cells))
+    slabs = tuple(slab._replace(fetcher=SECOND) for slab in plan.slabs)
+    return bench.step(plan._replace(slabs=slabs))
 
 
 @pytest.mark.parametrize("keep", [0, 2])

@@ -1,23 +1,27 @@
-"""How far prompts are stored that are handed over: by saves, lost cells and ends, in any order."""
+"""How far prompts are stored that are handed over: by saves, lost slabs and ends, in any order."""
+
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.invariants import check
-from tests.transfer.engine_bench import OPTIONAL
+from tests.transfer.engine_bench import OPTIONAL, PLACE
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import (
-    Cell,
     HandOverEnd,
     HandOverProgress,
     JobId,
     SaveJob,
     SavePlan,
+    Slab,
+    SlabKind,
 )
 from vllm_kvpool.transfer.progress import SaveProgress
 
 TOPIC, OTHER = b"t" * 20, b"o" * 20
-CELLS = 2  # of a chunk, on this rank
+SLABS = 2  # of a chunk, on this rank
+KINDS = tuple(SlabKind((f"{number}-",), (1,), (PLACE,), f"/{number}") for number in range(SLABS))
 
 
 def job(
@@ -30,10 +34,10 @@ def job(
     stored: bool = True,
     is_state: bool = False,
 ) -> SaveJob:
-    cells = tuple(
-        Cell(f"{chunk}/{number}", ChunkRef(str(chunk), "", chunk), 1, stored=stored)
+    slabs = tuple(
+        Slab.of(kind, ChunkRef(str(chunk), "", chunk), "")._replace(stored=stored)
         for chunk in range(first, stop)
-        for number in range(CELLS)
+        for kind in KINDS
     )
     plan = SavePlan(
         *(JobId(1), request, first, (b"",) * (stop - first), ()),
@@ -41,7 +45,7 @@ def job(
         found=found,
         is_state=is_state,
     )
-    return SaveJob(plan, cells)
+    return SaveJob(plan, slabs)
 
 
 class Saves:
@@ -61,22 +65,22 @@ class Saves:
         return self.take(self.progress.planned(saved))
 
     def record(
-        self, saved: SaveJob, chunk: int, *, is_stored: bool = True, cells: int = CELLS
+        self, saved: SaveJob, chunk: int, *, is_stored: bool = True, slabs: int = SLABS
     ) -> tuple[int, int | None] | None:
         said = None
-        for cell in [each for each in saved.cells if each.chunk.position == chunk][:cells]:
-            said = self.take(self.progress.recorded(saved, cell, is_stored=is_stored)) or said
+        for slab in [each for each in saved.slabs if each.chunk.position == chunk][:slabs]:
+            said = self.take(self.progress.recorded(saved, slab, is_stored=is_stored)) or said
         return said
 
     def end(self, chunks: int, found: int = 0, request: str = "r") -> tuple[int, int | None] | None:
         return self.take(self.progress.ends(HandOverEnd(request, TOPIC, found, chunks)))
 
 
-def test_chunk_is_stored_with_its_last_cell() -> None:
+def test_chunk_is_stored_with_its_last_slab() -> None:
     saves, saved = Saves(), job(0, 3)
     assert saves.plan(saved) == (0, None)
-    assert saves.record(saved, 0, cells=CELLS - 1) is None
-    assert saves.take(saves.progress.recorded(saved, saved.cells[1], is_stored=True)) == (1, None)
+    assert saves.record(saved, 0, slabs=SLABS - 1) is None
+    assert saves.take(saves.progress.recorded(saved, saved.slabs[1], is_stored=True)) == (1, None)
 
 
 def test_only_chunks_without_a_gap_count() -> None:
@@ -121,11 +125,11 @@ def test_lost_chunk_ends_the_hand_over_before_those_in_front_are_stored() -> Non
     assert not saves.progress.num_open
 
 
-def test_lost_optional_cell_ends_no_hand_over() -> None:
+def test_lost_optional_slab_ends_no_hand_over() -> None:
     saves, saved = Saves(), job(0, 1)
-    first, last = saved.cells
-    optional = last._replace(local=OPTIONAL)
-    saved = saved._replace(cells=(first, optional))
+    first, last = saved.slabs
+    optional = last._replace(kind=replace(last.kind, cells=(OPTIONAL,)))
+    saved = saved._replace(slabs=(first, optional))
     saves.plan(saved)
     assert saves.take(saves.progress.recorded(saved, first, is_stored=True)) is None
     assert saves.take(saves.progress.recorded(saved, optional, is_stored=False)) == (1, None)
@@ -166,7 +170,7 @@ def test_prompt_end_behind_chunks_that_had_no_room_does_not_count() -> None:
     assert saves.record(chunks, 2) == (4, None)
 
 
-def test_rank_that_puts_no_cell_of_a_chunk_has_stored_it() -> None:
+def test_rank_that_puts_no_slab_of_a_chunk_has_stored_it() -> None:
     """Ranks with the same KV take turns."""
     saves = Saves()
     assert saves.plan(job(0, 2, stored=False)) == (2, None)
@@ -211,7 +215,7 @@ def test_topics_do_not_meet() -> None:
 
 @given(st.data())
 def test_last_word_is_the_first_chunk_that_is_not_stored(data: st.DataObject) -> None:
-    """Whatever the order of plans, cells, losses and the end: what is told only grows, the end is
+    """Whatever the order of plans, slabs, losses and the end: what is told only grows, the end is
     not before it, and at last both are what is really stored."""
     found = data.draw(st.integers(0, 2))
     sizes = data.draw(st.lists(st.integers(1, 3), max_size=3))
@@ -224,17 +228,17 @@ def test_last_word_is_the_first_chunk_that_is_not_stored(data: st.DataObject) ->
     is_ended = False
     stored = 0
     while waiting or todo or not is_ended:
-        steps = [*(["plan"] if waiting else []), *(["cell"] if todo else [])]
+        steps = [*(["plan"] if waiting else []), *(["slab"] if todo else [])]
         steps += ["end"] if not is_ended and len(waiting) <= 1 else []
         match data.draw(st.sampled_from(steps)):
             case "plan":
                 planned = waiting.pop(0)
                 saves.plan(planned)
-                todo += [(planned, cell) for cell in planned.cells]
-            case "cell":
-                saved, cell = todo.pop(data.draw(st.integers(0, len(todo) - 1)))
-                is_stored = cell.chunk.position not in lost
-                saves.take(saves.progress.recorded(saved, cell, is_stored=is_stored))
+                todo += [(planned, slab) for slab in planned.slabs]
+            case "slab":
+                saved, slab = todo.pop(data.draw(st.integers(0, len(todo) - 1)))
+                is_stored = slab.chunk.position not in lost
+                saves.take(saves.progress.recorded(saved, slab, is_stored=is_stored))
             case _:
                 is_ended = True
                 saves.end(at, found=found)

@@ -1,4 +1,7 @@
-"""The exchange between replicas: what each answer means, and what ends a connection."""
+"""The exchange between replicas: what each answer means, and what ends a connection.
+
+A borrower asks for two slabs: `a` has two cells, `b` one.
+"""
 
 import contextlib
 import mmap
@@ -6,7 +9,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from queue import SimpleQueue
 
 import msgspec
@@ -19,20 +23,37 @@ from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer import replicas
 from vllm_kvpool.transfer.ops import (
-    Cell,
     CellOutcome,
+    JobPages,
     Lend,
     Lent,
     LoanEnded,
     LoanOver,
+    Slab,
+    SlabKind,
 )
 from vllm_kvpool.transfer.replicas import Card, ReplicaExchange
 
 DONE, MISSING = CellOutcome.DONE, CellOutcome.MISSING
 TIMED_OUT, UNREACHABLE = CellOutcome.TIMED_OUT, CellOutcome.UNREACHABLE
 CELL_BYTES, GENERATION, PATIENCE_S, LIMIT_S = 5000, 7, 1.0, 20.0
-SLOTS = (Slot(5), Slot(2))
+SMALL_BYTES = 700
+SLOTS = ((Slot(5), Slot(9)), (Slot(2),))  # of a lender, for the cells of each slab
 PLACE = LocalCell(HeadShard(0), LayerSpan(0, 1), 0, 1, 0, 1)
+KINDS = (
+    SlabKind(("x@", "y@"), (CELL_BYTES, SMALL_BYTES), (PLACE,) * 2),
+    SlabKind(("z@",), (CELL_BYTES,), (PLACE,), part="/1"),
+)
+
+
+def slab_of(name: str, place: int, number: int) -> Slab:
+    """The slab of a chunk, of kind `number`, as a borrower knows it."""
+    chunk = ChunkRef(name, "parent", place)
+    slab = Slab.of(KINDS[number], chunk, name * 2)
+    return slab._replace(fetcher=1, pages=(JobPages((7,), 0, 0, 32),))
+
+
+SLABS = (slab_of("a", 0, 0), slab_of("b", 1, 1))
 
 Answer = Callable[["Lender", Lend | LoanOver], None]
 
@@ -56,14 +77,14 @@ class Lender:
 def lends(lender: Lender, event: Lend | LoanOver) -> None:
     """As an engine that has everything."""
     if isinstance(event, Lend):
-        lender.exchange.answer(Lent(event.loan_id, SLOTS[: len(event.cells)]))
+        lender.exchange.answer(Lent(event.loan_id, SLOTS[: len(event.slabs)]))
     else:
         lender.exchange.answer(LoanEnded(event.loan_id, held=True))
 
 
 def lends_one(lender: Lender, event: Lend | LoanOver) -> None:
     if isinstance(event, Lend):
-        lender.exchange.answer(Lent(event.loan_id, (None, SLOTS[1])))
+        lender.exchange.answer(Lent(event.loan_id, ((), SLOTS[1])))
     else:
         lends(lender, event)
 
@@ -85,14 +106,16 @@ def never_confirms(lender: Lender, event: Lend | LoanOver) -> None:
         lends(lender, event)
 
 
-def lends_beyond_its_end(lender: Lender, event: Lend | LoanOver) -> None:
-    if isinstance(event, Lend):
-        lender.exchange.answer(Lent(event.loan_id, (Slot(10**6), SLOTS[1])))
+def lends_these(*slots: Sequence[Slot]) -> Answer:
+    """As an engine that has these."""
 
+    def answer(lender: Lender, event: Lend | LoanOver) -> None:
+        if isinstance(event, Lend):
+            lender.exchange.answer(Lent(event.loan_id, slots))
+        else:
+            lends(lender, event)
 
-def lends_too_few(lender: Lender, event: Lend | LoanOver) -> None:
-    if isinstance(event, Lend):
-        lender.exchange.answer(Lent(event.loan_id, SLOTS[:1]))
+    return answer
 
 
 def ends(lender: Lender, event: Lend | LoanOver) -> None:
@@ -113,15 +136,20 @@ class Pair:
         self.lender.exchange.start(self.lender.arena, self.lender.post, PATIENCE_S)
 
     def borrow(self) -> list[CellOutcome]:
-        buffers = [self.arena.buffer(Slot(i), CELL_BYTES) for i in range(2)]
-        cells = [
-            Cell(key, ChunkRef(key, "a", i), CELL_BYTES, PLACE, fetcher=1)
-            for i, key in enumerate("ab")
+        """Borrow `SLABS` into slots 0, 1 and 2."""
+        slots = map(Slot, range(3))
+        buffers = [
+            [self.arena.buffer(next(slots), nbytes) for nbytes in slab.sizes] for slab in SLABS
         ]
-        return self.borrower.borrow(cells, buffers, GENERATION)
+        return self.borrower.borrow(SLABS, buffers, GENERATION)
 
-    def has(self, place: int, slot: Slot) -> bool:
-        return bytes(self.arena.buffer(Slot(place), CELL_BYTES).view) == bytes([slot]) * CELL_BYTES
+    def here(self) -> list[int | None]:
+        """The slots of the lender whose bytes are in slots 0, 1 and 2, or None for none."""
+        cells = [
+            bytes(self.arena.buffer(Slot(place), nbytes).view)
+            for place, nbytes in enumerate((CELL_BYTES, SMALL_BYTES, CELL_BYTES))
+        ]
+        return [cell[0] or None if len(set(cell)) == 1 else -1 for cell in cells]
 
     def next_event(self) -> Lend | LoanOver:
         return self.lender.events.get(timeout=LIMIT_S)
@@ -146,18 +174,23 @@ def pair_of() -> Iterator[Callable[[Answer], Pair]]:
         pair.close()
 
 
+def described(slabs: Iterable[Slab]) -> list[tuple[object, ...]]:
+    """Slabs with the keys of their cells in place of their kinds, which are equal to no others."""
+    return [(*slab._replace(kind=None), slab.cell_keys(), slab.kind.part) for slab in slabs]
+
+
 def test_what_is_lent_and_confirmed_is_here(pair_of: Callable[[Answer], Pair]) -> None:
     pair = pair_of(lends)
     for _ in range(2):  # the second time over the same connection
         assert pair.borrow() == [DONE, DONE]
-        assert pair.has(0, SLOTS[0])
-        assert pair.has(1, SLOTS[1])
+        assert pair.here() == [5, 9, 2]
         event = pair.next_event()
         assert isinstance(event, Lend)
         assert (event.borrower, event.generation) == (0, GENERATION)
-        assert event.cells == tuple(
-            Cell(key, ChunkRef(key, "a", i), CELL_BYTES) for i, key in enumerate("ab")
+        assert described(event.slabs) == described(
+            slab._replace(pages=(), fetcher=None) for slab in SLABS
         )
+        assert all(not slab.kind.cells for slab in event.slabs), "pages of the borrower"
         assert pair.next_event() == LoanOver(event.loan_id)
 
 
@@ -168,7 +201,9 @@ def test_what_is_lent_and_confirmed_is_here(pair_of: Callable[[Answer], Pair]) -
         (was_late, [TIMED_OUT, TIMED_OUT]),
         (says_nothing, [TIMED_OUT, TIMED_OUT]),
         (never_confirms, [TIMED_OUT, TIMED_OUT]),
-        (lends_too_few, [UNREACHABLE, UNREACHABLE]),
+        (lends_these(SLOTS[0]), [UNREACHABLE, UNREACHABLE]),
+        (lends_these(*SLOTS, SLOTS[1]), [UNREACHABLE, UNREACHABLE]),
+        (lends_these((), ()), [MISSING, MISSING]),
         (ends, [UNREACHABLE, UNREACHABLE]),
     ],
 )
@@ -184,8 +219,46 @@ def test_nothing_counts_that_is_not_confirmed(
     assert pair.next_event() == LoanOver(event.loan_id), "whatever has come of it, it is over"
 
 
-def test_nothing_is_read_beyond_the_lenders_memory(pair_of: Callable[[Answer], Pair]) -> None:
-    assert DONE not in pair_of(lends_beyond_its_end).borrow()
+@pytest.mark.parametrize("slot", [Slot(10**6), Slot(-1)])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_nothing_is_read_beyond_the_lenders_memory(
+    pair_of: Callable[[Answer], Pair], place: int, slot: Slot
+) -> None:
+    slots = [5, 9, 2]
+    slots[place] = slot
+    pair = pair_of(lends_these(slots[:2], slots[2:]))
+    assert DONE not in pair.borrow()
+    assert pair.here()[place] is None
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        (SLOTS[0][:1], SLOTS[1]),
+        ((*SLOTS[0], Slot(3)), SLOTS[1]),
+        (SLOTS[0], (*SLOTS[1], Slot(3))),
+        ((), (Slot(3), *SLOTS[1])),
+    ],
+)
+def test_a_lender_of_more_or_fewer_cells_than_a_slab_has_is_left_alone(
+    pair_of: Callable[[Answer], Pair], slots: tuple[Sequence[Slot], ...]
+) -> None:
+    """None of its slabs count, and the tiers are asked."""
+    pair = pair_of(lends_these(*slots))
+    assert DONE not in pair.borrow()
+    event = pair.next_event()
+    assert isinstance(event, Lend)
+    assert pair.next_event() == LoanOver(event.loan_id)
+    assert pair.borrow() == [UNREACHABLE] * 2
+    assert pair.lender.events.empty()
+
+
+def test_a_slab_that_is_not_there_is_missing_with_all_its_cells(
+    pair_of: Callable[[Answer], Pair],
+) -> None:
+    pair = pair_of(lends_one)
+    assert pair.borrow() == [MISSING, DONE]
+    assert pair.here() == [None, None, 2]
 
 
 def test_who_has_failed_is_left_alone_for_a_while(pair_of: Callable[[Answer], Pair]) -> None:
@@ -243,11 +316,32 @@ def hello(pair: Pair, token: bytes | None = None, number: int = 0) -> bytes:
     return msgspec.msgpack.encode(replicas._Hello(token or card.token, number))
 
 
-ASK = msgspec.msgpack.encode(replicas._Ask(0, [("a", ChunkRef("a"), CELL_BYTES)]))
+def ask(*sizes: object, kinds: Sequence[object] = (("", ("x@",)),), number: object = 0) -> bytes:
+    """A message that asks for a slab."""
+    return msgspec.msgpack.encode(replicas._Ask(0, kinds, [(number, ChunkRef("a"), "aa", sizes)]))
+
+
+ASK = ask(CELL_BYTES)
 COPIED = msgspec.msgpack.encode(replicas._Copied())
 # `_Copied` with a field that nests more deeply than a parser goes.
 NESTED = b"\x82" + COPIED[1:] + b"\xa1x" + b"\x91" * 50_000 + b"\xc0"
-TOO_LARGE = msgspec.msgpack.encode(replicas._Ask(0, [("a", ChunkRef("a"), 1 << 20)]))
+PAIR = (("", ("x@", "y@")),)  # a kind of two cells
+UNSOUND = (
+    ask(1 << 20),  # larger than a slot
+    ask(CELL_BYTES, 1 << 20, kinds=PAIR),
+    ask(CELL_BYTES, number=1),  # no such kind
+    ask(CELL_BYTES, number=-1),
+    ask(CELL_BYTES, kinds=()),
+    ask(),
+    ask(kinds=(("", ()),)),  # a slab without cells
+    ask(CELL_BYTES, CELL_BYTES),  # more sizes than cells
+    ask(CELL_BYTES, kinds=PAIR),
+    ask(0),
+    ask(-CELL_BYTES),
+    ask(CELL_BYTES, 0, kinds=PAIR),
+    ask(str(CELL_BYTES)),
+    ask(CELL_BYTES, kinds=("x@",)),
+)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +354,7 @@ TOO_LARGE = msgspec.msgpack.encode(replicas._Ask(0, [("a", ChunkRef("a"), 1 << 2
         lambda pair: [COPIED],
         lambda pair: [hello(pair), COPIED],
         lambda pair: [hello(pair), ASK, ASK],
-        lambda pair: [hello(pair), TOO_LARGE],
+        *(partial(lambda unsound, pair: [hello(pair), unsound], each) for each in UNSOUND),
         lambda pair: [hello(pair), b"\xc1"],
         lambda pair: [b"{}"],
         lambda pair: [NESTED],
@@ -285,6 +379,37 @@ def test_whoever_says_what_may_not_come_is_let_go(
     told = [pair.lender.events.get_nowait() for _ in range(pair.lender.events.qsize())]
     begun = [event.loan_id for event in told if isinstance(event, Lend)]
     assert begun == [event.loan_id for event in told if isinstance(event, LoanOver)]
+
+
+def test_an_unsound_ask_reaches_no_engine(pair_of: Callable[[Answer], Pair]) -> None:
+    pair = pair_of(lends)
+    for said in UNSOUND:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+            peer.settimeout(LIMIT_S)
+            peer.connect(pair.lender.exchange.card.address)
+            peer.send(hello(pair))
+            peer.send(said)
+            assert len(end_of(peer)) == 1, said
+    assert pair.lender.events.empty()
+
+
+def test_an_ask_names_the_cells_of_each_kind_once() -> None:
+    """Many slabs of a message are of the same few kinds."""
+    slabs = [slab_of(f"chunk{place}", place, place % 2) for place in range(6)]
+    message = replicas._ask_for(slabs, GENERATION)
+    assert message.kinds == [("", ("x@", "y@")), ("/1", ("z@",))]
+    decoded = replicas._FROM_BORROWER.decode(replicas._encode(message))
+    assert isinstance(decoded, replicas._Ask)
+    asked = replicas._slabs_of(decoded)
+    assert asked is not None
+    assert described(asked) == described(slab._replace(pages=(), fetcher=None) for slab in slabs)
+    assert len({slab.kind for slab in asked}) == 2
+
+
+def test_a_prompt_end_is_lent_by_its_own_sizes() -> None:
+    end = slab_of("a", 0, 0)._replace(sizes=(90, 80), nbytes=170, end_tokens=5)
+    [asked] = replicas._slabs_of(replicas._ask_for([end], GENERATION)) or ()
+    assert (asked.id, asked.sizes, asked.nbytes) == ("a", (90, 80), 170)
 
 
 def end_of(peer: socket.socket) -> list[bytes]:
@@ -322,8 +447,8 @@ def test_process_of_another_user_is_not_read(
 def test_message_over_the_limit_ends_its_connection(pair_of: Callable[[Answer], Pair]) -> None:
     """No more of a message than the limit is ever read."""
     pair = pair_of(says_nothing)
-    cells = [(f"cell{number}", ChunkRef("a"), CELL_BYTES) for number in range(5_000)]
-    large = msgspec.msgpack.encode(replicas._Ask(0, cells))
+    slabs = [(0, ChunkRef(f"slab{number}"), "aa", (CELL_BYTES,)) for number in range(5_000)]
+    large = msgspec.msgpack.encode(replicas._Ask(0, [("", ("x@",))], slabs))
     assert len(large) > replicas.MAX_MESSAGE
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.settimeout(LIMIT_S)

@@ -37,7 +37,7 @@ def test_a_save_gathers_seals_and_puts() -> None:
 def test_chunks_reach_a_store_in_their_order_and_a_later_save_behind_them() -> None:
     """So an engine that waits for a prompt can fetch its beginning while its end is put."""
     pairs = LaneLimits(batches=2, batch_ops=2, batch_bytes=1 << 30, budget_bytes=1 << 30)
-    bench = Bench(DISK, slots=12, cells_per_chunk=2, limits=pairs)
+    bench = Bench(DISK, slots=12, limits=pairs)
     bench.save(1, "a1 a2 b1 b2 c1 c2")
     bench.save(2, "d1 d2")
     puts = [line for line in bench.run() if line.startswith("put")]

@@ -158,7 +158,7 @@ def test_a_batch_is_all_that_is_known_of_it(path: Path) -> None:
             tier="file",
             cells=3,
             nbytes=4096,
-            outcomes=(Outcome.DONE, Outcome.FAILED, Outcome.DONE),
+            outcomes={Outcome.DONE: 2, Outcome.FAILED: 1},
             requests=requests,
             jobs=(7, 7, 8),
             attempt=2,
@@ -481,7 +481,7 @@ def test_the_command_that_joins_files(tmp_path: Path) -> None:
         path = tmp_path / f"trace.{rank}.json"
         trace = make(path, pid=rank)
         for _ in range(2):
-            trace.batch("get", 1000.0, 1001.0, outcomes=(Outcome.DONE,), jobs=(1,))
+            trace.batch("get", 1000.0, 1001.0, outcomes={Outcome.DONE: 1}, jobs=(1,))
         closed(trace, path)
         lines = path.read_bytes().splitlines(keepends=True)
         kept = {0: lines, 1: lines[:-1], 2: [*lines[:-2], lines[-2][:20]]}[rank]

@@ -11,8 +11,9 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.support.models import LlamaShape, make_model
+from tests.support.moves import cell_move
 from vllm_kvpool.layout.page_formats import BFMMLA_FORM, PLAIN_CPU_FORM, CpuForm
-from vllm_kvpool.layout.pages import CellMove, LayerPages
+from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.vllm_adapt.kv_cache_specs import page_specs
 
@@ -40,7 +41,7 @@ def rows_of(pages: LayerPages) -> torch.Tensor:
     tokens = BLOCKS * pages.tokens_per_block
     rows = torch.empty(HEADS, tokens, pages.row_bytes, dtype=torch.uint8)
     ids = list(range(BLOCKS))
-    move = CellMove(rows.data_ptr(), 0, 1, 0, HEADS, ids, 0, 0, tokens, 0, tokens)
+    move = cell_move(rows.data_ptr(), (0, 1, 0, HEADS), ids, chunk_tokens=tokens)
     CpuCopier([pages]).gather([move])
     return rows
 

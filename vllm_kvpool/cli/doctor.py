@@ -45,7 +45,7 @@ GPU_FILES = ("nvidiactl", "kfd", "dxg")  # of /dev: NVIDIA, AMD, Windows' subsys
 
 
 class Status(Enum):
-    """How a check went."""
+    """Result of a check."""
 
     OK = "ok"
     WARNING = "warning"
@@ -63,7 +63,7 @@ class Finding(msgspec.Struct, frozen=True):
 def examine_machine(
     config: KVPoolConfig, specs: TierSpecs, root: Path = Path("/")
 ) -> Iterator[Finding]:
-    """What is installed, GPUs and memory, for engines of this configuration and its tiers."""
+    """Examine installed packages, GPUs and memory for engines of this configuration."""
     yield from _versions()
     yield from _gpus(root)
     yield from _memory(config, specs, root)
@@ -159,7 +159,7 @@ def _memory(config: KVPoolConfig, specs: TierSpecs, root: Path) -> Iterator[Find
 
 
 def _huge_pages(needed: int, known: Mapping[str, int], root: Path) -> Finding:
-    """What the arena of a worker with host memory will lie in."""
+    """Find the pages that the arena of a worker with host memory will lie in."""
     page, free = known["Hugepagesize"], known["HugePages_Free"] * known["Hugepagesize"]
     number = -(-needed // page)
     need = f"each worker takes {number} of {size_text(page)} (staging_bytes and host://)"
@@ -195,7 +195,7 @@ def _transport(url: str, options: MooncakeOptions, root: Path) -> Finding:
 def _registered_memory(
     url: str, options: MooncakeOptions, needed: int, known: Mapping[str, int], root: Path
 ) -> Iterator[Finding]:
-    """What Mooncake registers with the network: the arena of a worker, and the memory it gives."""
+    """Examine the memory that Mooncake registers: a worker's arena, and the memory it gives."""
     lockable = lockable_bytes(root)
     total = needed + options.segment_bytes
     if options.protocol == "rdma" and lockable < total:
@@ -283,7 +283,7 @@ def _timed(call: Callable[[], T]) -> tuple[T, float]:
 
 
 def _directory(url: str, options: FileOptions) -> Iterator[Finding]:
-    """How files are moved, their room, the file system's clock."""
+    """Examine a directory: its I/O, its room, the file system's clock."""
     yield Finding(url, Status.OK, f"moved by {choose_disk(options.io, options.path).reason}")
     free = shutil.disk_usage(options.path).free
     used = sum(usage.nbytes for usage in ReadOnlyFileStore(options.path).usage())

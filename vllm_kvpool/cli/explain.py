@@ -26,8 +26,11 @@ MOST_REQUESTS = 20  # in words
 
 
 def explanations(stores: Sequence[NamedStore], names: Sequence[str]) -> list[Explanation]:
-    """Of two names: where these namespaces differ. Of one: where each other one of its model
-    differs from it. Of none: that for each pair of one model. ConfigError for unknown names."""
+    """Return the differences between namespaces.
+
+    Two names: between these. One name: to each other namespace of its model. No name: between
+    each pair of one model. Raises ConfigError for unknown names.
+    """
     known = manifests(stores)
     chosen = [manifest_named(stores, name, known) for name in names]
     if len(chosen) == 2:
@@ -127,7 +130,7 @@ REASONS = {
 
 
 class RequestReport(msgspec.Struct, frozen=True):
-    """What an engine has logged of one request, in tokens."""
+    """An engine's log of one request, in tokens."""
 
     request_id: str
     prompt: int

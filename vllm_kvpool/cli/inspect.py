@@ -32,7 +32,7 @@ HITS_ELSEWHERE = "kvpool inspect --engine URL shows what a running engine has lo
 
 
 def contents(stores: Sequence[NamedStore]) -> list[dict[str, Any]]:
-    """What each store holds, as JSON: namespaces by bytes, the largest first."""
+    """Return the contents of each store as JSON: namespaces by bytes, the largest first."""
     return [{"store": each.url, **_content(each)} for each in stores]
 
 
@@ -64,14 +64,16 @@ def _content(named: NamedStore) -> dict[str, Any]:
 
 
 def host_memory() -> dict[str, Any]:
-    """What takes the place of host memory's contents, as JSON: it belongs to its engine."""
+    """Return the JSON in place of host memory's contents, which belong to their engine."""
     why = f"host memory belongs to its engine, and is not seen from here; {HITS_ELSEWHERE}"
     return {"store": "host://", "namespaces": None, "why": why}
 
 
 def engine_tiers(url: str, samples: "Samples") -> dict[str, Any]:
-    """What an engine's metrics say of its tiers, as JSON: cells that it has loaded from each since
-    its start, and bytes of its host memory (pure)."""
+    """Return an engine's tiers by its metrics, as JSON (pure).
+
+    Cells loaded from each tier since the start, and bytes of host memory.
+    """
     info = pool_info(samples)
     if info is None:
         return {"engine": url, "tiers": None, "why": NO_POOL}
@@ -135,8 +137,10 @@ def _described(manifest: Manifest | None, num_chunks: int) -> dict[str, Any]:
 
 
 def details(named: NamedStore, progress: Callable[[], object] = lambda: None) -> dict[str, Any]:
-    """What one store holds by kind of layer and by prefix, as JSON; calls `progress` for each
-    chunk."""
+    """Return the contents of one store by kind of layer and by prefix, as JSON.
+
+    Calls `progress` for each chunk.
+    """
     store = named.store
     if not isinstance(store, DetailedListing):
         return {"details": "this kind of store does not say what it holds in detail"}

@@ -25,7 +25,7 @@ COMMANDS = {
     "pin": Entry("retention", "Protect a stored prompt from eviction for a time."),
     "prefetch": Entry("prefetch", "Bring the cells of a prompt into the files of this host."),
     "purge": Entry("retention", "Remove the cells of NAMESPACES from stores."),
-    "router": Entry("router", "One address in front of many engines that share a pool."),
+    "router": Entry("router", "Serve many engines that share a pool at one address."),
     "serve": Entry("serve", "Answer over HTTP what stores have of a prompt."),
     "top": Entry("top", "Show what the pool does in engines right now."),
 }

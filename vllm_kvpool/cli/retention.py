@@ -19,7 +19,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 
 
 class StoreAnswer(msgspec.Struct, frozen=True, rename={"url": "store", "num": "count"}):
-    """What one store did; `num` is None where it cannot do it."""
+    """Answer of one store; `num` is None if the store cannot do it."""
 
     url: str
     num: int | None

@@ -109,7 +109,7 @@ class LookupApi:
         self._listed_until = float("-inf")
 
     def lookup(self, request: LookupRequest) -> LookupAnswer:
-        """What the stores have of a prompt.
+        """Return the part of a prompt that the stores have.
 
         ConfigError if the request names nothing that can be looked up, StoreError if no store can
         say what its namespace is.
@@ -155,7 +155,7 @@ class LookupApi:
         )
 
     def stats(self) -> list[dict[str, Any]]:
-        """What each store holds, as `kvpool inspect --json`; up to `STATS_EVERY_S` old."""
+        """Return each store's contents as `kvpool inspect --json`, up to `STATS_EVERY_S` old."""
         with self._stats_lock:
             if self._clock() >= self._stats_until:
                 self._stats = [self._content(each) for each in self._stores]
@@ -188,8 +188,10 @@ class LookupApi:
         return manifest
 
     def _of_model(self, model: str) -> list[Manifest]:
-        """Of its namespaces, as they were listed up to `LIST_EVERY_S` ago; StoreError if no store
-        can be asked."""
+        """Return the manifests of a model's namespaces, listed up to `LIST_EVERY_S` ago.
+
+        Raises StoreError if no store can be asked.
+        """
         if named := self._models.get(model):
             return [self._manifest(each) for each in named]
         is_first, is_due = self._listed is None, self._clock() >= self._listed_until
@@ -217,7 +219,7 @@ class LookupApi:
         return [each for each in found.values() if each.cells][:MAX_MANIFESTS]
 
     def _tokens(self, request: LookupRequest) -> Sequence[int]:
-        """Of the prompt."""
+        """Return the tokens of the prompt."""
         if request.tokens is not None:
             return request.tokens
         if self._tokenizer is None:
@@ -231,7 +233,7 @@ class LookupApi:
 
 
 def names_begin(model: str) -> str:
-    """How the namespaces begin of engines that are given a model by this name or directory."""
+    """Return the first part of the namespaces of a model, given its name or directory."""
     return make_namespace(name_of_model(model), "0" * FORMAT_DIGEST_HEX).partition("@")[0] + "@"
 
 

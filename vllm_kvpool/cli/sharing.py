@@ -47,7 +47,7 @@ _OFF = (
 
 
 def examine_engine(url: str, stores: Sequence[NamedStore]) -> Iterator[Finding]:
-    """What the running engine at a URL shares; these are the stores that it should use."""
+    """Examine what the running engine at a URL shares, over the stores that it should use."""
     try:
         samples = scrape(url)
     except ConfigError as error:
@@ -77,7 +77,7 @@ def examine_engine(url: str, stores: Sequence[NamedStore]) -> Iterator[Finding]:
 
 
 def examine_start_line(arguments: Sequence[str], stores: Sequence[NamedStore]) -> Iterator[Finding]:
-    """What an engine would share that is started with these options; needs vLLM."""
+    """Examine what an engine with these options would share; needs vLLM."""
     # Its log goes to standard output, where --json prints.
     set_where_unset({"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL": "ERROR"})
     try:

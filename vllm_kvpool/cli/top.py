@@ -12,7 +12,7 @@ from vllm_kvpool.errors import ConfigError
 
 
 class StoreRate(msgspec.Struct, frozen=True):
-    """What moves to or from one kind of store."""
+    """Traffic to or from one kind of store."""
 
     direction: str
     store: str
@@ -22,7 +22,7 @@ class StoreRate(msgspec.Struct, frozen=True):
 
 
 class LaneState(msgspec.Struct, frozen=True):
-    """One lane to one tier: what waits for it, and how long batches waited and took."""
+    """State of one lane to one tier: its queue, and the time that batches waited and took."""
 
     lane: str
     tier: str
@@ -55,7 +55,7 @@ class EngineState(msgspec.Struct, frozen=True):
 
 
 def engine_state(engine: str, before: Samples, now: Samples, seconds: float) -> EngineState:
-    """What an engine has done between two scrapes (pure)."""
+    """Return an engine's state between two scrapes (pure)."""
     growth = Growth(before, now, seconds)
     missed = growth.by("miss_tokens_total", "reason")
     missed.pop("not_needed", None)
@@ -130,7 +130,7 @@ def _lane_states(growth: Growth) -> list[LaneState]:
 
 
 def tables(states: Sequence[EngineState]) -> list[TextTable]:
-    """What to show of engines: one row each, and their stores and lanes."""
+    """Return the tables of engines: a row each, and their stores and lanes."""
     engines = [
         [
             each.engine,

@@ -201,8 +201,10 @@ class KVPoolECConnector(ECConnectorBase):
         return self._side.take_unavailable()
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
-        """What the next engine is sent of an ended request's items. The request is never kept: vLLM
-        would not free it later."""
+        """Return the parameters about an ended request's items for the next engine.
+
+        Never keep the request: vLLM would not free it later.
+        """
         view = self._view(request)
         self._side.finished(view)
         self._views.pop(request.request_id, None)

@@ -514,7 +514,7 @@ class EmbedsScheduler:
             self._choose_encoding(pending, pending.digests[first])
 
     def _choose_encoding(self, pending: PendingItem, digest: str) -> None:
-        """All ranks must have this encoding; a rank with another one starts anew."""
+        """Ask every rank for this encoding; a rank with another one starts anew."""
         self._count("chosen_encodings")
         pending.choices += 1
         pending.digest = digest

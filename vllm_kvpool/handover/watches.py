@@ -19,7 +19,7 @@ class Send(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """All ranks together have stored chunks before `stored`; none comes from `ended` on."""
+    """Progress over all ranks: chunks before `stored` are stored, none comes from `ended` on."""
 
     topic: bytes
     stored: int
@@ -140,6 +140,6 @@ class Watches:
         ]
 
     def _progress(self, topic: bytes, state: _Topic, *, is_new: bool = False) -> list[Action]:
-        """What has changed; all that is known for a request that has just come."""
+        """Return the changed progress; for a new request all that is known."""
         known, state.told = (None if is_new else state.told), state.merged()
         return [] if state.told in (None, known) else [Progress(topic, *state.told)]

@@ -58,8 +58,10 @@ def make_namespace(model_name: str, format_digest: str) -> Namespace:
 
 
 def name_of_model(model: str) -> str:
-    """What a model is called in namespaces: the last part of its name or path; of a snapshot in
-    Hugging Face's cache that of its repository, whose name other engines may be given."""
+    """Return a model's name in namespaces: the last part of its name or path.
+
+    A snapshot in Hugging Face's cache has its repository's name, which other engines may be given.
+    """
     path = PurePath(model)
     repository = path.parent.parent.name
     if path.parent.name == "snapshots" and repository.startswith("models--"):

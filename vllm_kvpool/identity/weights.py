@@ -179,7 +179,7 @@ def _rows(file: BinaryIO, span: _Span) -> Iterator[bytes | memoryview]:
 
 
 def known_sample(path: Path, clock_ns: Callable[[], int] = time.time_ns) -> str | None:
-    """As `sample_weights`, but files that have not changed are read once in a process.
+    """Return `sample_weights` of files; unchanged files are read once in a process.
 
     A file counts as unchanged if size, times and inode are the same, and if it was not written to
     within `SETTLED_NS` before it was read: a later write might not change its times.
@@ -264,7 +264,7 @@ def digest_adapter(directory: Path) -> bytes:
 
 
 def adapter_stamp(directory: Path) -> tuple[FileState, ...]:
-    """What changes when a file that `digest_adapter` reads is written or replaced."""
+    """Return the states of the files that `digest_adapter` reads; writing a file changes its."""
     return tuple(map(FileState.of, _adapter_files(directory)))
 
 

@@ -12,10 +12,13 @@ token % tile_tokens * token_stride` takes the place of `token * token_stride`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+
+    Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +101,22 @@ class LayerPages:
         return sum(run.nbytes for run in self.runs)
 
 
-class CellMove(NamedTuple):
-    """A copy of one cell, or a piece of it, between a staging slot and this rank's pages.
+class SlabMove(NamedTuple):
+    """A copy between staging memory and this rank's pages: pieces of one chunk's cells whose layers
+    share a block table.
 
-    The payload at `address` is laid out `[heads][layers][chunk_tokens][row_bytes]`, from token
+    The payload of a piece is laid out `[heads][layers][chunk_tokens][row_bytes]`, from token
     `chunk_start` on; only tokens `[token_start, token_stop)` are copied. `block_ids` are manager
     blocks; the first begins with token `table_start`. Tokens count from the start of the request.
     Where one row is for several tokens, all numbers count rows.
     """
 
-    address: int
-    layer_start: int  # local layer indices, half open
-    layer_stop: int
-    head_start: int  # local head indices, half open
-    head_stop: int
+    addresses: "Int64s"
+    """Of each piece's payload in staging memory, `[pieces]`."""
+    places: "Int64s"
+    """A template, `[pieces, 4]`: layer_start, layer_stop, head_start, head_stop; local, half open.
+    All chunks have the same array object, which is never modified: copiers keep what they derive
+    from it."""
     block_ids: Sequence[int]
     table_start: int
     chunk_start: int

@@ -66,7 +66,7 @@ class Context:
         return ContextRank(dcp_rank, self.dcp_size)
 
     def all_ranks(self) -> tuple[ContextRank, ...]:
-        """All parts of a complete chunk."""
+        """Return all parts of a complete chunk."""
         return tuple(ContextRank(d, self.dcp_size) for d in range(self.dcp_size))
 
     def held(self, rank: ContextRank, tokens: int) -> int:
@@ -173,8 +173,10 @@ class LocalCell:
         return not self.replicas or chunk_index % len(self.replicas) == self.replica_index
 
     def fetchers(self, on_this_host: Collection[ReplicaRank]) -> tuple[ReplicaRank, ...]:
-        """Which replica on this host fetches chunk i from stores for the others: the one at i
-        modulo the length. Empty if no other replica is on this host.
+        """Return the replicas on this host that fetch chunks for the others.
+
+        Chunk i is fetched by the replica at i modulo the length. Empty without other replicas on
+        this host.
 
         The writer of a chunk also fetches it, if it is on this host. `on_this_host` includes this
         rank and is the same on all of them.
@@ -265,14 +267,14 @@ class Topology:
         )
 
     def all_shards(self) -> tuple[HeadShard | RankShard, ...]:
-        """All heads (or distinct ranks) of a complete chunk."""
+        """Return all heads (or distinct ranks) of a complete chunk."""
         if self.per_head:
             return tuple(HeadShard(h) for h in range(self.num_heads))
         count = self.tp_size // self.replicas
         return tuple(RankShard(r, count) for r in range(count))
 
     def all_spans(self) -> tuple[LayerSpan, ...]:
-        """All layer spans, of all pipeline stages, of a complete chunk."""
+        """Return all layer spans, of all pipeline stages, of a complete chunk."""
         return tuple(
             span
             for start, stop in self.stages
@@ -359,7 +361,7 @@ class LayerGroup:
         return self.topology.layer_group
 
     def payload_bytes(self, span: LayerSpan, chunk_tokens: int) -> int:
-        """Of one cell of a chunk; `chunk_tokens` counts those of all context-parallel ranks."""
+        """Return the bytes of a cell; `chunk_tokens` counts those of all context-parallel ranks."""
         heads = 1 if self.topology.per_head else self.topology.heads_per_rank
         tokens = chunk_tokens // self.topology.context.dcp_size
         return heads * len(span) * _rows(self, tokens) * self.row_bytes

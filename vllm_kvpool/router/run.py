@@ -51,7 +51,7 @@ from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
 from vllm_kvpool.router.ops.metrics import Telemetry
 from vllm_kvpool.router.ops.replicas import Replicas
-from vllm_kvpool.router.ops.request_log import Observation
+from vllm_kvpool.router.ops.request_log import Observation, PromptCount
 from vllm_kvpool.router.ops.snapshot import health_of
 from vllm_kvpool.router.ops.tenants import Tenants
 
@@ -239,9 +239,12 @@ class Router:
         self._open[ask.request_id] = handler
         self.post(Arrived(ask))
 
-    def over(self, request_id: RequestId, observed: Sequence[Observation]) -> None:
-        """A request is over; `observed` goes into the histograms."""
+    def over(
+        self, request_id: RequestId, observed: Sequence[Observation], prompt: PromptCount
+    ) -> None:
+        """A request is over; `observed` goes into the histograms, `prompt` into the counters."""
         del self._open[request_id]
+        self.telemetry.count_prompt(prompt)
         for each in observed:
             self.telemetry.observe(each)
 
@@ -289,8 +292,8 @@ class Router:
         return 503 if health.status == "unavailable" else 200, msgspec.json.encode(health)
 
     def metrics(self) -> tuple[str, bytes]:
-        """Content type and body for `/metrics`. Clients need not know who serves them."""
-        return self.telemetry.expose(with_replicas=False)
+        """Content type and body for `/metrics`. Clients need not know replicas and tenants."""
+        return self.telemetry.expose(with_names=False)
 
 
 def _url(listen: str, port: int) -> str:

@@ -168,17 +168,9 @@ class Aliases:
             alias = Alias(chunk_hash, tokens)
             for stop in range(self.step, min(len(tokens), size - 1) + 1, self.step):
                 key = prefix + chain.hash_of_part(index, tokens[:stop]).hex()
-                yield _NewAlias(
-                    key,
-                    alias,
-                    ChunkRef(
-                        chunk_id_of_key(key),
-                        chunk_id,
-                        index + 1,
-                        retention=plan.retention,
-                        tenant=plan.tenant,
-                    ),
-                )
+                place = (chunk_id_of_key(key), chunk_id, index + 1)
+                ref = ChunkRef(*place, retention=plan.retention, tenant=plan.tenant)
+                yield _NewAlias(key, alias, ref)
 
 
 class _Writer(threading.Thread):

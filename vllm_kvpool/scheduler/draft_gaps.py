@@ -20,7 +20,7 @@ class DraftGaps:
         self._shape = shape
         self._hashes: OrderedDict[bytes, None] = OrderedDict()  # of chunks that have gaps
 
-    def begin(self, state: RequestState, num_computed: int) -> None:
+    def start_request(self, state: RequestState, num_computed: int) -> None:
         """The engine starts a request, or starts it again, with so many tokens of its own cache."""
         state.draft_stop, state.cached_tokens = None, num_computed
 

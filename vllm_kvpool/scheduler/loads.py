@@ -1,14 +1,18 @@
-"""Loads on the scheduler's side: whether one pays, and those within a single step (pure).
+"""Loads on the scheduler's side: whether one pays, and those in progress.
 
 A request runs in the step in which its layered load begins: vLLM counts its blocks as computed and
 offers them to other requests. Until every rank has reported the load as whole nothing of the
-request is saved, and no other that would read its blocks is scheduled (`LayeredLoads.would_share`).
+request is saved, and no other that would read its blocks is scheduled (`RequestLoads.would_share`).
 If a load fails, its blocks leave the prefix cache and the request computes them again.
 Scheduler's thread.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.scheduler.messages import Loaded
+from vllm_kvpool.transfer.ops import Landed, LoadPlan
 
 WEIGHT = 0.3
 MIN_PREFILL_TOKENS = 64
@@ -90,60 +94,124 @@ def _mean(old: float | None, new: float) -> float:
 
 
 @dataclass(slots=True)
-class LayeredLoad:
-    """A load of tokens [start, stop) into the request's only block table."""
+class RequestLoad:
+    """A load, from the allocation of its blocks until every rank has reported its end.
 
-    request_id: str
-    tokens: Sequence[int]
-    table: tuple[int, ...]
-    start: int
-    stop: int
-    kept: int  # tokens that every rank has loaded
+    A load streams while the producer of its last chunks has not stored them.
+    """
+
+    plan: LoadPlan
+    end: Loaded
+    """The end in the ranks that have reported: a whole load as long as none has."""
+    num_blocks: int
+    landed_stop: int | None = None
+    """Chunks before it are stored, as far as the workers know; None: the load does not stream."""
+    tokens: Sequence[int] = ()
+    table: tuple[int, ...] = ()
+    """Of a layered load: the request's tokens, and its only block table."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if no rank has reported a token that is not loaded."""
+        return self.end.tokens == self.plan.token_stop
 
     def lost_blocks(self, block_size: int) -> tuple[int, ...]:
         """The blocks of tokens that were not loaded, or were computed after them."""
-        return self.table[self.kept // block_size :] if self.kept < self.stop else ()
+        return () if self.is_whole else self.table[self.end.tokens // block_size :]
 
 
-class LayeredLoads:
-    """The layered loads of a step, from their allocation to the end of the step."""
+class RequestLoads:
+    """The loads in progress, by request, and what the next plan tells the workers of them."""
 
-    def __init__(self) -> None:
-        self._loads: dict[str, LayeredLoad] = {}
+    def __init__(self, registry: MetricsRegistry) -> None:
+        self._registry = registry
+        self._loads: dict[str, RequestLoad] = {}
+        self._unplanned: list[LoadPlan] = []
+        self._landed: list[Landed] = []
 
-    def begin(
-        self, request_id: str, tokens: Sequence[int], table: Sequence[int], start: int, stop: int
-    ) -> None:
-        """Blocks are allocated; `table` has all of the request's."""
-        load = LayeredLoad(request_id, tokens, tuple(table), start, stop, stop)
-        self._loads[request_id] = load
+    def start(self, load: RequestLoad) -> None:
+        """Add a load whose blocks are allocated."""
+        self._loads[load.plan.request_id] = load
+        self._unplanned.append(load.plan)
+        if load.landed_stop is not None:
+            self._show_promised()
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._loads
+    def get(self, request_id: str) -> RequestLoad | None:
+        return self._loads.get(request_id)
+
+    def is_layered(self, request_id: str) -> bool:
+        """Return True if the request runs in the step that loads it."""
+        load = self._loads.get(request_id)
+        return load is not None and load.plan.layered
+
+    def pop(self, request_id: str) -> None:
+        """Remove a load that has ended, or whose request has."""
+        if self._loads.pop(request_id).landed_stop is not None:
+            self._show_promised()
+
+    def pop_layered(self) -> list[RequestLoad]:
+        """Remove and return the loads of the step, which has ended."""
+        layered = [load for load in self._loads.values() if load.plan.layered]
+        for load in layered:
+            del self._loads[load.plan.request_id]
+        return layered
 
     def would_share(
         self, tokens: Callable[[], Sequence[int]], computed: int, block_size: int
     ) -> bool:
-        """Return True if a request may read blocks that are being loaded.
+        """Return True if a request may read blocks that a layered load is about to fill.
 
         `computed`: its tokens in the engine's own cache. Only tokens are compared, so the answer
         may be True too often.
         """
         for load in self._loads.values():
-            stop = load.start + block_size
-            if computed > load.start and tokens()[:stop] == load.tokens[:stop]:
+            start = load.plan.token_start
+            stop = start + block_size
+            if load.plan.layered and computed > start and tokens()[:stop] == load.tokens[:stop]:
                 return True
         return False
 
-    def stopped(self, request_id: str, tokens: int) -> None:
-        """A rank has loaded only the first `tokens` tokens of the request."""
-        load = self._loads.get(request_id)
-        if load is not None:
-            load.kept = max(load.start, min(load.kept, tokens))
+    # Streams
 
-    def take(self) -> Collection[LayeredLoad]:
-        """The loads of the step, which has ended; every rank has reported."""
-        if not self._loads:
-            return ()
-        loads, self._loads = self._loads, {}
-        return loads.values()
+    @property
+    def streaming(self) -> list[RequestLoad]:
+        """The loads that stream."""
+        return [load for load in self._loads.values() if load.landed_stop is not None]
+
+    @property
+    def num_stored(self) -> int:
+        """Loads that do not stream: all of their chunks are stored."""
+        return len(self._loads) - len(self.streaming)
+
+    @property
+    def num_promised(self) -> int:
+        """Blocks of loads that stream."""
+        return sum(load.num_blocks for load in self.streaming)
+
+    def land(
+        self, load: RequestLoad, chunks: int, is_final: bool, *, is_urgent: bool = False
+    ) -> None:
+        """Tell the workers how many chunks of a load that streams are stored."""
+        assert load.landed_stop is not None
+        load.landed_stop = max(load.landed_stop, chunks)
+        self._landed.append(Landed(load.plan.job_id, load.landed_stop, is_final, is_urgent))
+        if is_final:
+            load.landed_stop = None
+            self._show_promised()
+
+    def _show_promised(self) -> None:
+        self._registry.set("kvpool_promised_blocks", self.num_promised)
+
+    # The plan of a step
+
+    @property
+    def has_news(self) -> bool:
+        """True if the next plan tells the workers of loads."""
+        return bool(self._unplanned or self._landed)
+
+    def take_news(self) -> tuple[tuple[LoadPlan, ...], tuple[Landed, ...]]:
+        """Remove and return the loads and the progress that no plan has told the workers of."""
+        news = tuple(self._unplanned), tuple(self._landed)
+        self._unplanned.clear()
+        self._landed.clear()
+        return news

@@ -13,7 +13,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache, partial
 from itertools import compress, pairwise
@@ -83,6 +83,16 @@ class Lookup:
     request_id: str = ""
     """For messages."""
 
+    def nothing_found(
+        self,
+        chain: ChunkChain | None = None,
+        outcome: LookupOutcome = LookupOutcome.ANSWERED,
+        *,
+        is_final: bool = True,
+    ) -> "LookupResult":
+        version = self.weights_version
+        return LookupResult(self.lookup_id, chain, 0, outcome, version, is_final=is_final)
+
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
@@ -111,6 +121,22 @@ class LookupResult:
     """Chunks that the lookup waits for."""
     has_lost_producer: bool = False
     """True if the connection to the producer has ended before the expected chunks came."""
+
+    def tokens_of(self, chunks: int, chunk_tokens: int) -> int:
+        """Return the tokens of the request's first chunks; the last one may be the tail."""
+        tail = self.tail
+        if tail is None or chunks <= tail.position:
+            return chunks * chunk_tokens
+        return tail.position * chunk_tokens + tail.tokens
+
+    def without_hit(self) -> "LookupResult":
+        return replace(self, found_chunks=0, attention_chunks=0)
+
+    @property
+    def whole_chunks(self) -> int:
+        """The found chunks without the tail."""
+        found, tail = self.found_chunks, self.tail
+        return found if tail is None else min(found, tail.position)
 
 
 @dataclass(slots=True, eq=False)
@@ -362,9 +388,9 @@ class _OpenLookup:
     chain: ChunkChain
     end: bytes | None
     names: CellNames
-    num_chunks: int  # that are looked for
     expected: int  # chunks that the lookup waits for
     expected_attention: int  # or so many of attention, with states or without
+    new_search: Callable[[Sequence[int]], TieredSearch]  # of these tiers
     search: TieredSearch
     began: float
     answer_by: float
@@ -483,26 +509,18 @@ class LookupCore:
         """Look for the chunks of a hashed prompt, and for its end."""
         seeks_tail = lookup.seeks_tail and len(lookup.tokens) >= self._alias_step > 0
         if not lookup.search or not (len(chain) or end or seeks_tail):
-            self.results.append(
-                LookupResult(
-                    lookup.lookup_id, chain, 0, LookupOutcome.ANSWERED, lookup.weights_version
-                )
-            )
+            self.results.append(lookup.nothing_found(chain))
             return
         names = self._names_of(lookup.weights_version)
-        num_chunks, expected, expected_attention = self._wanted_chunks(lookup, chain, end)
+        num_chunks, expected, attention = self._wanted_chunks(lookup, chain, end)
+        new_search = self._new_search(lookup, chain, end, names, num_chunks)
         opened = _OpenLookup(
-            lookup,
-            chain,
-            end,
-            names,
-            num_chunks,
-            expected,
-            expected_attention,
-            self._search(lookup, chain, end, names, num_chunks, self._usable(now)),
-            now,
-            lookup.answer_by,
-            now + self._timeout_s * PUT_OFF_SHARE,
+            *(lookup, chain, end, names, expected, attention),
+            new_search=new_search,
+            search=new_search(self._usable(now)),
+            began=now,
+            answer_by=lookup.answer_by,
+            defer_at=now + self._timeout_s * PUT_OFF_SHARE,
         )
         self._open[lookup.lookup_id] = opened
         self._try_tiers(opened, now)
@@ -520,7 +538,7 @@ class LookupCore:
         `done` is called on the lookup thread: whether every store has confirmed it.
         """
         for opened in list(self._open.values()):  # cells that it has found may be removed by now
-            opened.search = self._search_of(opened, self._usable(now))
+            opened.search = opened.new_search(self._usable(now))
             opened.tail = None
             self._settle(opened, now)
         namespaces = tuple(self._names.with_weights(each).namespace for each in weights_versions)
@@ -613,7 +631,7 @@ class LookupCore:
     def fail_all(self) -> None:
         """After a bug: answer every open lookup, so that no request waits."""
         for opened in list(self._open.values()):
-            self._finish(opened, LookupOutcome.STORE_ERROR)
+            self._finish(opened, LookupOutcome.STORE_ERROR, LookupOutcome.ANSWERED)
 
     def removals(self) -> list[TierCall]:
         """Removals that no call has been made for yet; the service is about to end."""
@@ -660,42 +678,19 @@ class LookupCore:
         usable = told - told % step
         return num_chunks, usable, told if usable < told else never
 
-    def _search_of(self, opened: _OpenLookup, tiers: Sequence[int]) -> TieredSearch:
-        """A new search for an open lookup."""
-        return self._search(
-            opened.lookup, opened.chain, opened.end, opened.names, opened.num_chunks, tiers
-        )
-
-    def _search(
-        self,
-        lookup: Lookup,
-        chain: ChunkChain,
-        end: bytes | None,
-        names: CellNames,
-        num_chunks: int,
-        tiers: Sequence[int],
-    ) -> TieredSearch:
-        hashes = chain.hashes
-        if end is not None:
-            hashes = [*hashes, end]
+    def _new_search(
+        self, lookup: Lookup, chain: ChunkChain, end: bytes | None, names: CellNames, chunks: int
+    ) -> Callable[[Sequence[int]], TieredSearch]:
+        """Return what makes a search of the given tiers for the first chunks of a lookup."""
+        hashes = chain.hashes if end is None else [*chain.hashes, end]
         # The producer puts cells of several chunks at once: a later one may come first.
         is_exact = lookup.exact or lookup.expect_tokens > 0 or self._loses_cells
-        exact = self._exact_chunks if is_exact else 0
-        num_tokens = len(lookup.tokens)
-
-        def make_search() -> HitSearch:
-            return HitSearch(
-                num_chunks,
-                names.layer_groups,
-                self._chunk_tokens,
-                self._block,
-                exact,
-                num_tokens=num_tokens,
-            )
-
+        exact, num_tokens = self._exact_chunks if is_exact else 0, len(lookup.tokens)
+        groups, sizes = names.layer_groups, (self._chunk_tokens, self._block)
+        make_search = partial(HitSearch, chunks, groups, *sizes, exact, num_tokens=num_tokens)
         keys_of = partial(self._keys_of, names, hashes)
         has_host = self._host.num_ranks > 0
-        return TieredSearch(num_chunks, make_search, keys_of, tiers, has_host=has_host)
+        return partial(TieredSearch, chunks, make_search, keys_of, has_host=has_host)
 
     def _keys_of(
         self, names: CellNames, hashes: Sequence[bytes], questions: Sequence[Question]
@@ -810,7 +805,7 @@ class LookupCore:
         """Try tiers whose pause is over; the lookup does not wait for them."""
         for number, tier in enumerate(self._tiers):
             if tier.call is None and not tier.removals and tier.pace.may_be_tried(now):
-                search = self._search_of(opened, [number])
+                search = opened.new_search([number])
                 keys = search.take_wanted(number)
                 if keys:  # the prompt is not all in host memory
                     tier.call = TierCall(
@@ -853,7 +848,7 @@ class LookupCore:
                 self._answer(opened)
             return
         if 0 < opened.expected <= search.found:
-            self._finish(opened, LookupOutcome.ANSWERED)
+            self._finish(opened, LookupOutcome.ANSWERED, LookupOutcome.ANSWERED)
             return
         if not expects_more:
             return
@@ -903,14 +898,9 @@ class LookupCore:
         reason = self._miss_reason(opened.search) if is_done else LookupOutcome.TIMED_OUT
         self._finish(opened, outcome, reason)
 
-    def _finish(
-        self,
-        opened: _OpenLookup,
-        outcome: LookupOutcome,
-        miss_reason: LookupOutcome = LookupOutcome.ANSWERED,
-    ) -> None:
+    def _finish(self, opened: _OpenLookup, outcome: LookupOutcome, reason: LookupOutcome) -> None:
         self._open.pop(opened.lookup.lookup_id, None)
-        self.results.append(self._result(opened, outcome, miss_reason))
+        self.results.append(self._result(opened, outcome, reason))
 
     @staticmethod
     def _result(

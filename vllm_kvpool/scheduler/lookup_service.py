@@ -254,7 +254,7 @@ class LookupService:
 
     def _refuse(self, lookup: Lookup) -> None:
         self.core.forget(lookup.lookup_id)
-        self.core.results.append(LookupResult(lookup.lookup_id, None, 0, LookupOutcome.UNSHAREABLE))
+        self.core.results.append(lookup.nothing_found(None, LookupOutcome.UNSHAREABLE))
 
     def _forget(self, lookup_id: int) -> None:
         self._unwatch(lookup_id)

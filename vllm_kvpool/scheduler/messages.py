@@ -39,6 +39,27 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Loaded:
+    """The end of a request's load, for all reporting ranks together."""
+
+    tokens: int
+    """Tokens of the request before which all are loaded."""
+    seconds: float = 0.0
+    """Seconds that the load took in the slowest rank: of a layered load, those that its step
+    waited."""
+    cleared: frozenset[int] = frozenset()
+    """Chunks with pages of optional cells that the load has filled with zeros."""
+
+    def merged(self, other: "Loaded") -> "Loaded":
+        """Both sets of ranks together."""
+        return Loaded(
+            min(self.tokens, other.tokens),
+            max(self.seconds, other.seconds),
+            self.cleared | other.cleared,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """Scheduler to every worker."""
 
@@ -61,10 +82,8 @@ class StepReport:
 
     gathered: Mapping[JobId, int] = field(default_factory=dict)
     """The number of ranks that have gathered a save since their last report."""
-    load_stops: Mapping[str, int] = field(default_factory=dict)
-    """Request -> tokens that every reporting rank has loaded, for loads that stopped."""
-    load_tokens: float = 0
-    load_seconds: float = 0
+    loads: Mapping[str, Loaded] = field(default_factory=dict)
+    """Request -> its load, which has ended in the reporting ranks."""
     dropped: Mapping[int, int] = field(default_factory=dict)
     """Generation -> ranks that have dropped all saves of those before it."""
     host: Mapping[int, HostCacheChange] = field(default_factory=dict)
@@ -73,37 +92,28 @@ class StepReport:
     """Saves that have ended in the stores."""
     notices: Mapping[int, str] = field(default_factory=dict)
     """Rank -> endpoint where it tells how far prompts are stored; in its first report."""
-    cleared: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """Request -> chunks with pages of optional cells that its load has filled with zeros."""
 
     @classmethod
     def merge(cls, reports: Iterable["StepReport"]) -> Self:
         """Merge the reports of ranks or steps, each rank's in order; linear in their size."""
         gathered: dict[JobId, int] = {}
         dropped: dict[int, int] = {}
-        stops: dict[str, int] = {}
+        loads: dict[str, Loaded] = {}
         hosts: defaultdict[int, list[HostCacheChange]] = defaultdict(list)
         stored: dict[JobId, Stored] = {}
         notices: dict[int, str] = {}
-        cleared: dict[str, frozenset[int]] = {}
-        load_tokens = load_seconds = 0.0
         for report in reports:
             for job, ranks in report.gathered.items():
                 gathered[job] = gathered.get(job, 0) + ranks
             for generation, ranks in report.dropped.items():
                 dropped[generation] = dropped.get(generation, 0) + ranks
-            for request_id, tokens in report.load_stops.items():
-                stops[request_id] = min(tokens, stops.get(request_id, tokens))
+            for request_id, end in report.loads.items():
+                known = loads.get(request_id)
+                loads[request_id] = end if known is None else known.merged(end)
             for rank, change in report.host.items():
                 hosts[rank].append(change)
             for job, how in report.stored.items():
                 stored[job] = stored[job].merged(how) if job in stored else how
-            for request_id, chunks in report.cleared.items():
-                cleared[request_id] = cleared.get(request_id, frozenset()) | chunks
             notices |= report.notices
-            load_tokens += report.load_tokens
-            load_seconds += report.load_seconds
         host = {rank: HostCacheChange.merge(changes) for rank, changes in hosts.items()}
-        return cls(
-            gathered, stops, load_tokens, load_seconds, dropped, host, stored, notices, cleared
-        )
+        return cls(gathered, loads, dropped, host, stored, notices)

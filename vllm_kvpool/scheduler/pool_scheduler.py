@@ -1,6 +1,6 @@
-"""The scheduler side of the connector: the lookup, load and saves of each request.
+"""The scheduler side of the connector: what vLLM's calls mean for lookups, loads and saves.
 
-Owned by the scheduler's thread. A request's life:
+Owned by the scheduler's thread. A request's life, in the states of `states.py`:
     add -> lookup pending -> answered -> (offer -> load planned -> load ended) -> saving -> finish
 * `match` may be called any number of times; only `allocated` turns an offer into a load.
 * A request that expects tokens of a producer is offered them before they are stored, a promise.
@@ -10,27 +10,30 @@ Owned by the scheduler's thread. A request's life:
 * KV of old weights is never saved under new ones.
 """
 
+import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
-from vllm_kvpool.metrics import MAX_SOURCES, MetricsRegistry, NameLabels
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables
-from vllm_kvpool.scheduler.loads import LayeredLoads, LoadCostModel, idle_wait_s
-from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
+from vllm_kvpool.scheduler.loads import LoadCostModel, RequestLoad, RequestLoads, idle_wait_s
+from vllm_kvpool.scheduler.lookup_core import LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
-from vllm_kvpool.scheduler.messages import StepPlan, StepReport
+from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, ScheduledStep
+from vllm_kvpool.scheduler.request_lookups import RequestLookups
 from vllm_kvpool.scheduler.save_outcomes import EndedSave, SaveOutcomes
-from vllm_kvpool.scheduler.save_planner import Reset, SavePlanner
-from vllm_kvpool.storage.base import NO_RETENTION, Retention
-from vllm_kvpool.transfer.ops import JobId, Landed, LoadPlan, PrefetchPlan
+from vllm_kvpool.scheduler.save_planner import SavePlanner
+from vllm_kvpool.scheduler.states import AdmissionState, LookupState, RetryState, moved
+from vllm_kvpool.scheduler.validity import Validity
+from vllm_kvpool.storage.base import Retention
+from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
 
 logger = logging.getLogger(__name__)
 
@@ -41,50 +44,8 @@ WATCHED_WAIT_S = 30.0
 STREAM_WAIT_S = 10.0  # while a stream is loaded: its early end comes with a step
 FETCH_S = 0.5  # after chunks of a stream have landed: they are fetched, and steps follow closely
 FETCH_WAIT_S = 0.05
-ANSWER_SHARE = 0.9  # of the timeout: answers come before the request stops waiting
-
-
-class CachedEmbeddings:
-    """A record of embeddings by other weights that an engine's encoder cache may hold.
-
-    vLLM keeps them, by the content of the media alone, when weights change and when its prefix
-    cache is reset. KV that is computed from them is of neither weights. Scheduler's thread.
-    """
-
-    def __init__(self) -> None:
-        self._are_there = False
-        self._are_old = False
-        self._are_in_blocks = False  # the engine's own prefix cache may hold KV of old ones
-
-    def use(self) -> bool:
-        """A request with media is to be computed; whether it may use old embeddings."""
-        self._are_there = True
-        self._are_in_blocks |= self._are_old
-        return self._are_old
-
-    def weights_changed(self) -> None:
-        """Mark every cached embedding as stale."""
-        self._are_old |= self._are_there
-
-    def own_cache_was_reset(self) -> None:
-        """The engine's own prefix cache is empty."""
-        self._are_in_blocks = False
-
-    def encoder_cache_was_reset(self) -> bool:
-        """None are there; whether the engine's own prefix cache may hold KV of old ones."""
-        self._are_there = self._are_old = False
-        return self._are_in_blocks
-
-
-@dataclass(slots=True)
-class _Stream:
-    """A load whose last chunks the producer has not stored yet."""
-
-    job_id: JobId
-    landed_stop: int
-    """Chunks before it are stored, as far as the workers have been told."""
-    num_blocks: int
-    """Blocks of the load."""
+# `match` is called for each request that waits. Python 3.11 is slow to look up members of an Enum.
+_RUNNING, _DUE, _PENDING = AdmissionState.RUNNING, RetryState.DUE, LookupState.PENDING
 
 
 class PoolScheduler:
@@ -105,59 +66,47 @@ class PoolScheduler:
         self._has_arrivals = has_arrivals
         self._config = config
         self._shape = shape
-        self._lookups = lookups
+        self._service = lookups
         self.host = lookups.host
         """The chunks that ranks have in host memory."""
         self._registry = registry
-        self._sources = NameLabels(MAX_SOURCES)
         self._clock = clock
         self._wall_ns = wall_ns
         self._role_saves = role is not KVRole.CONSUMER or config.save_decode
         self._can_save = can_save
         self._tables = GroupTables(shape.groups, shape.chunk_tokens)
-        self._reset = Reset(shape.num_ranks)
+        self._validity = Validity(shape.num_ranks)
+        self._new_id = partial(next, itertools.count(1))  # of lookups and jobs
         self.saves = SavePlanner(
             shape,
             self._tables,
-            self._reset,
+            self._validity,
             registry,
-            self._take_id,
+            self._new_id,
             SaveOutcomes(shape, registry, clock, has_host=lookups.host.num_ranks > 0),
             save_decode=config.save_decode,
             wall_ns=wall_ns,
         )
         self._requests: dict[str, RequestState] = {}
-        self._asked: dict[int, RequestState] = {}  # by the lookup that is not yet answered
-        self._loads: list[LoadPlan] = []  # allocated, for the next plan
-        self._streams: dict[str, _Stream] = {}  # by request
-        self._landed: list[Landed] = []  # for the next plan
+        self._lookups = RequestLookups(
+            lookups, config, shape, self._validity, registry, clock, self._new_id
+        )
+        self._loads = RequestLoads(registry)
         self._prefetches: dict[str, PrefetchPlan] = {}  # of requests whose turn has not come
         # Requests -> tokens of the state in the engine's own cache that they go on from, and that
         # is to be stored: it is pinned (`pin_s`), or the pool lacks it.
         self._own_states: dict[str, int] = {}
-        self._loaded: set[str] = set()  # requests that have loaded, and not run since
+        self._starting: dict[str, RequestState] = {}  # requests that have blocks, and have not run
         self._has_given_way = False  # a request, since the last step was planned
-        self._layered = LayeredLoads()
-        self._admitted: set[str] = set()  # requests that were given blocks since the last plan
-        self._waiting: set[str] = set()  # those that wait for a load, and have not run since
-        self._next_id = 0
-        # The engine's own prefix cache may hold KV of other weights, or that another connector was
-        # to load.
-        self._has_doubtful_blocks = False
-        self._embeddings = CachedEmbeddings()
         self._idle = True
-        # By lookup: requests that have ended before they were hashed, and are handed over.
-        self._unnamed: dict[int, RequestState] = {}
         self._landed_at = 0.0  # the workers were last told of chunks to load
         self._notices: dict[int, str] = {}  # rank -> where it tells of hand-overs
         self._load_costs = LoadCostModel()
-        # Requests whose answers have begun -> when, and how many tokens they had.
-        self._answers: dict[str, tuple[float, int]] = {}
 
     @property
     def weights_version(self) -> str:
         """The version of the engine's weights; "" for the weights of its start."""
-        return self.saves.weights_version
+        return self._validity.weights_version
 
     # Arrival and lookup
 
@@ -173,148 +122,57 @@ class PoolScheduler:
         self._requests[view.request_id] = state
         if state.may_load or state.may_save:
             self._ask(state)
-        else:
-            state.answer = LookupOutcome.UNSHAREABLE
 
     def _retention_of(self, options: RequestOptions) -> Retention:
-        if not (options.pin_s or options.ttl_s):
-            return NO_RETENTION
-        now_ns = self._wall_ns()
-        pin_s, ttl_s = options.pin_s, options.ttl_s
-        return Retention(
-            now_ns + int(pin_s * 1e9) if pin_s else 0, now_ns + int(ttl_s * 1e9) if ttl_s else 0
-        )
+        now_ns, times_s = self._wall_ns(), (options.pin_s, options.ttl_s)
+        return Retention(*(now_ns + int(each * 1e9) if each else 0 for each in times_s))
 
     def _ask(self, state: RequestState) -> None:
-        now = self._clock()
-        options = state.view.options
-        timeout = self._config.lookup_timeout_ms / 1000
         # Once after a failed load: where the engine starts the request again, up to the first
         # missing chunk or, with recurrent states, an earlier boundary; else all, once preempted.
-        has_failed = state.limit_tokens is not None or state.has_asked_again
-        if has_failed and not state.has_asked_again:
-            state.has_asked_again = True
-            if not state.asks_again:  # preempted: it has computed and saved what was missing
-                state.limit_tokens = None
-        state.preemptions = state.view.num_preemptions
-        state.weights_version = self.weights_version
-        state.found_chunks = state.attention_chunks = state.expected_chunks = 0
-        state.tail = None
-        state.asks_again = False
-        self.saves.release_held(state.view.request_id)
-        # Tokens that have not come in time are computed: a preemption does not wait for them again.
-        expect_tokens = 0 if state.has_expected else options.expect_tokens
-        expect = options.expect_timeout_ms / 1000 if expect_tokens else 0.0
-        self._asked.pop(state.lookup_id, None)
-        state.lookup_id = self._take_id()
-        state.asked_at, state.deadline = now, now + expect + timeout
-        state.answer = None
-        self._asked[state.lookup_id] = state
-        self._lookups.submit(
-            Lookup(
-                lookup_id=state.lookup_id,
-                request_id=state.view.request_id,
-                identify=state.view.identity,
-                tokens=state.view.tokens(),
-                search=state.may_load,
-                expect_tokens=expect_tokens,
-                expect_until=now + expect,
-                answer_by=now + expect + timeout * ANSWER_SHARE,
-                weights_version=self.weights_version,
-                reads_files=state.view.reads_files,
-                stop_chunk=None
-                if state.limit_tokens is None
-                else state.limit_tokens // self._shape.chunk_tokens,
-                exact=has_failed,
-                seeks_end=self._expects_end(state, expect_tokens),
-                # A load that has failed counts whole chunks, and so does one of expected tokens.
-                seeks_tail=self._shape.alias_step > 0 and not (has_failed or expect_tokens),
-                notices=options.notices if expect_tokens else (),
-            )
-        )
+        if state.retry is RetryState.LIMITED:  # it has computed and saved what was missing
+            state.limit_tokens = None
+        if state.retry is not RetryState.NONE:
+            state.retry = moved(state.retry, RetryState.DONE)
+        self.saves.ledger.release_all_held(state.view.request_id)
+        self._lookups.ask(state)
 
-    def _expects_end(self, state: RequestState, expect_tokens: int) -> bool:
-        """Return True if the prompt's end is stored, or will be, by the engine that computes it."""
-        num_tokens = state.view.num_tokens
-        if not self._shape.has_ends or num_tokens != state.view.num_prompt_tokens:
-            return False
-        is_whole = expect_tokens == num_tokens and state.view.options.expect_end
-        return is_whole or expect_tokens > num_tokens
-
-    def _take_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
-
-    def _take_results(self) -> bool:
+    def _take_answers(self) -> bool:
         """Take what lookups have found; returns whether any of it is to be acted on."""
         is_of_use = False
-        for answer in self._lookups.take_results():
-            ended = self._unnamed.pop(answer.lookup_id, None)
-            if ended is not None:
-                self._lookups.forget(answer.lookup_id)
-                ended.chain = answer.chain
-                self.saves.end_hand_over(ended)
-            state = self._asked.get(answer.lookup_id)
+        for result in self._service.take_results():
+            state, answer = self._lookups.take(result)
             if state is None:
                 continue
+            if self._requests.get(state.view.request_id) is not state:  # it has ended
+                self.saves.end_hand_over(state)
+                continue
             is_of_use |= answer.is_final or answer.found_chunks > 0
-            if answer.is_final:
-                del self._asked[answer.lookup_id]
-                self._answered(state, answer)
-            elif state.answer is None:
-                self._note_found(state, answer)
+            if answer.chain is None:
+                self._leave_out(state)
+                continue
+            self._note_found(state, answer)
+            if answer.is_final and self._shape.prefetches and state.answer.found_chunks:
+                self._prefetch(state)
         return is_of_use
-
-    def _answered(self, state: RequestState, answer: LookupResult) -> None:
-        self._registry.add("kvpool_lookups", outcome=answer.outcome.value)
-        self._registry.add("kvpool_lookup_seconds", self._clock() - state.asked_at)
-        if state.answer is None:
-            found = 0 if self._is_outdated(answer) else answer.found_chunks
-            self._span_of_lookup(state, answer.outcome, found)
-            state.answer = answer.outcome
-            if answer.chain is not None:
-                self._count_expected(state, is_found=not answer.lacks_expected)
-            state.miss_reason = answer.miss_reason
-            is_in_time = True
-        else:
-            is_in_time = False
-        if answer.chain is None:
-            state.chain = None
-            self._leave_out(state)
-            return
-        self._note_found(state, answer, is_in_time=is_in_time)
-        if self._shape.prefetches and state.found_chunks and state.may_load and not state.load:
-            self._prefetch(state)
 
     def _prefetch(self, state: RequestState) -> None:
         """Have the workers fetch what was found while the request waits for its turn."""
-        assert state.chain is not None
         request_id = state.view.request_id
-        hashes = tuple(state.chain.hashes[: state.whole_chunks(state.found_chunks)])
-        self._prefetches[request_id] = PrefetchPlan(
-            request_id, hashes, self.weights_version, state.view.tenant
-        )
+        if state.may_load and self._loads.get(request_id) is None:
+            assert state.chain is not None
+            hashes = tuple(state.chain.hashes[: state.answer.whole_chunks])
+            self._prefetches[request_id] = PrefetchPlan(
+                request_id, hashes, self.weights_version, state.view.tenant
+            )
 
-    def _is_outdated(self, answer: LookupResult) -> bool:
-        """Return True if the cells of an answer may be removed, or are of other weights."""
-        return self._reset.pending or answer.weights_version != self.weights_version
-
-    def _note_found(
-        self, state: RequestState, answer: LookupResult, *, is_in_time: bool = True
-    ) -> None:
-        """Take the chunks that a lookup has found so far."""
-        is_outdated = self._is_outdated(answer)
-        found = 0 if is_outdated else answer.found_chunks
-        attention = 0 if is_outdated else answer.attention_chunks
-        assert answer.chain is not None
-        state.chain = answer.chain
-        if is_in_time:
-            state.found_chunks, state.attention_chunks = found, attention
-            state.tail, state.expected_chunks = answer.tail, answer.expected_chunks
+    def _note_found(self, state: RequestState, answer: LookupResult) -> None:
+        """Take what a lookup has found so far: it is not saved, and a load of it may go on."""
+        found = answer.found_chunks
         # What is stored need not be saved, unless a load of it has failed, or it is pinned: a put
         # pins what is stored already. vLLM offers a state that it has loaded.
         pins = bool(state.retention.pinned_until_ns)
-        known = 0 if pins else max(found, attention)
+        known = 0 if pins else max(found, answer.attention_chunks)
         tail = answer.tail
         if tail is not None and known > tail.position:
             known = tail.position
@@ -325,34 +183,11 @@ class PoolScheduler:
         if state.limit_tokens is not None:
             known = min(known, state.limit_tokens // self._shape.chunk_tokens)
         state.next_save = max(state.next_save, known)
-        self.saves.check_next_step(state)
-        if state.view.request_id in self._streams:
-            is_final = answer.is_final or is_outdated
-            self._land(state, found, is_final, is_urgent=answer.has_lost_producer)
-
-    # Streams
-
-    def _land(
-        self, state: RequestState, chunks: int, is_final: bool, *, is_urgent: bool = False
-    ) -> None:
-        """Tell the workers which chunks of a stream are stored."""
-        stream = self._streams[state.view.request_id]
-        stream.landed_stop = max(stream.landed_stop, chunks)
-        self._landed.append(Landed(stream.job_id, stream.landed_stop, is_final, is_urgent))
-        if is_final:
-            self._end_stream(state.view.request_id)
-
-    def _end_stream(self, request_id: str) -> None:
-        """Count the blocks of a stream, if the request has one, as promised no longer."""
-        if self._streams.pop(request_id, None) is not None:
-            self._show_promised()
-
-    def _show_promised(self) -> None:
-        self._registry.set("kvpool_promised_blocks", self._num_promised)
-
-    @property
-    def _num_promised(self) -> int:
-        return sum(stream.num_blocks for stream in self._streams.values())
+        self.saves.mark_due(state)
+        load = self._loads.get(state.view.request_id)
+        if load is not None and load.landed_stop is not None:
+            is_final = answer.is_final or not self._validity.finds(answer.weights_version)
+            self._loads.land(load, found, is_final, is_urgent=answer.has_lost_producer)
 
     def _chunks_to_offer(self, state: RequestState, num_computed: int) -> int | None:
         """Return how many chunks to offer a request now; None if it waits for its lookup.
@@ -360,57 +195,48 @@ class PoolScheduler:
         Before the lookup ends these are the chunks that the producer has promised, once the first
         is stored, and as long as blocks for promises are left. One request may always have more.
         """
-        if state.answer is not None:
-            return state.found_chunks
-        chunks = state.expected_chunks
-        if state.chain is None or not chunks or self._tables.has_states:
+        answer = state.lookup.answer
+        if state.lookup.state is not _PENDING:
+            return answer.found_chunks
+        chunks = answer.expected_chunks
+        if not chunks or self._tables.has_states:
             return None
         stop = self._usable(state, chunks)
         if stop <= num_computed:  # in the engine's own cache
-            self._end_lookup(state)
+            self._lookups.give_up(state)
             return 0
-        if self._config.layerwise or self._reset.pending:
+        if self._config.layerwise or self._validity.reset.pending:
             return None
-        if self._usable(state, state.found_chunks) <= num_computed:
+        if self._usable(state, answer.found_chunks) <= num_computed:
             return None
-        num_blocks = self._num_promised + self._tables.num_blocks(num_computed, stop)
-        has_room = not self._streams or num_blocks <= self._shape.max_promised_blocks
+        num_blocks = self._loads.num_promised + self._tables.num_blocks(num_computed, stop)
+        has_room = not self._loads.streaming or num_blocks <= self._shape.max_promised_blocks
         return chunks if has_room else None
 
     def _usable(self, state: RequestState, chunks: int) -> int:
-        """Return the tokens that a load of the first chunks can bring."""
-        return state.usable_tokens(
-            chunks,
-            self._shape.chunk_tokens,
-            self._tables.block_size,
-            has_states=self._tables.has_states,
-            lookahead=self._shape.lookahead,
-        )
+        """Return the tokens that a load of the first chunks can bring: whole blocks.
 
-    def _end_lookup(self, state: RequestState) -> None:
-        """Give up a lookup whose answer has no use any more."""
-        if self._asked.pop(state.lookup_id, None) is not None:
-            self._lookups.forget(state.lookup_id)
-        if state.answer is None:
-            state.answer, state.has_expected = LookupOutcome.ANSWERED, True
-
-    def _count_expected(self, state: RequestState, *, is_found: bool) -> None:
-        """Count whether the tokens that a request expects were found, once."""
-        options = state.view.options
-        if not options.expect_tokens or not state.may_load or state.has_expected:
-            return
-        state.has_expected = True
-        self._registry.add(
-            "kvpool_expected_prompts",
-            source=self._sources.of(options.expect_from),
-            outcome="found" if is_found else "missing",
-        )
+        A full hit leaves the last token to be computed. Where rows depend on later tokens
+        (`lookahead`), the last ones are left, too: those rows are not stored. With recurrent states
+        a hit ends where it was found, or is none. Nor does it end within one of this engine's
+        blocks, whose states vLLM itself keeps and hashes at their ends alone.
+        """
+        tokens = found = state.answer.tokens_of(chunks, self._shape.chunk_tokens)
+        num_tokens, block_size = state.view.num_tokens, self._tables.block_size
+        limit = num_tokens if state.limit_tokens is None else state.limit_tokens
+        if self._tables.has_states:
+            limit = min(limit, num_tokens - 1)
+            return tokens if tokens <= limit and tokens % block_size == 0 else 0
+        tokens = min(tokens, limit)
+        if tokens < num_tokens or state.answer.tail is None:
+            tokens -= tokens % block_size
+        return min(tokens, num_tokens - 1, max(0, found - self._shape.lookahead))
 
     def _leave_out(self, state: RequestState) -> None:
         """Load and save nothing more of a request."""
         self.saves.end_hand_over(state)
         state.may_load = state.may_save = False
-        self.saves.forget(state.view.request_id)
+        self.saves.drop_request(state.view.request_id)
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
         """Tokens beyond `num_computed` (block aligned) that a load can bring.
@@ -421,52 +247,60 @@ class PoolScheduler:
         if state is None:
             return 0, False
         state.own_tokens = num_computed
-        self.saves.draft_gaps.begin(state, num_computed)
-        self._waiting.discard(request_id)  # its load has brought nothing, and vLLM starts it again
-        has_old_embeddings = state.view.has_media and self._embeddings.use()
-        if self._layered.would_share(state.view.tokens, num_computed, self._tables.block_size):
+        self.saves.draft_gaps.start_request(state, num_computed)
+        before = state.admission
+        if self._starting.pop(request_id, None) or before is _RUNNING:
+            # Its load has brought nothing, or it was preempted: vLLM starts it again.
+            state.admission = moved(before, AdmissionState.QUEUED)
+        has_old_embeddings = state.view.has_media and self._validity.use_embeddings()
+        if self._loads.would_share(state.view.tokens, num_computed, self._tables.block_size):
             return None, False
-        if self._must_give_way(request_id, state):
+        if self._must_give_way(before):
             return None, False
         if not (state.may_load or state.may_save):
             state.view.admit()
-            state.tried = True
+            state.admission = moved(state.admission, AdmissionState.MATCHED)
             return 0, False
+        lookup = state.lookup
         if (
-            state.view.num_preemptions != state.preemptions
-            or state.asks_again
-            or state.weights_version != self.weights_version
+            state.view.num_preemptions != lookup.num_preemptions
+            or state.retry is _DUE
+            or lookup.answer.weights_version != self._validity.weights_version
         ):
             self._ask(state)
-        self._take_results()
+        self._take_answers()
         chunks = self._chunks_to_offer(state, num_computed)
         if chunks is None:
-            if self._clock() < state.deadline:
+            if self._clock() < state.lookup.deadline:
                 return None, False
-            self._time_out(state)  # a late answer is still taken, for its hashes
-            chunks = state.found_chunks
+            self._lookups.time_out(state)
+            chunks = state.answer.found_chunks
         own = state.view.admit()
         state.trusts_names = own.blocks
         # Its computed tokens come from the engine's own prefix cache.
-        has_others_blocks = num_computed > 0 and (self._has_doubtful_blocks or not own.blocks)
+        is_doubtful = self._validity.has_doubtful_blocks or not own.blocks
+        has_others_blocks = num_computed > 0 and is_doubtful
         state.stale = has_old_embeddings or not own.embeddings or has_others_blocks
-        self.saves.check_next_step(state)
+        self.saves.mark_due(state)
         self._prefetches.pop(request_id, None)  # the request is loaded now, or not at all
         self._own_states.pop(request_id, None)
-        state.tried = True
-        stop = 0 if self._reset.pending else self._usable(state, chunks)
-        if stop <= num_computed or not self._worth_loading(stop - num_computed):
+        state.admission = moved(state.admission, AdmissionState.MATCHED)
+        stop = 0 if self._validity.reset.pending else self._usable(state, chunks)
+        is_worth = self._config.load_policy is LoadPolicy.ALWAYS
+        count = stop - num_computed
+        if count <= 0 or not (is_worth or self._load_costs.loading_beats_computing(count)):
             state.offer = None
             if num_computed and self._tables.has_states and self._stores_own(state, num_computed):
                 self._own_states[request_id] = num_computed
             return 0, False
         state.offer = (num_computed, stop)
-        return stop - num_computed, not self._config.layerwise
+        return count, not self._config.layerwise
 
     def _stores_own(self, state: RequestState, num_computed: int) -> bool:
         """Return True if the own cache's state after so many tokens is to be stored."""
-        is_known = state.may_load and state.answer is LookupOutcome.ANSWERED
-        is_lacking = is_known and state.found_chunks * self._shape.chunk_tokens < num_computed
+        is_known = state.may_load and state.answer.outcome is LookupOutcome.ANSWERED
+        found = state.answer.found_chunks * self._shape.chunk_tokens
+        is_lacking = is_known and found < num_computed
         return is_lacking or bool(state.retention.pinned_until_ns)
 
     def wanted_boundary(self, request_id: str, own_boundary: int = 0) -> int:
@@ -482,42 +316,25 @@ class PoolScheduler:
             return 0
         chunk, block = self._shape.chunk_tokens, self._tables.block_size
         step = math.lcm(chunk, block)
-        found = state.found_chunks * chunk
-        common = max(state.attention_chunks * chunk, own_boundary)
+        found = state.answer.found_chunks * chunk
+        common = max(state.answer.attention_chunks * chunk, own_boundary)
         last = state.view.num_prompt_tokens - 1 if step > block else 0
         wanted = [boundary - boundary % step for boundary in (common, last)]
         return next((boundary for boundary in wanted if boundary > found), 0)
 
-    def _must_give_way(self, request_id: str, state: RequestState) -> bool:
-        """Return True if the request has to wait for requests that have loaded.
+    def _must_give_way(self, admission: AdmissionState) -> bool:
+        """Return True if a request in this state has to wait for requests that have loaded.
 
         vLLM 0.27 schedules nothing behind the first request that it has no blocks for. If the
         blocks are held by loaded requests behind it, and nothing runs, nothing ever would. Requests
         that have not loaded must not pass it either.
         """
-        if request_id in self._loaded:
-            self._loaded.remove(request_id)  # vLLM has not scheduled it since: others may pass it
+        if not (self._shape.stops_at_first and self._idle) or admission is AdmissionState.LOADED:
             return False
-        if not (self._shape.stops_at_first and self._idle and self._loaded):
+        if all(each.admission is not AdmissionState.LOADED for each in self._starting.values()):
             return False
-        self._has_given_way |= state.tried
+        self._has_given_way |= admission is AdmissionState.MATCHED
         return self._has_given_way
-
-    def _span_of_lookup(self, state: RequestState, outcome: LookupOutcome, found: int) -> None:
-        tokens = state.tokens_of(found, self._shape.chunk_tokens)
-        attributes = {"kvpool.outcome": outcome.value, "kvpool.found_tokens": tokens}
-        state.view.record_span("kvpool.lookup", self._clock() - state.asked_at, attributes)
-
-    def _time_out(self, state: RequestState) -> None:
-        self._span_of_lookup(state, LookupOutcome.TIMED_OUT, 0)
-        state.answer = LookupOutcome.TIMED_OUT
-        self._count_expected(state, is_found=False)
-        self._registry.add("kvpool_lookups", outcome=LookupOutcome.TIMED_OUT.value)
-
-    def _worth_loading(self, tokens: int) -> bool:
-        if self._config.load_policy is LoadPolicy.ALWAYS:
-            return True
-        return self._load_costs.loading_beats_computing(tokens)
 
     # Loads
 
@@ -529,21 +346,17 @@ class PoolScheduler:
         state = self._requests.get(request_id)
         if state is None:
             return
-        self._admitted.add(request_id)
-        state.tried = False
-        if num_external == 0:
-            self._loaded.discard(request_id)
+        has_waited = state.admission in (AdmissionState.WAITING, AdmissionState.LOADED)
+        to = AdmissionState.WAITING if has_waited else AdmissionState.ALLOCATED
+        state.admission = moved(state.admission, to)
+        self._starting[request_id] = state
         if not state.counted:
             state.counted = True
             missed = state.missed_tokens(num_external, self._shape.chunk_tokens)
-            for reason, tokens in missed:
-                self._registry.add("kvpool_miss_tokens", tokens, reason=reason)
             prompt = ("prompt", state.view.num_prompt_tokens)
-            self._log(request_id, [prompt, ("to_load", num_external), *missed])
+            self._count_missed(request_id, missed, prompt, ("to_load", num_external))
         if state.lost_tokens > num_external:
-            lost = state.lost_tokens - num_external
-            self._registry.add("kvpool_miss_tokens", lost, reason="load_failed")
-            self._log(request_id, [("load_failed", lost)])
+            self._count_missed(request_id, [("load_failed", state.lost_tokens - num_external)])
         state.lost_tokens = 0
         if num_external == 0 or state.offer is None or state.chain is None:
             return
@@ -551,97 +364,105 @@ class PoolScheduler:
         stop = start + num_external
         # vLLM 0.33 cuts some hits to whole blocks. It cuts none of models with recurrent states.
         assert stop == offered or (stop < offered and not self._tables.has_states), (start, stop)
-        state.offer, state.load, state.own_tokens = None, (start, stop), stop
-        state.cleared = frozenset()
-        state.load_began = self._clock()
-        chunk, tail = self._shape.chunk_tokens, state.tail
+        state.offer, state.own_tokens = None, stop
+        state.lacks_drafts = False
+        chunk, tail = self._shape.chunk_tokens, state.answer.tail
         first, last = start // chunk, -(-stop // chunk)
-        job_id, hashes = JobId(self._take_id()), state.chain.hashes
-        end_tokens = 0
+        hashes, end_tokens = state.chain.hashes, 0
         if tail is not None and last > tail.position:
             hashes, end_tokens = [*hashes[: tail.position], tail.chunk_hash], tail.cell_tokens
         else:
             tail = None
-        is_stored = last <= state.found_chunks
-        if not is_stored:
-            num_blocks = self._tables.num_blocks(start, stop)
-            self._streams[request_id] = _Stream(job_id, state.found_chunks, num_blocks)
-            self._show_promised()
-            if state.answer is not None:  # the lookup has ended since the offer
-                self._land(state, state.found_chunks, True)
-        if self._config.layerwise:
-            self._layered.begin(request_id, state.view.tokens(), tables[0], start, stop)
-        self._loads.append(
-            LoadPlan(
-                job_id=job_id,
-                request_id=request_id,
-                first_chunk=first,
-                hashes=tuple(hashes[first:last]),
-                pages=self._tables.of_load(tables, start, stop),
-                token_start=start,
-                token_stop=stop,
-                weights_version=state.weights_version,
-                layered=self._config.layerwise,
-                before=tuple(state.chain.hashes[max(0, first - self._shape.num_replicas) : first]),
-                tenant=state.view.tenant,
-                landed_stop=None if is_stored else state.found_chunks,
-                end_tokens=end_tokens,
-                is_last_other=tail is not None,
-            )
+        found, is_layered = state.answer.found_chunks, self._config.layerwise
+        plan = LoadPlan(
+            job_id=JobId(self._new_id()),
+            request_id=request_id,
+            first_chunk=first,
+            hashes=tuple(hashes[first:last]),
+            pages=self._tables.of_load(tables, start, stop),
+            token_start=start,
+            token_stop=stop,
+            weights_version=state.answer.weights_version,
+            layered=is_layered,
+            before=tuple(state.chain.hashes[max(0, first - self._shape.num_replicas) : first]),
+            tenant=state.view.tenant,
+            landed_stop=found if last > found else None,
+            end_tokens=end_tokens,
+            is_last_other=tail is not None,
         )
+        load = RequestLoad(
+            plan,
+            Loaded(stop),
+            num_blocks=self._tables.num_blocks(start, stop),
+            landed_stop=plan.landed_stop,
+            tokens=state.view.tokens() if is_layered else (),
+            table=tuple(tables[0]) if is_layered else (),
+        )
+        self._loads.start(load)
+        if load.landed_stop is not None and state.lookup.state is not _PENDING:
+            self._loads.land(load, found, True)  # the lookup has ended since the offer
 
     def step_ended(self) -> None:
         """Every rank has reported a step, so its layered loads have ended; call `apply` first."""
-        block_size = self._tables.block_size
-        for load in self._layered.take():
-            lost_blocks = load.lost_blocks(block_size)
-            self.saves.forget_blocks(lost_blocks)
-            self.saves.step_load_ended(load.request_id, is_whole=not lost_blocks)
-            self._load_is_over(load.request_id, load.start, load.kept, load.stop)
+        for load in self._loads.pop_layered():
+            lost_blocks = load.lost_blocks(self._tables.block_size)
+            self.saves.step_load_ended(load.plan.request_id, lost_blocks)
+            self._count_load(load)
 
     def load_ended(self, request_id: str) -> None:
         """Every rank has reported the request's load; call `apply` first."""
-        state = self._requests.get(request_id)
-        if state is None or state.load is None:
+        load = self._loads.get(request_id)
+        if load is None or load.plan.layered:
             return
-        start, stop = state.load
-        self._loaded.add(request_id)
-        self.saves.check_again(request_id)  # its computed tokens have jumped
-        kept = stop if state.limit_tokens is None else max(start, min(stop, state.limit_tokens))
-        if request_id in self._streams:  # a cell was lost, or no rank needs a later chunk
-            self._end_stream(request_id)
-            self._count_expected(state, is_found=kept == stop)
-            self._end_lookup(state)
-        self._load_is_over(request_id, start, kept, stop)
+        state = self._requests[request_id]
+        if request_id in self._starting:
+            state.admission = moved(state.admission, AdmissionState.LOADED)
+        self._loads.pop(request_id)
+        if load.landed_stop is not None:  # a cell was lost, or no rank needs a later chunk
+            self._lookups.count_expected(state, is_found=load.is_whole)
+            self._lookups.give_up(state)
+        self._count_load(load)
 
-    def _load_is_over(self, request_id: str, start: int, kept: int, stop: int) -> None:
-        """Count a load of tokens [start, stop), of which those before `kept` are loaded."""
+    def _count_load(self, load: RequestLoad) -> None:
+        """Count a load that has ended in every rank."""
+        request_id, tenant = load.plan.request_id, load.plan.tenant
+        start, kept, stop = load.plan.token_start, load.end.tokens, load.plan.token_stop
+        if load.is_whole:
+            self._load_costs.loaded(stop - start, load.end.seconds)
         state = self._requests.get(request_id)
         if state is not None:
-            state.load = None
+            self.saves.mark_due(state)  # its computed tokens have jumped
             attributes = {
                 "kvpool.loaded_tokens": kept - start,
                 "kvpool.wanted_tokens": stop - start,
             }
-            state.view.record_span("kvpool.load", self._clock() - state.load_began, attributes)
-            if state.asks_again:  # counted once it is known what is loaded instead
+            state.view.record_span("kvpool.load", load.end.seconds, attributes)
+            if state.retry is RetryState.DUE:  # counted once it is known what is loaded instead
                 state.lost_tokens = stop - start
                 return
-            self.saves.outcomes.count_tenant(state.view.tenant, "load", kept - start)
+            if kept < stop and not self._tables.resumes:
+                kept = start  # the engine starts the request again
+            self.saves.outcomes.count_tenant(tenant, "load", kept - start)
             if self._shape.has_drafts:
-                missing = self.saves.draft_gaps.tokens_of(state.cleared, start, kept)
+                missing = self.saves.draft_gaps.tokens_of(load.end.cleared, start, kept)
                 self._load_costs.drafts_loaded(kept - start, missing)
                 self._registry.add("kvpool_draft_tokens", missing, outcome="missing")
                 self._registry.add("kvpool_draft_tokens", kept - start - missing, outcome="loaded")
-        self._log(request_id, [("loaded", kept - start), ("load_failed", stop - kept)])
         self._registry.add("kvpool_hit_tokens", kept - start)
-        if kept < stop:
-            self._registry.add("kvpool_miss_tokens", stop - kept, reason="load_failed")
+        self._count_missed(request_id, [("load_failed", stop - kept)], ("loaded", kept - start))
 
-    def _log(self, request_id: str, tokens: Sequence[tuple[str, int]]) -> None:
-        """Log what was loaded and why not more, in the form that `cli/explain.py` reads."""
+    def _count_missed(
+        self, request_id: str, missed: Sequence[tuple[str, int]], *others: tuple[str, int]
+    ) -> None:
+        """Count tokens that are not loaded, by reason.
+
+        They are logged behind others, in the form that `cli/explain.py` reads.
+        """
+        for reason, tokens in missed:
+            if tokens:
+                self._registry.add("kvpool_miss_tokens", tokens, reason=reason)
         if self._config.log_requests:
-            words = " ".join(f"{name}={count}" for name, count in tokens)
+            words = " ".join(f"{name}={count}" for name, count in (*others, *missed))
             logger.info("kvpool: request %s: %s", request_id, words)
 
     # Steps
@@ -651,42 +472,34 @@ class PoolScheduler:
 
         Where there is no other work it waits for lookups (`_wait_for_lookups`).
         """
-        self._take_results()
+        self._take_answers()
         was_idle, self._idle = self._idle, not step.scheduled
-        if self._loaded:
-            self._loaded.difference_update(step.scheduled)
         self._has_given_way = False
         if self._config.load_policy is LoadPolicy.AUTO:
-            is_plain = not any(load.layered for load in self._loads)
-            self._load_costs.step_planned(self._clock(), step.scheduled if is_plain else {})
+            waits_for_layers = self._config.layerwise and self._loads.has_news
+            self._load_costs.step_planned(self._clock(), {} if waits_for_layers else step.scheduled)
             if self._shape.has_drafts:
                 self._note_answers(step)
-        loads, self._loads = tuple(self._loads), []
         if self._own_states:
             step = self._with_own_states(step)
-        if self._admitted or self._waiting:
-            self._note_foreign_loads(step)
-        saves = self.saves.of_step(step, self._requests, self._layered)
+        if self._starting:
+            self._note_starts(step)
+        saves = self.saves.of_step(step, self._requests, self._loads)
         if self._shape.state_stride:
             self._keep_states_of_answers(step)
-        prefetches: tuple[PrefetchPlan, ...] = ()
-        if self._prefetches:
-            prefetches = tuple(self._prefetches.values())
-            self._prefetches.clear()
+        prefetches = tuple(self._prefetches.values())
+        self._prefetches.clear()
         # While streams are all that is loaded, the next chunk to land is waited for here.
-        waits_here = self._idle and not any(
-            state.load is not None and request_id not in self._streams
-            for request_id, state in self._requests.items()
-        )
+        waits_here = self._idle and self._loads.num_stored == 0
         ends = self.saves.take_hand_over_ends()
-        if waits_here and not (loads or self._landed or saves or prefetches or ends):
+        if waits_here and not (self._loads.has_news or saves or prefetches or ends):
             self._wait_for_lookups(was_idle=was_idle)
-        landed, self._landed = tuple(self._landed), []
+        loads, landed = self._loads.take_news()
         if landed or loads:
             self._landed_at = self._clock()
         may_wait = self._idle and not self._shape.in_lockstep
-        may_wait &= not (self._streams and waits_here)
-        generation = self._reset.generation
+        may_wait &= not (waits_here and self._loads.streaming)
+        generation = self._validity.reset.generation
         return StepPlan(loads, saves, prefetches, may_wait, landed, ends, generation)
 
     def _keep_states_of_answers(self, step: ScheduledStep) -> None:
@@ -707,51 +520,43 @@ class PoolScheduler:
     @property
     def has_pending(self) -> bool:
         """True if a further step is needed: to release blocks, or to end hand-overs."""
-        return self.saves.has_pending or bool(self._unnamed)
+        return self.saves.has_pending or self._lookups.has_unnamed
 
-    def _note_foreign_loads(self, step: ScheduledStep) -> None:
-        """Save nothing of requests whose tokens another connector loads within this step.
+    def _note_starts(self, step: ScheduledStep) -> None:
+        """Note which requests run in the step, or wait, and those that another connector loads for.
 
-        Such a load may fail after later steps are planned, and vLLM's prefix cache shows its blocks
-        at once. So requests that begin in that cache are not saved either, until it is reset. A
-        load that vLLM waits for needs neither: its blocks are shown once they are filled.
+        Such a load within the step may fail after later steps are planned, and vLLM's prefix cache
+        shows its blocks at once. So the request is not saved, nor are requests that begin in that
+        cache, until it is reset. A load that vLLM waits for needs neither: its blocks are shown
+        once they are filled.
         """
-        scheduled = step.scheduled.keys()
-        admitted = self._admitted - self._waiting
-        foreign = {
-            each
-            for each in (admitted | self._waiting) & scheduled
-            if self._loads_foreign(self._requests[each].view)
-        }
-        for request_id in foreign:
-            state = self._requests[request_id]
-            # Another connector may know blocks by vLLM's hashes, too.
-            state.stale |= not state.trusts_names
-        self._waiting = (self._waiting | self._admitted) - scheduled
-        self._admitted.clear()
-        if not foreign & admitted:
-            return
-        if not self._has_doubtful_blocks:
-            self._has_doubtful_blocks = True
-            logger.warning(
-                "kvpool: another connector loads within a step: requests that it loads for are not "
-                "saved, nor, until reset_prefix_cache, those that begin in vLLM's own prefix cache"
-            )
-        for request_id in admitted:
-            state = self._requests[request_id]
-            # The request may have found blocks of the load.
-            state.stale |= state.view.num_computed_tokens > 0
-
-    def _loads_foreign(self, view: RequestView) -> bool:
-        """Return True if vLLM counts more tokens as computed than it has and the pool brings."""
-        return view.num_computed_tokens > self._requests[view.request_id].own_tokens
+        states = self._starting.values()
+        admitted = [each for each in states if each.admission is AdmissionState.ALLOCATED]
+        is_foreign = False
+        for request_id in self._starting.keys() & step.scheduled.keys():
+            state = self._starting.pop(request_id)
+            # vLLM counts more tokens as computed than it has and the pool brings.
+            if state.view.num_computed_tokens > state.own_tokens:
+                # Another connector may know blocks by vLLM's hashes, too.
+                state.stale |= not state.trusts_names
+                is_foreign |= state.admission is AdmissionState.ALLOCATED
+            state.admission = moved(state.admission, AdmissionState.RUNNING)
+        for state in self._starting.values():
+            if state.admission is AdmissionState.ALLOCATED:
+                state.admission = moved(state.admission, AdmissionState.WAITING)
+        if is_foreign:
+            self._validity.foreign_load_started()
+            for state in admitted:
+                # The request may have found blocks of the load.
+                state.stale |= state.view.num_computed_tokens > 0
 
     def _note_answers(self, step: ScheduledStep) -> None:
         """Note the requests of the step whose answers have begun."""
-        for request_id in (step.scheduled.keys() & self._requests.keys()) - self._answers.keys():
-            view = self._requests[request_id].view
-            if view.num_tokens > view.num_prompt_tokens:
-                self._answers[request_id] = self._clock(), view.num_tokens
+        for request_id in step.scheduled.keys() & self._requests.keys():
+            state = self._requests[request_id]
+            num_tokens = state.view.num_tokens
+            if state.first_answer is None and num_tokens > state.view.num_prompt_tokens:
+                state.first_answer = self._clock(), num_tokens
 
     def _with_own_states(self, step: ScheduledStep) -> ScheduledStep:
         """The step with one offer more for each request of `_own_states`: vLLM offers no state that
@@ -769,33 +574,26 @@ class PoolScheduler:
         Otherwise an in-process engine would spin on the cores that compute the answer. While a
         load of stored chunks is under way the workers wait for it instead.
         """
-        pending = [state.asked_at for state in self._asked.values() if state.answer is None]
+        pending = self._lookups.pending_since
         if self._shape.in_lockstep or not pending:
             return
         if not was_idle and any(state.counted for state in self._requests.values()):
             return
-        if self._has_arrivals is None or not self._has_nothing_else(len(pending)):
+        # A request that has its answer may be in a step whose results the engine has not taken, or
+        # wait for another connector or a grammar: nothing says when.
+        has_more = len(pending) < len(self._requests) or self.saves.outcomes.is_awaited
+        if self._has_arrivals is None or has_more or self.has_pending:
             if was_idle:
-                self._lookups.wait(idle_wait_s(self._clock() - max(pending)))
+                self._service.wait(idle_wait_s(self._clock() - max(pending)))
             return
         wait_s = WATCHED_WAIT_S
-        if self._streams:
+        if self._loads.streaming:
             is_fetched = self._clock() - self._landed_at > FETCH_S
             wait_s = STREAM_WAIT_S if is_fetched else FETCH_WAIT_S
         has_arrivals = self._has_arrivals
-        while self._lookups.wait(wait_s, has_arrivals) and not has_arrivals():
-            if self._take_results():
+        while self._service.wait(wait_s, has_arrivals) and not has_arrivals():
+            if self._take_answers():
                 return
-
-    def _has_nothing_else(self, num_pending: int) -> bool:
-        """Return True if only a lookup's answer or an arrival gives the engine something to do.
-
-        A request that has its answer may be in a step whose results the engine has not taken, or
-        wait for another connector or a grammar: nothing says when.
-        """
-        return num_pending == len(self._requests) and not (
-            self.has_pending or self.saves.outcomes.is_awaited
-        )
 
     def apply(self, report: StepReport) -> list[EndedSave]:
         """Take the workers' report: unpin gathered blocks, note loads that stopped.
@@ -807,30 +605,30 @@ class PoolScheduler:
         ended = [outcomes.ended(job_id, how) for job_id, how in report.stored.items()]
         for save in ended:
             if save is not None and save.prompt is not None and save.how.tiers:
-                self._lookups.write_aliases(save)
-        for request_id, tokens in report.load_stops.items():
-            self._layered.stopped(request_id, tokens)
-            state = self._requests.get(request_id)
-            if state is not None:
-                self._load_stopped(state, tokens)
-        for request_id, chunks in report.cleared.items():
-            state = self._requests.get(request_id)
-            if state is not None and state.load is not None:
-                state.cleared |= chunks
-                self.saves.draft_gaps.cleared(state, chunks)
+                self._service.write_aliases(save)
+        for request_id, loaded in report.loads.items():
+            load, state = self._loads.get(request_id), self._requests.get(request_id)
+            if load is not None:
+                load.end = load.end.merged(loaded)
+                if state is not None and not load.is_whole:
+                    self._load_failed(state, load)
+                if state is not None and loaded.cleared:
+                    state.lacks_drafts = True
+                    self.saves.draft_gaps.cleared(state, loaded.cleared)
         for rank, change in report.host.items():
             self.host.apply(rank, change)
         for rank, endpoint in report.notices.items():
             self._notices[rank] = endpoint
             self._registry.set("kvpool_notices_info", 1, rank=str(rank), endpoint=endpoint)
-        self._load_costs.loaded(report.load_tokens, report.load_seconds)
-        if self._reset.acked(report.dropped.get(self._reset.generation, 0)):
-            end = partial(self._reset.end, self._reset.generation)
-            self._lookups.remove_all(end, self._reset.take_weights_versions())
+        reset = self._validity.reset
+        if reset.acked(report.dropped.get(reset.generation, 0)):
+            end = partial(reset.finish, reset.generation)
+            self._service.remove_all(end, reset.take_weights_versions())
         return [save for save in ended if save is not None]
 
-    def _load_stopped(self, state: RequestState, tokens: int) -> None:
-        """A load of the request has filled only the pages of the first `tokens` tokens."""
+    def _load_failed(self, state: RequestState, load: RequestLoad) -> None:
+        """Limit what the request is offered: a rank has not loaded all tokens of its load."""
+        tokens = load.end.tokens
         resumes, has_states = self._tables.resumes, self._tables.has_states
         # Unless it resumes, the engine starts the request again.
         kept = tokens if resumes else 0
@@ -838,14 +636,16 @@ class PoolScheduler:
             state.saved_states = {each for each in state.saved_states if each <= tokens}
         # Only once, as a load may take its whole timeout. Every rank reports the same load, each in
         # its own step.
-        if (has_states or not resumes) and state.load is not None and not state.has_asked_again:
-            kept = state.load[1] - 1 if has_states else tokens
-            state.asks_again = True
+        if (has_states or not resumes) and state.retry is not RetryState.DONE:
+            kept = load.plan.token_stop - 1 if has_states else tokens
+            state.retry = moved(state.retry, RetryState.DUE)
+        elif state.retry is RetryState.NONE:
+            state.retry = moved(state.retry, RetryState.LIMITED)
         limit = kept if state.limit_tokens is None else min(kept, state.limit_tokens)
         state.limit_tokens = limit
         kept = min(limit, tokens) if self._tables.has_states else limit
         state.next_save = min(state.next_save, kept // self._shape.chunk_tokens)
-        self.saves.check_next_step(state)
+        self.saves.mark_due(state)
 
     # The end
 
@@ -857,32 +657,23 @@ class PoolScheduler:
         Returns the answer to the client: how many tokens are being saved.
         """
         state = self._requests.pop(request_id, None)
-        has_run = request_id not in self._waiting and request_id not in self._admitted
-        self._waiting.discard(request_id)
-        self._admitted.discard(request_id)
-        self._loaded.discard(request_id)
+        has_run = self._starting.pop(request_id, None) is None
         self._prefetches.pop(request_id, None)
         self._own_states.pop(request_id, None)
         if state is None:
             return None
-        if request_id in self._answers:
-            began, had = self._answers.pop(request_id)
-            self._load_costs.answered(
-                state.view.num_tokens - had,
-                self._clock() - began,
-                has_drafts=not state.cleared,
-            )
-        self._end_stream(request_id)
-        is_pending = self._asked.get(state.lookup_id) is state
-        if is_pending and state.chain is None and state.view.options.hand_over:
-            del self._asked[state.lookup_id]
-            self._unnamed[state.lookup_id] = state
-        else:
-            self._end_lookup(state)
-        if state.may_save and has_run:
-            self.saves.finish(state, tables, is_loading=request_id in self._layered)
+        if state.first_answer is not None:
+            began, had = state.first_answer
+            tokens, seconds = state.view.num_tokens - had, self._clock() - began
+            self._load_costs.answered(tokens, seconds, has_drafts=not state.lacks_drafts)
+        load = self._loads.get(request_id)
+        if load is not None and not load.plan.layered:
+            self._loads.pop(request_id)
+        self._lookups.finish(state)
+        if state.may_save and has_run and (load is None or load.plan.layered):
+            self.saves.finish(state, tables, is_loading=load is not None)
         else:  # another connector may be filling its blocks
-            self.saves.forget(request_id)
+            self.saves.drop_request(request_id)
         self.saves.end_hand_over(state)
         if not state.may_save:
             return None
@@ -907,28 +698,28 @@ class PoolScheduler:
 
         Waits at most `RESET_WAIT_S`. Workers drop their saves with the next step (`Reset`).
         """
-        self._reset.begin(self.weights_version)
+        self._validity.reset.start(self.weights_version)
         self.saves.drop_late()
-        self._forget_what_was_found()
+        self._discard_hits()
         confirmed: SimpleQueue[bool] = SimpleQueue()
-        self._lookups.remove_all(confirmed.put, (self.weights_version,))
+        self._service.remove_all(confirmed.put, (self.weights_version,))
         try:
             return confirmed.get(timeout=RESET_WAIT_S)
         except Empty:
             return False
 
-    def _forget_what_was_found(self) -> None:
+    def _discard_hits(self) -> None:
         self._prefetches.clear()
-        for request_id in list(self._streams):
-            self._land(self._requests[request_id], 0, True)
+        for load in self._loads.streaming:
+            self._loads.land(load, 0, True)
         for state in self._requests.values():
-            state.found_chunks = state.attention_chunks = state.next_save = 0
+            state.lookup.answer = state.answer.without_hit()
+            state.next_save = 0
             state.saved_states.clear()
             # The weights may change next: what was computed before is not saved.
-            state.stale = (
-                state.stale or state.view.num_computed_tokens > 0 or state.load is not None
-            )
-            self.saves.check_next_step(state)
+            is_loading = self._loads.get(state.view.request_id) is not None
+            state.stale = state.stale or state.view.num_computed_tokens > 0 or is_loading
+            self.saves.mark_due(state)
 
     def weights_changed(self, weights_version: str) -> None:
         """The weights have changed; "" names those that the engine started with.
@@ -936,10 +727,8 @@ class PoolScheduler:
         Saves that are planned go on under the old version. Stored cells of it stay: other engines
         may have those weights.
         """
-        self.saves.weights_version = weights_version
-        self._has_doubtful_blocks = True
-        self._embeddings.weights_changed()
-        self._forget_what_was_found()
+        self._validity.weights_changed(weights_version)
+        self._discard_hits()
 
     def adapter_was_replaced(self) -> None:
         """A LoRA adapter was replaced in place: load and save no request with an adapter, since it
@@ -950,15 +739,14 @@ class PoolScheduler:
 
     def own_cache_was_reset(self) -> None:
         """The engine's own prefix cache is empty: its hits may be saved from now on."""
-        self._has_doubtful_blocks = False
-        self._embeddings.own_cache_was_reset()
+        self._validity.own_cache_was_reset()
         self.saves.draft_gaps.own_cache_was_reset()
 
     def encoder_cache_was_reset(self) -> None:
         """The engine has forgotten embeddings of media, but no KV that it computed from them."""
-        self._has_doubtful_blocks |= self._embeddings.encoder_cache_was_reset()
+        self._validity.encoder_cache_was_reset()
 
     def load_of(self, request_id: str) -> LoadPlan | None:
-        """The request's load that is allocated and not planned yet."""
-        mine = (load for load in reversed(self._loads) if load.request_id == request_id)
-        return next(mine, None)
+        """The request's load, if one is in progress."""
+        load = self._loads.get(request_id)
+        return None if load is None else load.plan

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.topology import KVCacheGroup
-from vllm_kvpool.scheduler.lookup_core import LookupOutcome
-from vllm_kvpool.scheduler.prefix_search import Tail
+from vllm_kvpool.scheduler.lookup_core import LookupOutcome, LookupResult
+from vllm_kvpool.scheduler.states import AdmissionState, LookupState, RetryState
 from vllm_kvpool.storage.base import NO_RETENTION, Retention
 
 
@@ -28,9 +28,8 @@ class PoolShape:
     in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
     has_ends: bool = False  # the end of a prompt can be a cell of its own
     alias_step: int = 0  # tokens between the ends of hits inside a chunk; 0: hits end with chunks
-    state_stride: int = (
-        0  # tokens between the recurrent states of an answer that are asked for; 0: none
-    )
+    state_stride: int = 0
+    """Tokens between the recurrent states of an answer that are asked for; 0: none."""
     has_drafts: bool = False  # a drafter's layers are stored, too
     lookahead: int = 0  # later tokens that a row may depend on
     max_drafted_tokens: int | None = None
@@ -133,6 +132,21 @@ class ScheduledStep(NamedTuple):
     """Requests with drafts in the step. Their states are in their blocks once it has ended."""
 
 
+NOTHING_FOUND = LookupResult(-1, None, 0, LookupOutcome.UNSHAREABLE)
+
+
+@dataclass(slots=True)
+class RequestLookup:
+    """The newest lookup of a request. `answer`: what it has found so far."""
+
+    answer: LookupResult = NOTHING_FOUND
+    asked_at: float = 0.0
+    deadline: float = 0.0
+    num_preemptions: int = 0
+    """Of the request, when the lookup was asked."""
+    state: LookupState = LookupState.ENDED
+
+
 @dataclass(slots=True)
 class RequestState:
     """Owned by the scheduler's thread, from the request's arrival to its end."""
@@ -141,27 +155,19 @@ class RequestState:
     may_load: bool
     may_save: bool
     retention: Retention = NO_RETENTION  # of what it saves
-    lookup_id: int = -1  # the newest lookup
-    asked_at: float = 0.0
-    deadline: float = 0.0
-    preemptions: int = 0  # of the request, when the newest lookup was asked
+    lookup: RequestLookup = field(default_factory=RequestLookup)
     has_expected: bool = False  # a lookup has waited for the tokens it expects, and has ended
-    answer: LookupOutcome | None = None  # None while the lookup is pending
     chain: ChunkChain | None = None
-    tail: Tail | None = None  # in which its hit ends, or may end once it is stored
-    expected_chunks: int = 0  # that the newest lookup waits for
-    found_chunks: int = 0  # the tail counts as one
-    attention_chunks: int = 0  # found, if there were no recurrent states
-    miss_reason: LookupOutcome = LookupOutcome.ANSWERED  # why the lookup has found no more
     limit_tokens: int | None = None  # a load has failed here: ask for no more
+    retry: RetryState = RetryState.NONE
+    lost_tokens: int = 0  # of a failed load, until it is known what is loaded instead
     offer: tuple[int, int] | None = None  # tokens [start, stop) offered, not yet allocated
-    tried: bool = False  # it was matched, and has got no blocks since
-    load: tuple[int, int] | None = None  # tokens [start, stop) being loaded
-    load_began: float = 0.0
+    admission: AdmissionState = AdmissionState.QUEUED
     own_tokens: int = 0  # of the engine's own cache or of its load, when it was last admitted
     cached_tokens: int = 0  # of the engine's own cache, when it was last started
     draft_stop: int | None = None  # from this chunk on rows of a drafter are missing, or behind it
-    cleared: frozenset[int] = frozenset()  # chunks whose rows of a drafter its load has not found
+    first_answer: tuple[float, int] | None = None  # when its answer began, and its tokens then
+    lacks_drafts: bool = False  # its load has not found all rows of a drafter
     counted: bool = False  # its hit and miss are in the metrics
     next_save: int = 0  # chunks before it are stored or on their way
     first_save: int | None = None  # chunks before it were in the pool when it first saved
@@ -169,67 +175,30 @@ class RequestState:
     hand_over_ended: bool = False  # workers know that it saves nothing more
     saved_states: set[int] = field(default_factory=set)  # boundaries, stored or on their way
     has_saved_end: bool = False  # the prompt's end is stored or on its way
-    asks_again: bool = False  # its load has failed, and the engine starts it again: look anew
-    has_asked_again: bool = False  # after a failed load, which it does once
-    lost_tokens: int = 0  # of that load
     stale: bool = False  # its KV is from before a reset, of other weights or another's: not saved
     trusts_names: bool = True  # blocks that are found by vLLM's hashes are its own
-    weights_version: str = ""  # of the weights, when the newest lookup was asked
 
-    def tokens_of(self, chunks: int, chunk_tokens: int) -> int:
-        """Return the tokens of the request's first chunks; the last one may be the tail."""
-        tail = self.tail
-        if tail is None or chunks <= tail.position:
-            return chunks * chunk_tokens
-        return tail.position * chunk_tokens + tail.tokens
-
-    def whole_chunks(self, chunks: int) -> int:
-        """Return how many of the request's first chunks are whole ones of its own."""
-        return chunks if self.tail is None else min(chunks, self.tail.position)
-
-    def usable_tokens(
-        self,
-        chunks: int,
-        chunk_tokens: int,
-        block_size: int,
-        *,
-        has_states: bool = False,
-        lookahead: int = 0,
-    ) -> int:
-        """Return the tokens of stored chunks that can be loaded: whole blocks.
-
-        A full hit leaves the last token to be computed. Where rows depend on later tokens
-        (`lookahead`), the last ones are left, too: those rows are not stored. With recurrent states
-        a hit ends where it was found, or is none. Nor does it end within one of this engine's
-        blocks, whose states vLLM itself keeps and hashes at their ends alone.
-        """
-        tokens = found = self.tokens_of(chunks, chunk_tokens)
-        num_tokens = self.view.num_tokens
-        limit = num_tokens if self.limit_tokens is None else self.limit_tokens
-        if has_states:
-            limit = min(limit, num_tokens - 1)
-            return tokens if tokens <= limit and tokens % block_size == 0 else 0
-        tokens = min(tokens, limit)
-        if tokens < num_tokens or self.tail is None:
-            tokens -= tokens % block_size
-        return min(tokens, num_tokens - 1, max(0, found - lookahead))
+    @property
+    def answer(self) -> LookupResult:
+        """The answer of the newest lookup so far."""
+        return self.lookup.answer
 
     def missed_tokens(self, hit: int, chunk_tokens: int) -> list[tuple[str, int]]:
         """Return the prompt tokens that are not loaded, by reason; `hit` tokens are."""
-        view = self.view
+        view, answer = self.view, self.answer
         prompt = view.num_prompt_tokens
         if not view.options.load or not view.reads_cache:
             missed = {"not_wanted": prompt - hit}
-        elif not view.shareable or self.answer is LookupOutcome.UNSHAREABLE:
+        elif not view.shareable or answer.outcome is LookupOutcome.UNSHAREABLE:
             missed = {"unshareable": prompt - hit}
-        elif self.answer in (LookupOutcome.STORE_ERROR, LookupOutcome.TIMED_OUT):
-            missed = {self.answer.value: prompt - hit}
+        elif answer.outcome is not LookupOutcome.ANSWERED:
+            missed = {answer.outcome.value: prompt - hit}
         else:
             promised = -(-self.offer[1] // chunk_tokens) if hit and self.offer else 0
-            chunks = max(self.found_chunks, promised)
-            found = min(prompt, self.tokens_of(chunks, chunk_tokens))
+            chunks = max(answer.found_chunks, promised)
+            found = min(prompt, answer.tokens_of(chunks, chunk_tokens))
             chunked = max(found, prompt // chunk_tokens * chunk_tokens)
-            reason = self.miss_reason
+            reason = answer.miss_reason
             why = "absent" if reason is LookupOutcome.ANSWERED else reason.value
             missed = {
                 "not_needed": found - hit,  # computed here, cut to blocks, or the last one

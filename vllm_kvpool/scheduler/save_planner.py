@@ -10,25 +10,23 @@
 * A request's last save goes with the plan of the step after its end. Scheduler's thread.
 """
 
-import logging
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
+from typing import NamedTuple
 
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables, PinLedger, all_blocks
 from vllm_kvpool.scheduler.draft_gaps import DraftGaps
-from vllm_kvpool.scheduler.loads import LayeredLoads
+from vllm_kvpool.scheduler.loads import RequestLoads
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep, StateOffer
 from vllm_kvpool.scheduler.save_outcomes import SaveOutcomes
+from vllm_kvpool.scheduler.validity import Validity
 from vllm_kvpool.storage.base import Retention
 from vllm_kvpool.transfer.ops import HandOverEnd, JobId, JobPages, SavePlan
-
-logger = logging.getLogger(__name__)
 
 END_TTL_S = 120.0
 """Time to live of a prompt's end: the engine that the request is handed to loads it at once."""
@@ -37,52 +35,12 @@ ALIASED_END_TTL_S = 3600.0
 chunk is mostly stored whole."""
 
 
-@dataclass(slots=True)
-class Reset:
-    """The resets of the namespace. Owned by the scheduler's thread; the lookup thread calls `end`.
+class _RequestBlocks(NamedTuple):
+    """A request's block tables, and how many tokens had been computed when vLLM last freed blocks
+    of them."""
 
-    Saves that are under way may put cells after the namespace has been removed. So workers drop
-    theirs, and after the last one has, the namespace is removed once more. Until then nothing is
-    found and nothing is saved.
-    """
-
-    num_ranks: int
-    generation: int = 0
-    acks: int = 0
-    ended: int = 0
-    """The newest generation whose reset has ended."""
-    weights_versions: set[str] = field(default_factory=set)
-    """Versions whose cells have been removed, and will be once more."""
-
-    def begin(self, weights_version: str = "") -> None:
-        """A reset begins: saves of the generation so far are dropped."""
-        self.weights_versions.add(weights_version)
-        self.generation += 1
-        self.acks = 0
-
-    @property
-    def pending(self) -> bool:
-        """True if cells from before the newest reset may still be in the stores."""
-        return self.ended < self.generation
-
-    def acked(self, ranks: int) -> bool:
-        """`ranks` more ranks have dropped their saves; whether these were the last."""
-        before, self.acks = self.acks, self.acks + ranks
-        return before < self.num_ranks <= self.acks
-
-    def take_weights_versions(self) -> tuple[str, ...]:
-        """The versions to remove now that the last rank has answered."""
-        weights_versions, self.weights_versions = tuple(self.weights_versions), set()
-        return weights_versions
-
-    def end(self, generation: int, removed: bool) -> None:
-        """The second removal of a generation has ended. Lookup thread."""
-        if not removed:
-            logger.warning(
-                "kvpool: reset: a store did not remove the cells that were saved meanwhile; call "
-                "reset_prefix_cache(reset_connector=True) again"
-            )
-        self.ended = generation
+    tables: Callable[[], Sequence[BlockTable]]
+    freed_at: int
 
 
 def topic_of(state: RequestState) -> bytes:
@@ -95,15 +53,15 @@ def topic_of(state: RequestState) -> bytes:
 
 
 class SavePlanner:
-    """Plans saves and holds their blocks. `take_id` gives job numbers."""
+    """Plans saves and holds their blocks. `new_id` gives job numbers."""
 
     def __init__(
         self,
         shape: PoolShape,
         tables: GroupTables,
-        reset: Reset,
+        validity: Validity,
         registry: MetricsRegistry,
-        take_id: Callable[[], int],
+        new_id: Callable[[], int],
         outcomes: SaveOutcomes,
         *,
         save_decode: bool,
@@ -114,12 +72,10 @@ class SavePlanner:
         self._wall_ns = wall_ns
         self._shape = shape
         self._tables = tables
-        self._reset = reset
+        self._validity = validity
         self._registry = registry
-        self._take_id = take_id
+        self._new_id = new_id
         self._save_decode = save_decode
-        self.weights_version = ""
-        """The version of the engine's weights; "" for the weights of its start."""
         self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks)
         # Requests with chunks still to save -> tokens to schedule until the next may be due.
         self._until_due: dict[str, float] = {}
@@ -130,21 +86,12 @@ class SavePlanner:
         self._unconfirmed: dict[str, list[SavePlan]] = {}
         self._hand_over_ends: list[HandOverEnd] = []  # for the next plan
 
-    def check_next_step(self, state: RequestState) -> None:
+    def mark_due(self, state: RequestState) -> None:
         """Check in the request's next step which chunks are due."""
         if state.may_save and state.chain is not None and self._tables.has_attention:
             self._until_due[state.view.request_id] = 0
 
-    def check_again(self, request_id: str) -> None:
-        """The same, if anything is left to save."""
-        if request_id in self._until_due:
-            self._until_due[request_id] = 0
-
-    def release_held(self, request_id: str) -> None:
-        """Release the blocks that are held for the request's incomplete chunk."""
-        self.ledger.release_all_held(request_id)
-
-    def forget(self, request_id: str) -> None:
+    def drop_request(self, request_id: str) -> None:
         """Save nothing more of the request."""
         self._until_due.pop(request_id, None)
         self._in_line.pop(request_id, None)
@@ -154,7 +101,7 @@ class SavePlanner:
         self,
         step: ScheduledStep,
         requests: Mapping[str, RequestState],
-        layered: LayeredLoads,
+        loads: RequestLoads,
     ) -> tuple[SavePlan, ...]:
         """The saves of the step, and those of requests that have ended; pins their blocks."""
         saves, self._late = self._late, []
@@ -177,7 +124,7 @@ class SavePlanner:
             left, count = until_due[request_id], step.scheduled[request_id]
             if left > count:
                 until_due[request_id] = left - count
-            elif request_id not in layered:  # else it is planned once its load has ended
+            elif not loads.is_layered(request_id):  # else it is planned once its load has ended
                 saves += self._if_due(requests[request_id], count, step.block_tables)
         for request_id in step.preempted:
             self.ledger.release_all_held(request_id)
@@ -185,7 +132,7 @@ class SavePlanner:
 
     def _of_states(self, state: RequestState, offers: Sequence[StateOffer]) -> Iterator[SavePlan]:
         """The saves of the recurrent states that a request's blocks hold after the step."""
-        if not state.may_save or state.chain is None or state.stale or self._reset.pending:
+        if not state.may_save or state.chain is None or state.stale or self._validity.reset.pending:
             return
         blocks_at: dict[int, dict[int, int]] = {}  # boundary -> KV cache group -> block
         for offer in offers:
@@ -225,20 +172,18 @@ class SavePlanner:
         before = state.view.num_computed_tokens
         computed = before + scheduled
         final = min(computed, self._savable_tokens(state))
-        save = None
-        if final // chunk > state.next_save:
-            save = self._plan(state, final, partial(block_tables, request_id), before)
-        end = self._plan_prompt_end(state, computed, partial(block_tables, request_id), before)
+        blocks = _RequestBlocks(partial(block_tables, request_id), before)
+        save = self._plan(state, final, blocks)
+        end = self._plan_prompt_end(state, computed, blocks)
         if self._all_saved(state):
             if state.stale:
                 self.end_hand_over(state)
-            self.forget(request_id)
+            self.drop_request(request_id)
         elif self._tables.forgets:
             self._hold(state, block_tables(request_id), before, computed)
             self._until_due[request_id] = 1
-        elif save is None and self._has_no_room(state, final // chunk):
-            start = state.next_save * chunk
-            self._in_line[request_id] = self._tables.num_blocks(start, start + chunk)
+        elif save is None and (num_blocks := self._blocks_without_room(state, final)):
+            self._in_line[request_id] = num_blocks
             self._until_due[request_id] = math.inf
         else:
             self._in_line.pop(request_id, None)
@@ -248,14 +193,14 @@ class SavePlanner:
             self._until_due[request_id] = max(1, due - computed)
         return [each for each in (save, end) if each is not None]
 
-    def _has_no_room(self, state: RequestState, stop: int) -> bool:
-        """Return True if chunks up to `stop` are due and not even the first can be pinned."""
+    def _blocks_without_room(self, state: RequestState, final: int) -> int:
+        """Return the blocks of the next chunk, if it ends before token `final` and they cannot be
+        pinned; else 0."""
         start = state.next_save * self._shape.chunk_tokens
-        return (
-            stop > state.next_save
-            and not self._reset.pending
-            and self._tables.num_blocks(start, start + self._shape.chunk_tokens) > self.ledger.room
-        )
+        stop = start + self._shape.chunk_tokens
+        num_blocks = self._tables.num_blocks(start, stop)
+        has_room = stop > final or self._validity.reset.pending or num_blocks <= self.ledger.room
+        return 0 if has_room else num_blocks
 
     def _hold(
         self, state: RequestState, tables: Sequence[BlockTable], before: int, computed: int
@@ -301,88 +246,59 @@ class SavePlanner:
         if self._save_decode or not 0 < shape.alias_step <= rest:
             return False
         # An end that begins like a stored chunk would get no alias of its own.
-        tail = state.tail
-        is_found = tail is not None and tail.position == self._prompt_chunks(state)
-        is_found &= tail is not None and state.found_chunks > tail.position
-        found = tail.tokens if tail is not None and is_found else 0
+        tail, found = state.answer.tail, 0
+        if tail is not None and self._prompt_chunks(state) == tail.position:
+            found = tail.tokens if state.answer.found_chunks > tail.position else 0
         return found // shape.alias_step < rest // shape.alias_step
 
     def _plan_prompt_end(
-        self,
-        state: RequestState,
-        computed: int,
-        block_tables: Callable[[], Sequence[BlockTable]],
-        freed_at: int,
+        self, state: RequestState, computed: int, blocks: _RequestBlocks
     ) -> SavePlan | None:
         """Return the save of the prompt's end; None if nothing is due or no block can be pinned."""
         prompt = state.view.num_prompt_tokens
         if computed < prompt or not self._seeks_end(state):
             return None
-        save = self._plan_end(state, prompt, block_tables, freed_at)
+        save = self._save(state, self._prompt_chunks(state), prompt, blocks)
         state.has_saved_end = save is not None
         return save
 
-    def _plan_end(
-        self,
-        state: RequestState,
-        stop: int,
-        block_tables: Callable[[], Sequence[BlockTable]],
-        freed_at: int,
-    ) -> SavePlan | None:
-        """Return the save of the tokens before `stop` behind the last whole chunk.
-
-        `freed_at` tokens had been computed when the engine last freed blocks. None if no block can
-        be pinned.
-        """
-        if state.stale or self._reset.pending or state.chain is None:
-            return None
-        first = stop // self._shape.chunk_tokens
-        start = first * self._shape.chunk_tokens
-        if self._tables.num_blocks(start, stop) > self.ledger.room:
-            return None
-        tokens = state.view.tokens()[:stop]
-        if len(state.chain) < first:
-            state.chain.extend(tokens)
-        held = self.ledger.held(state.view.request_id)
-        pages = self._tables.of_save(block_tables(), start, stop, freed_at, held)
-        if pages is None:
-            return None
-        end_hash = state.chain.hash_of_part(first, tokens[start:])
-        return self._pinned(state, first, first + 1, pages, end=(end_hash, stop - start))
-
-    def _plan(
-        self,
-        state: RequestState,
-        final: int,
-        block_tables: Callable[[], Sequence[BlockTable]],
-        computed: int,
-    ) -> SavePlan | None:
-        """The save of the chunks that end at or before token `final`; None if it has to wait.
-
-        `computed` tokens had been computed when the engine last freed blocks.
-        """
-        chunk = self._shape.chunk_tokens
-        first, stop = state.next_save, final // chunk
-        if stop <= first or state.stale or self._reset.pending:
-            return None
-        # As many chunks as the pinned blocks have room for.
-        stop = first + bisect_right(
-            range(first + 1, stop + 1),
+    def _plan(self, state: RequestState, final: int, blocks: _RequestBlocks) -> SavePlan | None:
+        """Return the save of the chunks that end at or before token `final`: as many as can be
+        pinned. None if it has to wait."""
+        chunk, first = self._shape.chunk_tokens, state.next_save
+        num_chunks = bisect_right(
+            range(first + 1, final // chunk + 1),
             self.ledger.room,
             key=lambda end: self._tables.num_blocks(first * chunk, end * chunk),
         )
-        if stop == first:
+        save = self._save(state, first, (first + num_chunks) * chunk, blocks)
+        if save is not None:
+            state.next_save = first + num_chunks
+        return save
+
+    def _save(
+        self, state: RequestState, first: int, stop: int, blocks: _RequestBlocks
+    ) -> SavePlan | None:
+        """Return the save of the tokens before `stop` from the chunk `first` on.
+
+        They are whole chunks, or the part of one. None if nothing may be saved, or its blocks
+        cannot be pinned.
+        """
+        start = first * self._shape.chunk_tokens
+        whole, rest = divmod(stop, self._shape.chunk_tokens)
+        if start >= stop or state.stale or self._validity.reset.pending or state.chain is None:
             return None
-        assert state.chain is not None
-        if len(state.chain) < stop:
-            state.chain.extend(state.view.tokens())
-        request_id = state.view.request_id
-        held = self.ledger.held(request_id)
-        pages = self._tables.of_save(block_tables(), first * chunk, stop * chunk, computed, held)
+        if self._tables.num_blocks(start, stop) > self.ledger.room:
+            return None
+        tokens = state.view.tokens()
+        if len(state.chain) < whole:
+            state.chain.extend(tokens)
+        held = self.ledger.held(state.view.request_id)
+        pages = self._tables.of_save(blocks.tables(), start, stop, blocks.freed_at, held)
         if pages is None:
             return None
-        state.next_save = stop
-        return self._pinned(state, first, stop, pages)
+        end = (state.chain.hash_of_part(first, tokens[start:stop]), rest) if rest else None
+        return self._pinned(state, first, whole + bool(rest), pages, end=end)
 
     def _pinned(
         self,
@@ -399,7 +315,7 @@ class SavePlanner:
         `end`: hash and tokens of the only chunk, if it is an end.
         """
         assert state.chain is not None
-        job_id, hashes = JobId(self._take_id()), state.chain.hashes
+        job_id, hashes = JobId(self._new_id()), state.chain.hashes
         retention, end_tokens = state.retention, 0
         if end is not None:
             end_hash, end_tokens = end
@@ -421,7 +337,7 @@ class SavePlanner:
             first_chunk=first,
             hashes=tuple(hashes[first:stop]),
             pages=pages,
-            weights_version=self.weights_version,
+            weights_version=self._validity.weights_version,
             before=tuple(hashes[max(0, first - self._shape.num_replicas) : first]),
             is_state=is_state,
             retention=retention,
@@ -448,29 +364,26 @@ class SavePlanner:
 
         `is_loading`: it has run, and whether its load is whole is known once its step has ended.
         """
-        is_known = state.chain is not None and self._tables.has_attention
-        if is_known and (state.load is None or is_loading):
+        if state.chain is not None and self._tables.has_attention:
             # The last token sampled has no KV.
             computed = min(state.view.num_computed_tokens, state.view.num_tokens - 1)
             final = min(computed, self._savable_tokens(state))
             # These tables are the engine's own, in which empty places are marked.
-            save = self._plan(state, final, lambda: tables, 0)
-            end = self._plan_prompt_end(state, computed, lambda: tables, 0)
-            saves = [each for each in (save, end) if each is not None]
-            answer_end = self._plan_answer_end(state, final, lambda: tables)
-            if answer_end is not None:
-                saves.append(answer_end)
+            blocks = _RequestBlocks(lambda: tables, 0)
+            plans = [
+                self._plan(state, final, blocks),
+                self._plan_prompt_end(state, computed, blocks),
+            ]
+            plans.append(self._plan_answer_end(state, final, blocks))
+            saves = [each for each in plans if each is not None]
             if saves and is_loading:
                 self._unconfirmed[state.view.request_id] = saves
             else:
                 self._late += saves
-        self.forget(state.view.request_id)
+        self.drop_request(state.view.request_id)
 
     def _plan_answer_end(
-        self,
-        state: RequestState,
-        final: int,
-        block_tables: Callable[[], Sequence[BlockTable]],
+        self, state: RequestState, final: int, blocks: _RequestBlocks
     ) -> SavePlan | None:
         """Return the save of the end of an answer with `final` tokens; None without any."""
         chunks, rest = divmod(final, self._shape.chunk_tokens)
@@ -478,7 +391,7 @@ class SavePlanner:
         is_wanted = is_aliased and self._save_decode and state.next_save == chunks
         if not is_wanted or (state.has_saved_end and final == state.view.num_prompt_tokens):
             return None
-        return self._plan_end(state, final, block_tables, 0)
+        return self._save(state, chunks, final, blocks)
 
     def end_hand_over(self, state: RequestState) -> None:
         """A request that is handed over saves nothing beyond what is planned: tell the workers.
@@ -501,20 +414,19 @@ class SavePlanner:
         ends, self._hand_over_ends = tuple(self._hand_over_ends), []
         return ends
 
-    def forget_blocks(self, block_ids: Collection[int]) -> None:
-        """Take blocks that are not filled out of the engine's own prefix cache."""
-        if block_ids and self.ledger.pins is not None:
-            self.ledger.pins.forget(tuple(block_ids))
+    def step_load_ended(self, request_id: str, lost_blocks: Sequence[int]) -> None:
+        """The step of a load has ended: save what it computed.
 
-    def step_load_ended(self, request_id: str, *, is_whole: bool) -> None:
-        """The step of a load has ended: save what it computed, or nothing if the load failed."""
-        self.check_again(request_id)
+        A load that failed has lost blocks: nothing is saved, and they leave vLLM's prefix cache.
+        """
         saves = self._unconfirmed.pop(request_id, [])
-        if is_whole:
+        if not lost_blocks:
             self._late += saves
-        else:
-            for save in saves:
-                self._drop(save)
+            return
+        if self.ledger.pins is not None:
+            self.ledger.pins.forget(lost_blocks)
+        for save in saves:
+            self._drop(save)
 
     def _drop(self, save: SavePlan) -> None:
         if save.topic:

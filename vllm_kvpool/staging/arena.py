@@ -14,7 +14,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from vllm_kvpool.host_memory import huge_pages_left
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import Buffer
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from vllm_kvpool.layout.pages import Int64s
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,11 @@ HUGE_PAGE_BYTES = 2 << 20
 _MAP_HUGETLB = 0x40000
 _SEAL_FUTURE_WRITE = 0x10  # since Linux 5.1
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
+
+
+def slot_bytes(cell_bytes: int) -> int:
+    """Return the size of a slot for cells of so many bytes."""
+    return -(-cell_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 class Arena:
@@ -60,7 +69,7 @@ class Arena:
         shared: bool = False,
     ) -> None:
         assert alignment % SLOT_ALIGNMENT == 0, alignment
-        self.slot_bytes = -(-cell_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        self.slot_bytes = slot_bytes(cell_bytes)
         count = min(staging_nbytes // self.slot_bytes, MAX_SLOTS)
         if count < MIN_SLOTS:
             raise ConfigError(
@@ -111,13 +120,21 @@ class Arena:
         start = slot * self.slot_bytes
         return Buffer(self.whole.address + start, self.whole.view[start : start + nbytes])
 
+    def buffers(self, slots: Sequence[Slot], sizes: Sequence[int]) -> list[Buffer]:
+        """The first bytes of slots, as many of each as `sizes` says."""
+        address, view, step = self.whole.address, self.whole.view, self.slot_bytes
+        return [
+            Buffer(address + slot * step, view[slot * step : slot * step + nbytes])
+            for slot, nbytes in zip(slots, sizes, strict=True)
+        ]
+
     def file_offset(self, slot: Slot) -> int:
         """Return the offset of a slot in the memory file."""
         return self._start + slot * self.slot_bytes
 
-    def payload_address(self, slot: Slot) -> int:
-        """Return the address of a slot's cell payload."""
-        return self.whole.address + slot * self.slot_bytes + HEADER_BYTES
+    def payload_addresses(self, slots: Sequence[Slot]) -> "Int64s":
+        """Return the addresses of the cell payloads in these slots, as int64."""
+        return np.array(slots, np.int64) * self.slot_bytes + self.whole.address + HEADER_BYTES
 
     def commit_in_background(self, then: Callable[[Buffer], None] | None = None) -> None:
         """Commit the rest, in a thread that ends when it is done or the arena is closed.

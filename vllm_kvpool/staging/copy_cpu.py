@@ -3,15 +3,16 @@
 One kernel call performs any number of moves with the GIL released. The kernel has no state, so
 several threads may call copiers at once. It knows addresses and strides, not formats.
 
-Moves that differ only in their heads form one group, so that a token-major page is read once from
-end to end. Destinations are written with non-temporal stores: slots and pages are not read again
-soon, and plain stores would fetch each line first.
+Heads of a slab that have the same layers form one group, so that a token-major page is read once
+from end to end. Destinations are written with non-temporal stores: slots and pages are not read
+again soon, and plain stores would fetch each line first.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from itertools import accumulate, count
-from typing import Any
+from functools import lru_cache
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llvmlite import ir
@@ -19,22 +20,26 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from vllm_kvpool.layout.pages import CellMove, LayerPages
-from vllm_kvpool.staging.copier import group_moves
+from vllm_kvpool.layout.pages import LayerPages, SlabMove
+from vllm_kvpool.staging.copier import MoveChecker, Shape, Template
+
+if TYPE_CHECKING:
+    from vllm_kvpool.layout.pages import Int64s
 
 LINE_BYTES = 64  # a cache line: what one non-temporal store should fill
 ELEM_BYTES = (1, 2, 4, 8)  # of elements that can be transposed
 VECTOR_BYTES = 16  # the transposing tiles are this wide, which every 64-bit CPU supports
+MAX_TABLES = 256  # that are remembered
 
 # Columns of the tables that the kernel reads; those of a run are its fields.
 _BASE, _BLOCK_STRIDE, _HEAD_STRIDE, _TOKEN_STRIDE, _ELEM_STRIDE = range(5)
 _ELEM_BYTES, _NUM_ELEMS, _ROW_OFFSET, _TILE_TOKENS, _TILE_STRIDE, _RUN_COLUMNS = range(5, 11)
 _BLOCK_TOKENS, _BLOCKS_PER_ID, _ROW_BYTES, _ROWS_BEFORE = range(4)
 _RUN_START, _RUN_STOP, _LAYER_COLUMNS = range(4, 7)
-# Of a group, first those of its `Shape`.
-_LAYER_START, _LAYER_STOP, _CHUNK_START, _CHUNK_TOKENS, _TOKEN_START, _TOKEN_STOP = range(6)
-_FIRST_TOKEN, _ENTRY_START, _ENTRY_STOP, _IDS_START, _GROUP_COLUMNS = range(6, 11)
-_HEAD, _ADDRESS, _ENTRY_COLUMNS = range(3)
+# Of a group, last those of its `Shape`.
+_LAYER_START, _LAYER_STOP, _ENTRY_START, _ENTRY_STOP = range(4)
+_CHUNK_TOKENS, _TOKEN_START, _TOKEN_STOP, _FIRST_TOKEN, _GROUP_COLUMNS = range(4, 9)
+_HEAD, _ADDRESS = range(2)  # of an entry
 
 
 class CpuCopier:
@@ -43,14 +48,14 @@ class CpuCopier:
     num_threads = 1
 
     def __init__(self, layers: Sequence[LayerPages]) -> None:
-        self._layers = tuple(layers)
+        self._checker = MoveChecker(layers)
         runs = [run for pages in layers for run in pages.runs]
         for run in runs:
             if run.num_elems > 1 and run.elem_stride != run.elem_bytes:
                 assert run.token_stride == run.elem_bytes in ELEM_BYTES, run
         self._runs = _table([astuple(run) for run in runs], _RUN_COLUMNS)
         run_stops = list(accumulate((len(pages.runs) for pages in layers), initial=0))
-        self._rows_before = list(accumulate((pages.row_bytes for pages in layers), initial=0))
+        self._rows_before = tuple(accumulate((pages.row_bytes for pages in layers), initial=0))
         starts = zip(self._rows_before, run_stops, run_stops[1:], strict=False)
         layer_rows = [
             (pages.tokens_per_block, pages.blocks_per_id, pages.row_bytes, *start)
@@ -60,38 +65,45 @@ class CpuCopier:
 
     def warm_up(self) -> None:
         """Compile the kernel, or load it from numba's cache directory."""
-        self._run([], is_gather=True)
+        entries = np.zeros((0, 0, 2), np.int64)
+        no_groups, no_ids = _table([], _GROUP_COLUMNS), _table([], 0)
+        _move_slabs(True, self._runs, self._layer_table, no_groups, entries, no_ids)
 
     def fence(self) -> None:
         """Nothing: on the host a computation has ended when its call returns."""
 
-    def gather(self, moves: Sequence[CellMove]) -> None:
+    def gather(self, moves: Sequence[SlabMove]) -> None:
         self._run(moves, is_gather=True)
 
-    def scatter(self, moves: Sequence[CellMove]) -> None:
+    def scatter(self, moves: Sequence[SlabMove]) -> None:
         self._run(moves, is_gather=False)
 
-    def _run(self, moves: Sequence[CellMove], *, is_gather: bool) -> None:
-        groups: list[tuple[int, ...]] = []
-        entries: list[tuple[int, int]] = []
-        block_ids: list[int] = []
-        for shape, ids, cells in group_moves(moves, self._layers):
-            span = self._rows_before[shape.layer_stop] - self._rows_before[shape.layer_start]
-            entry_start = len(entries)
-            for move in cells:
-                addresses = count(move.address, span * shape.chunk_tokens)
-                heads = range(move.head_start, move.head_stop)
-                entries += zip(heads, addresses, strict=False)
-            groups.append((*shape, entry_start, len(entries), len(block_ids)))
-            block_ids += ids
-        _move_groups(
-            is_gather,
-            self._runs,
-            self._layer_table,
-            _table(groups, _GROUP_COLUMNS),
-            _table(entries, _ENTRY_COLUMNS),
-            np.array(block_ids, dtype=np.int64),
-        )
+    def _run(self, moves: Sequence[SlabMove], *, is_gather: bool) -> None:
+        for template, shape, addresses, block_ids in self._checker.check(moves):
+            groups, (heads, pieces, offsets) = _tables(template, shape, self._rows_before)
+            entries = np.empty((len(addresses), len(heads), 2), np.int64)
+            entries[:, :, _HEAD] = heads
+            entries[:, :, _ADDRESS] = addresses[:, pieces] + offsets
+            pages = self._runs, self._layer_table
+            _move_slabs(is_gather, *pages, groups, entries, block_ids)
+
+
+@lru_cache(MAX_TABLES)
+def _tables(
+    template: Template, shape: Shape, rows_before: tuple[int, ...]
+) -> "tuple[Int64s, Int64s]":
+    """The groups of a move, and of its entries the heads, pieces and offsets in these."""
+    groups: list[tuple[int, ...]] = []
+    entries: list[tuple[int, int, int]] = []
+    by_layers = sorted(range(len(template.places)), key=template.places.__getitem__)
+    for layers, pieces in groupby(by_layers, lambda piece: template.places[piece][:2]):
+        head_bytes = (rows_before[layers[1]] - rows_before[layers[0]]) * shape.chunk_tokens
+        first_entry = len(entries)
+        for piece in pieces:
+            heads = range(*template.places[piece][2:])
+            entries += [(head, piece, i * head_bytes) for i, head in enumerate(heads)]
+        groups.append((*layers, first_entry, len(entries), *shape))
+    return _table(groups, _GROUP_COLUMNS), _table(entries, 3).T
 
 
 def _table(rows: Sequence[tuple[int, ...]], num_columns: int) -> "np.ndarray[Any, Any]":
@@ -369,7 +381,7 @@ def _move_span(
             index, within = divmod(token - first_token, block_tokens)
             block = block_ids[index // blocks_per_id] * blocks_per_id + index % blocks_per_id
             num_rows = min(block_tokens - within, token_stop - token)
-            row = layer_offset + (token - group[_CHUNK_START]) * row_bytes
+            row = layer_offset + token * row_bytes
             for i in range(layers[layer, _RUN_START], layers[layer, _RUN_STOP]):
                 page = runs[i, _BASE] + block * runs[i, _BLOCK_STRIDE]
                 at = row + runs[i, _ROW_OFFSET]
@@ -389,11 +401,12 @@ def _compiled(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @_compiled
-def _move_groups(
+def _move_slabs(
     is_gather: bool, runs: Any, layers: Any, groups: Any, entries: Any, block_ids: Any
 ) -> None:
-    for i in range(len(groups)):
-        group = groups[i]
-        heads = entries[group[_ENTRY_START] : group[_ENTRY_STOP]]
-        _move_span(is_gather, runs, layers, group, heads, block_ids[group[_IDS_START] :])
+    for move in range(len(entries)):
+        for i in range(len(groups)):
+            group = groups[i]
+            heads = entries[move][group[_ENTRY_START] : group[_ENTRY_STOP]]
+            _move_span(is_gather, runs, layers, group, heads, block_ids[move])
     _publish()

@@ -5,26 +5,30 @@ views of machine words, as wide as alignment permits: torch moves bytes ten time
 int64.
 
 Pages off the host go through a buffer on the device, on a stream of the copier's own. Starting an
-operation there takes longer than what it moves, so cells of other chunks and heads but of the same
-layers move together. `devices.py` has what differs between devices. Slots should be page-locked:
-copies to pageable memory are correct but not asynchronous.
+operation there takes longer than what it moves, so slabs of several chunks move together, all heads
+of the same layers at once. `devices.py` has what differs between devices. Slots should be
+page-locked: copies to pageable memory are correct but not asynchronous.
 """
 
 import ctypes
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
-from vllm_kvpool.layout.pages import CellMove, LayerPages, Run
-from vllm_kvpool.staging.copier import Shape, group_moves
+from vllm_kvpool.layout.pages import LayerPages, Run, SlabMove
+from vllm_kvpool.staging.copier import MoveChecker, Shape, Slabs
 from vllm_kvpool.staging.devices import Device, device_for
+
+if TYPE_CHECKING:
+    from vllm_kvpool.layout.pages import Int64s
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDEST_WORD_BYTES = max(_WORDS)
-BUFFER_BYTES = 16 << 20  # on the device, at a time; a cell that is larger goes alone
+BUFFER_BYTES = 16 << 20  # on the device, at a time; a chunk that is larger goes alone
 
 
 class _Piece(NamedTuple):
@@ -37,30 +41,18 @@ class _Piece(NamedTuple):
     row_start: int  # of the payload
 
 
-class _Shape(NamedTuple):
-    """The common part of moves that go together. Tokens count from the chunk's start."""
-
-    layer_start: int
-    layer_stop: int
-    chunk_tokens: int
-    token_start: int
-    token_stop: int
-    first_token: int  # of the first block that is touched; may be before the chunk
-
-    @classmethod
-    def within_chunk(cls, shape: Shape) -> "_Shape":
-        start = shape.chunk_start
-        tokens = (shape.token_start, shape.token_stop, shape.first_token)
-        return cls(*shape[:2], shape.chunk_tokens, *(token - start for token in tokens))
-
-
 class _Group(NamedTuple):
-    """Cells of several chunks, and in each of the same adjacent heads."""
+    """Pieces of several chunks' slabs: in each the same layers and the same adjacent heads."""
 
-    shape: _Shape
-    head_start: int
-    head_stop: int
-    chunks: list[tuple[tuple[int, ...], list[CellMove]]]  # the ids of its blocks, its cells
+    shape: Shape
+    layers: tuple[int, int]
+    heads: list[tuple[int, int]]  # of each piece
+    addresses: "Int64s"  # [chunks, pieces]
+    block_ids: "Int64s"  # [chunks, blocks that are touched]
+
+    @property
+    def all_heads(self) -> slice:
+        return slice(self.heads[0][0], self.heads[-1][1])
 
 
 class TorchCopier:
@@ -70,105 +62,98 @@ class TorchCopier:
 
     def __init__(self, layers: Sequence[LayerPages], device: torch.device | Device) -> None:
         self._layers = tuple(layers)
+        self._checker = MoveChecker(layers)
         self._runtime = device_for(device) if isinstance(device, torch.device) else device
         self._device = self._runtime.torch_device
         self._is_host = self._runtime.is_host
         self._stream = self._runtime.new_stream()
 
-    def gather(self, moves: Sequence[CellMove]) -> None:
+    def gather(self, moves: Sequence[SlabMove]) -> None:
         self._run(moves, is_gather=True)
 
-    def scatter(self, moves: Sequence[CellMove]) -> None:
+    def scatter(self, moves: Sequence[SlabMove]) -> None:
         self._run(moves, is_gather=False)
 
-    def _run(self, moves: Sequence[CellMove], *, is_gather: bool) -> None:
+    def _run(self, moves: Sequence[SlabMove], *, is_gather: bool) -> None:
+        groups = [group for slabs in self._checker.check(moves) for group in _groups(slabs)]
         if self._is_host:
-            for move in moves:
-                for group in self._groups([move]):
-                    self._move_pages(group, self._host_payload(move)[None], is_gather=is_gather)
+            for group in groups:
+                for i, j in itertools.product(*map(range, group.addresses.shape)):
+                    alone = group._replace(
+                        heads=group.heads[j : j + 1], block_ids=group.block_ids[i : i + 1]
+                    )
+                    payload = self._host_payload(alone, group.addresses[i, j], group.heads[j])
+                    self._move_pages(alone, payload[None], is_gather=is_gather)
             return
         with self._runtime.on_stream(self._stream):
-            for group in self._groups(moves):
-                self._move_group(group, is_gather=is_gather)
+            for group in groups:
+                heads = group.all_heads
+                chunk_bytes = (heads.stop - heads.start) * self._head_bytes(group)
+                at_once = max(1, BUFFER_BYTES // max(1, chunk_bytes))
+                for i in range(0, len(group.addresses), at_once):
+                    part = slice(i, i + at_once)
+                    some = group._replace(
+                        addresses=group.addresses[part], block_ids=group.block_ids[part]
+                    )
+                    self._move_group(some, is_gather=is_gather)
         self._stream.synchronize()
 
-    def _groups(self, moves: Sequence[CellMove]) -> Iterator[_Group]:
-        """Return the moves in as few groups as the size of the buffer permits."""
-        groups: dict[tuple[_Shape, int, int], _Group] = {}
-        for of_chunk in group_moves(moves, self._layers):
-            shape = _Shape.within_chunk(of_chunk.shape)
-            block_ids = tuple(map(int, of_chunk.block_ids))
-            for adjacent in _adjacent(of_chunk.moves):
-                heads = adjacent[0].head_start, adjacent[-1].head_stop
-                group = groups.setdefault((shape, *heads), _Group(shape, *heads, []))
-                group.chunks.append((block_ids, adjacent))
-        for group in groups.values():
-            chunk_bytes = (group.head_stop - group.head_start) * self._head_bytes(group.shape)
-            at_once = max(1, BUFFER_BYTES // max(1, chunk_bytes))
-            for i in range(0, len(group.chunks), at_once):
-                yield group._replace(chunks=group.chunks[i : i + at_once])
-
-    def _head_bytes(self, cell: _Shape | CellMove) -> int:
-        layers = self._layers[cell.layer_start : cell.layer_stop]
-        return cell.chunk_tokens * sum(pages.row_bytes for pages in layers)
+    def _head_bytes(self, group: _Group) -> int:
+        layers = self._layers[slice(*group.layers)]
+        return group.shape.chunk_tokens * sum(pages.row_bytes for pages in layers)
 
     def _move_group(self, group: _Group, *, is_gather: bool) -> None:
-        num_heads = group.head_stop - group.head_start
-        size = len(group.chunks), num_heads, self._head_bytes(group.shape)
+        heads = group.all_heads
+        size = len(group.addresses), heads.stop - heads.start, self._head_bytes(group)
         payload = torch.empty(size, dtype=torch.uint8, device=self._device)
         if is_gather:
             self._move_pages(group, payload, is_gather=True)
-        for (_, cells), part in zip(group.chunks, payload, strict=True):
-            for move in cells:
-                first = move.head_start - group.head_start
-                on_device = part[first : first + move.head_stop - move.head_start]
-                host = self._host_payload(move)
+        for addresses, part in zip(group.addresses, payload, strict=True):
+            for address, piece in zip(addresses, group.heads, strict=True):
+                on_device = part[piece[0] - heads.start : piece[1] - heads.start]
+                host = self._host_payload(group, address, piece)
                 if is_gather:
-                    self._copy_clipped(move, dst=host, src=on_device)
+                    self._copy_clipped(group, dst=host, src=on_device)
                 else:
-                    self._copy_clipped(move, dst=on_device, src=host)
+                    self._copy_clipped(group, dst=on_device, src=host)
         if not is_gather:
             self._move_pages(group, payload, is_gather=False)
 
-    def _host_payload(self, move: CellMove) -> torch.Tensor:
-        """The payload's memory as bytes, `[heads, bytes of a head]`."""
-        head_bytes = self._head_bytes(move)
-        num_heads = move.head_stop - move.head_start
-        memory = (ctypes.c_char * (num_heads * head_bytes)).from_address(move.address)
-        return torch.frombuffer(memory, dtype=torch.uint8).view(num_heads, head_bytes)
+    def _host_payload(self, group: _Group, address: int, heads: tuple[int, int]) -> torch.Tensor:
+        """A piece's payload as bytes, `[heads, bytes of a head]`."""
+        size = heads[1] - heads[0], self._head_bytes(group)
+        memory = (ctypes.c_char * math.prod(size)).from_address(int(address))
+        return torch.frombuffer(memory, dtype=torch.uint8).view(size)
 
     def _layer_rows(
-        self, cell: _Shape | CellMove, payload: torch.Tensor
+        self, group: _Group, payload: torch.Tensor
     ) -> Iterator[tuple[LayerPages, torch.Tensor]]:
         """Each layer with its part of the payload, `[..., heads, tokens, row]`."""
-        start = 0
-        for pages in self._layers[cell.layer_start : cell.layer_stop]:
-            stop = start + cell.chunk_tokens * pages.row_bytes
+        start, num_tokens = 0, group.shape.chunk_tokens
+        for pages in self._layers[slice(*group.layers)]:
+            stop = start + num_tokens * pages.row_bytes
             rows = payload[..., start:stop]
-            yield pages, rows.view(*rows.shape[:-1], cell.chunk_tokens, pages.row_bytes)
+            yield pages, rows.view(*rows.shape[:-1], num_tokens, pages.row_bytes)
             start = stop
 
-    def _copy_clipped(self, move: CellMove, *, dst: torch.Tensor, src: torch.Tensor) -> None:
+    def _copy_clipped(self, group: _Group, *, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copy between host and device in contiguous pieces: torch copies others through pageable
         memory and waits for each."""
-        if (move.token_start, move.token_stop) == (
-            move.chunk_start,
-            move.chunk_start + move.chunk_tokens,
-        ):
+        clip = slice(group.shape.token_start, group.shape.token_stop)
+        if clip == slice(0, group.shape.chunk_tokens):
             dst.copy_(src, non_blocking=True)
             return
-        clip = slice(move.token_start - move.chunk_start, move.token_stop - move.chunk_start)
         for (_, dst_rows), (_, src_rows) in zip(
-            self._layer_rows(move, dst), self._layer_rows(move, src), strict=True
+            self._layer_rows(group, dst), self._layer_rows(group, src), strict=True
         ):
             for head in range(len(dst)):
                 dst_rows[head, clip].copy_(src_rows[head, clip], non_blocking=True)
 
     def _move_pages(self, group: _Group, payload: torch.Tensor, *, is_gather: bool) -> None:
         """Between pages and the payload, `[chunks, heads, bytes of a head]`, both of one device."""
-        heads = slice(group.head_start, group.head_stop)
+        heads = group.all_heads
         pieces_of: dict[tuple[int, int], list[tuple[torch.Tensor, _Piece]]] = {}
-        for pages, rows in self._layer_rows(group.shape, payload):
+        for pages, rows in self._layer_rows(group, payload):
             form = pages.tokens_per_block, pages.blocks_per_id
             if form not in pieces_of:
                 pieces_of[form] = self._pieces(group, pages)
@@ -202,21 +187,30 @@ class TorchCopier:
 
     def _pieces(self, group: _Group, pages: LayerPages) -> list[tuple[torch.Tensor, _Piece]]:
         """Pieces of each chunk, with the kernel blocks of all chunks, on the device."""
-        parts = range(pages.blocks_per_id)
-        blocks = [[i * len(parts) + part for i in ids for part in parts] for ids, _ in group.chunks]
-        on_device = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+        blocks = group.block_ids[:, :, None] * pages.blocks_per_id + np.arange(pages.blocks_per_id)
+        on_device = torch.from_numpy(blocks.reshape(len(blocks), -1)).to(self._device)
         return [
             (on_device[:, piece.first_block :][:, : piece.num_blocks].flatten(), piece)
             for piece in _pieces(group.shape, pages.tokens_per_block)
         ]
 
 
-def _adjacent(cells: list[CellMove]) -> Iterator[list[CellMove]]:
-    """Cells of a chunk in lists, of each of which one's heads end where the next one's begin."""
-    cells = sorted(cells, key=lambda move: move.head_start)
-    cuts = [i for i in range(1, len(cells)) if cells[i - 1].head_stop != cells[i].head_start]
-    for start, stop in itertools.pairwise([0, *cuts, len(cells)]):
-        yield cells[start:stop]
+def _groups(slabs: Slabs) -> Iterator[_Group]:
+    """Join the pieces of slabs where one's heads end with the first of the next one's."""
+    places = slabs.template.places
+    order = sorted(range(len(places)), key=places.__getitem__)
+    cuts = [
+        i
+        for i in range(1, len(order))
+        if (*places[order[i - 1]][:2], places[order[i - 1]][3]) != places[order[i]][:3]
+    ]
+    for start, stop in itertools.pairwise([0, *cuts, len(order)]):
+        pieces = order[start:stop]
+        if pieces:
+            heads = [places[piece][2:] for piece in pieces]
+            addresses = slabs.addresses[:, pieces]
+            layers = places[pieces[0]][:2]
+            yield _Group(slabs.shape, layers, heads, addresses, slabs.block_ids)
 
 
 class _Tiles(NamedTuple):
@@ -244,7 +238,7 @@ def _tiles(run: Run, piece: _Piece, block_tokens: int) -> Iterator[_Tiles]:
         token = (first + count - 1) * size + end
 
 
-def _pieces(shape: _Shape, block_tokens: int) -> Iterator[_Piece]:
+def _pieces(shape: Shape, block_tokens: int) -> Iterator[_Piece]:
     """At most three pieces: a block's tail, whole blocks, a block's head."""
     start, stop = shape.token_start - shape.first_token, shape.token_stop - shape.first_token
     first_whole, last_whole = (

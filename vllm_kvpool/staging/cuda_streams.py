@@ -1,15 +1,17 @@
 """The streams of an NVIDIA GPU, as `copy_triton.py` uses them."""
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from vllm_kvpool.staging.copy_triton import Copy, DeviceEvent
+from vllm_kvpool.staging.copy_triton import DeviceEvent
 from vllm_kvpool.staging.driver_copies import driver_copies
 from vllm_kvpool.staging.triton_kernel import NUM_WARPS, kernel_constants, move_fragments
 from vllm_kvpool.staging.triton_tables import RunTable
+
+if TYPE_CHECKING:
+    from vllm_kvpool.layout.pages import Int64s
 
 
 class CudaStreams:
@@ -52,9 +54,9 @@ class CudaStream:
         assert isinstance(event, torch.cuda.Event)
         self._stream.wait_event(event)
 
-    def copy(self, copies: Sequence[Copy]) -> None:
+    def copy(self, copies: "Int64s") -> None:
         stream = int(self._stream.cuda_stream)
-        error = driver_copies()(np.array(copies, np.uint64), stream)
+        error = driver_copies()(copies.view(np.uint64), stream)
         if error:
             raise RuntimeError(f"copies between host and GPU failed (CUDA driver error {error})")
 

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from vllm_kvpool.layout.page_formats import from_token_content
-from vllm_kvpool.layout.pages import CellMove, LayerPages
+from vllm_kvpool.layout.pages import LayerPages, SlabMove
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.copy_torch import TorchCopier
 from vllm_kvpool.staging.devices import device_for
@@ -69,13 +70,10 @@ def copies_exactly(device: torch.device, make: CopierMaker) -> bool:
     return torch.equal(on_device.cpu(), whole)
 
 
-def _whole_chunk(address: int, ids: list[int]) -> CellMove:
-    return CellMove(
-        address=address,
-        layer_start=0,
-        layer_stop=LAYERS,
-        head_start=0,
-        head_stop=HEADS,
+def _whole_chunk(address: int, ids: list[int]) -> SlabMove:
+    return SlabMove(
+        addresses=np.array([address]),
+        places=np.array([(0, LAYERS, 0, HEADS)]),
         block_ids=ids,
         table_start=0,
         chunk_start=0,

@@ -4,6 +4,7 @@ A quarantined slot was given up by its holder while a transfer may still write t
 `reserve_for_loads` slots free, so that a slow store cannot starve loads.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import NewType
 
@@ -26,35 +27,34 @@ class SlotPool:
         self._held: set[Slot] = set()
         self._quarantined: set[Slot] = set()
 
-    def has_room(self, use: SlotUse, more: int = 0) -> bool:
-        """Return True if this use may take a slot; `more` held ones could be freed for it."""
-        return len(self._free) + more > (self._reserve if use is SlotUse.SAVE else 0)
+    def has_room(self, use: SlotUse, num_slots: int = 1, more: int = 0) -> bool:
+        """Return True if this use may take slots; `more` held ones could be freed for it."""
+        reserve = self._reserve if use is SlotUse.SAVE else 0
+        return len(self._free) + more >= num_slots + reserve
 
-    def take(self, use: SlotUse, more: int = 0) -> Slot | None:
-        """A free slot, or None if this use may have none now; `more` as in `has_room`."""
-        if not self._free or not self.has_room(use, more):
-            return None
-        slot = self._free.pop()
-        self._held.add(slot)
-        return slot
+    def take(self, num_slots: int) -> list[Slot]:
+        """Take free slots, of which there are enough."""
+        assert 0 < num_slots <= len(self._free), (num_slots, len(self._free))
+        slots = self._free[-num_slots:]
+        del self._free[-num_slots:]
+        self._held.update(slots)
+        return slots
 
-    def give_back(self, slot: Slot) -> None:
-        """The holder is done, or the transfer into a quarantined slot has ended."""
-        if slot in self._quarantined:
-            self._quarantined.remove(slot)
-        else:
-            self._held.remove(slot)
-        self._free.append(slot)
+    def give_back(self, slots: Sequence[Slot]) -> None:
+        """The holder is done, or the transfer into quarantined slots has ended.
 
-    def quarantine(self, slot: Slot) -> None:
-        """The holder gives up while a transfer may still write: out of use until `give_back`."""
-        self._held.remove(slot)
-        self._quarantined.add(slot)
+        KeyError if not all of them are held, or not all in quarantine.
+        """
+        _take_out(self._held if self._quarantined.isdisjoint(slots) else self._quarantined, slots)
+        self._free += slots
 
-    @property
-    def for_saves(self) -> int:
-        """The number of slots that saves may have together."""
-        return self.count - self._reserve
+    def quarantine(self, slots: Sequence[Slot]) -> None:
+        """The holder gives up while a transfer may still write: out of use until `give_back`.
+
+        KeyError if not all of them are held.
+        """
+        _take_out(self._held, slots)
+        self._quarantined.update(slots)
 
     @property
     def num_free(self) -> int:
@@ -67,3 +67,11 @@ class SlotPool:
     @property
     def num_quarantined(self) -> int:
         return len(self._quarantined)
+
+
+def _take_out(place: set[Slot], slots: Sequence[Slot]) -> None:
+    """Take slots out of a set, which must have all of them: a slot that is free twice would have
+    two holders."""
+    if not place.issuperset(slots):
+        raise KeyError(slots)
+    place.difference_update(slots)

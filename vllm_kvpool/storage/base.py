@@ -184,7 +184,7 @@ class ChunkUsage(NamedTuple):
     pinned_until_ns: int
     written_ns: int
     key: str
-    """Of one of its cells."""
+    """The key of one of its cells."""
 
 
 @runtime_checkable

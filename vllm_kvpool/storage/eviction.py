@@ -28,7 +28,7 @@ class EvictionPolicy(Protocol):
     """
 
     remembered: int
-    """How much of what was evicted to remember scores for, in multiples of the store's size."""
+    """Size of the evicted chunks whose scores are remembered, in multiples of the store's size."""
 
     def on_put(self, now_ns: int) -> int:
         """The score of a new chunk."""

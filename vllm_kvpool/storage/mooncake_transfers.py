@@ -163,7 +163,7 @@ class ReadEngine(Protocol):
         """Start a read; its number, or REFUSED. Blocks to connect to a new session."""
 
     def transfer_check_status(self, number: int) -> int:
-        """As `NativeEngine.transfer_check_status`."""
+        """Return the status of a transfer, as `NativeEngine.transfer_check_status`."""
 
 
 class _Place(NamedTuple):

@@ -1,6 +1,6 @@
 """State that loads, saves, fetches and loans share (pure; the engine thread's).
 
-Each of them owns its jobs and never touches another's. They meet in the cells of host memory
+Each of them owns its jobs and never touches another's. They meet in the slabs of host memory
 (`host_cache.py`) and in the graphs of the scheduler.
 """
 
@@ -13,17 +13,21 @@ from vllm_kvpool.metrics import MetricsRegistry, NameLabels
 from vllm_kvpool.staging.devices import Fence
 from vllm_kvpool.storage.breaker import Breaker
 from vllm_kvpool.transfer.drop_log import Drops
-from vllm_kvpool.transfer.graph import Lane, LaneLimits, Op, Owner, Priority, Scheduler
+from vllm_kvpool.transfer.graph import Lane, Op, Owner, Priority, Scheduler
 from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
 from vllm_kvpool.transfer.ops import (
     HOST,
-    Cell,
     CellOutcome,
+    Cells,
     HandOverProgress,
     Lent,
     LoanEnded,
     OpKind,
+    Outcome,
+    Part,
     Report,
+    Slab,
+    worst_of,
 )
 
 NAME_EVERY_S = 0.0002  # between two parts of a plan: lanes that were given work need the GIL
@@ -52,45 +56,26 @@ def tier_names(kinds: Sequence[str]) -> tuple[str, ...]:
 TRANSIENT = frozenset({CellOutcome.FAILED, CellOutcome.UNREACHABLE})  # worth another try
 
 
-Part = tuple[Cell, CacheEntry | None]
-"""A cell that an op moves, and its entry in host memory (None where it needs no slot)."""
+def is_transient(outcome: Outcome) -> bool:
+    """Return True if every cell has failed, and may not the next time."""
+    return outcome in TRANSIENT or (isinstance(outcome, tuple) and TRANSIENT.issuperset(outcome))
 
 
 @dataclass(slots=True, eq=False)
-class CellOp:
-    """The content of an op that moves a cell."""
+class SlabOp:
+    """The content of an op that moves cells of a slab; without an entry its pages are cleared."""
 
-    cell: Cell
+    slab: Slab
     entry: CacheEntry | None
+    cells: Cells = None
 
     @property
-    def parts(self) -> Sequence[Part]:
-        return ((self.cell, self.entry),)
-
-
-class Slab:
-    """Cells that one op of a copy's lane moves: of one place, and no more than a batch has.
-
-    A place begins with the chunk's position; what else must be equal is the owner's.
-    """
-
-    def __init__(self, limits: LaneLimits, place: tuple[int, ...] = ()) -> None:
-        self._limits = limits
-        self.place = place
-        self.parts: list[Part] = []
-        self._nbytes = 0
-
-    def takes(self, place: tuple[int, ...]) -> bool:
-        """Return True if a cell of this place may join."""
-        return (
-            place == self.place
-            and self._nbytes < self._limits.batch_bytes
-            and len(self.parts) < self._limits.batch_ops
-        )
-
-    def add(self, cell: Cell, entry: CacheEntry) -> None:
-        self.parts.append((cell, entry))
-        self._nbytes += cell.nbytes
+    def part(self) -> Part:
+        """The cells to move and their slots, for the op's lane."""
+        slots = () if self.entry is None else self.entry.slots
+        if self.cells is not None and slots:
+            slots = [slots[cell] for cell in self.cells]
+        return Part(self.slab, slots, self.cells)
 
 
 class FenceOp(NamedTuple):
@@ -165,7 +150,7 @@ class TransferContext:
             self._fence_op = op
         return (op,)
 
-    def fence_reached(self, op: Op, outcome: CellOutcome) -> None:
+    def fence_reached(self, op: Op, outcome: Outcome) -> None:
         """The model's stream has done what a job waits for, or the device has failed."""
         (self.scheduler.finish if outcome is CellOutcome.DONE else self.scheduler.fail)(op)
         if op is self._fence_op:
@@ -187,10 +172,10 @@ class TransferContext:
         now = self.now
         return self.breakers[tier].closed_at <= now and self.write_breakers[tier].closed_at <= now
 
-    def try_again(self, op: Op, tier: int, outcome: CellOutcome, lane: Lane | None = None) -> bool:
+    def try_again(self, op: Op, tier: int, outcome: Outcome, lane: Lane | None = None) -> bool:
         """Try a failed op again if that may help; `lane` is that of a get, which a check may have
         ended."""
-        if outcome not in TRANSIENT or tier < 0 or not self.tiers[tier].remote:
+        if worst_of(outcome) not in TRANSIENT or tier < 0 or not self.tiers[tier].remote:
             return False
         may_ask = self.tiers_up if lane is not None else self.tiers_writable
         if op.attempts + 1 >= MAX_TRIES or tier not in may_ask(tier)[:1]:
@@ -198,7 +183,8 @@ class TransferContext:
         op.attempts += 1
         get_or_put = lane or op.lane
         assert get_or_put is not None, op
-        self.scheduler.move(op, get_or_put)
+        # A get that has slots waits for none, and those before it may wait for its own.
+        self.scheduler.move(op, get_or_put, first=lane is not None and bool(op.what.entry.slots))
         return True
 
     def count(self, name: str, amount: int = 1, **labels: str) -> None:

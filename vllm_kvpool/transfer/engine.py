@@ -1,8 +1,8 @@
 """The engine's decisions: `step(event, now) -> actions` (pure; the engine thread's).
 
-Jobs become graphs of ops over lanes (`graph.py`) that move cells between pages, host memory and
+Jobs become graphs of ops over lanes (`graph.py`) that move slabs between pages, host memory and
 tiers: `loads.py` and `fetches.py` bring them in, `saves.py` takes them out, `host_cache.py` knows
-what host memory holds. The engine gives an op its slot when it starts, hands batches to lanes,
+what host memory holds. The engine gives an op its slots when it starts, hands batches to lanes,
 takes outcomes back, and watches deadlines and the health of tiers.
 
 Invariants (`check`): those of the parts; every batch is answered once; an idle engine holds no pin
@@ -10,11 +10,10 @@ but those of calls that hang.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 
 from vllm_kvpool.staging.slots import Slot, SlotUse
 from vllm_kvpool.storage.breaker import Breaker
-from vllm_kvpool.transfer.context import TRANSIENT, FenceOp, Marker, Tier, TransferContext
+from vllm_kvpool.transfer.context import FenceOp, Marker, Tier, TransferContext, is_transient
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
 from vllm_kvpool.transfer.graph import (
     Batch,
@@ -47,27 +46,30 @@ from vllm_kvpool.transfer.ops import (
     LoanEnded,
     LoanOver,
     OpKind,
+    Outcome,
     PrefetchJob,
     Report,
     SaveJob,
     SavesDropped,
     TierHealth,
     TimePassed,
+    each_of,
+    worst_of,
 )
-from vllm_kvpool.transfer.saves import Copies, Copy, SaveManager
+from vllm_kvpool.transfer.saves import Copy, SaveManager
 
 
 class HungCalls:
     """Store calls past `call_timeout_s`, and the memory that they may still read or write.
 
-    The cells of such a batch go on without it. Its slots stay out of use until the call returns: a
-    slot that a GET may write is quarantined, one that a PUT may read stays with its cell, which is
-    pinned.
+    The slabs of such a batch go on without it. Its slots stay out of use until the call returns:
+    slots that a GET may write are quarantined, those that a PUT may read stay with their slab,
+    which is pinned.
     """
 
     def __init__(self, host_cache: HostCache) -> None:
         self._host_cache = host_cache
-        self._batches: set[Batch] = set()
+        self._batches: dict[Batch, list[Slot]] = {}  # with the slots that are quarantined
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -77,31 +79,29 @@ class HungCalls:
 
     def begin(self, batch: Batch) -> None:
         """The call is given up; its ops have yet to be failed."""
-        self._batches.add(batch)
+        written = self._batches[batch] = []
         for entry in _entries_of(batch):
             if batch.lane.kind is OpKind.GET:
-                self._host_cache.quarantine_slot(entry)
+                written += self._host_cache.quarantine_slots(entry)
             else:
                 self._host_cache.pin(entry)
 
     def end(self, batch: Batch) -> None:
         """The call has returned: free its memory."""
-        self._batches.remove(batch)
-        if batch.lane.kind is OpKind.GET:
-            for slot in _slots_of(batch):
-                self._host_cache.slots.give_back(slot)
-        else:
+        self._host_cache.slots.give_back(self._batches.pop(batch))
+        if batch.lane.kind is not OpKind.GET:
             for entry in _entries_of(batch):
                 self._host_cache.unpin(entry)
 
     @property
     def slots_read(self) -> set[Slot]:
         """Slots that hung calls may read."""
-        return {slot for batch in self._readers() for slot in _slots_of(batch)}
+        parts = (part for batch in self._readers() for part in batch.parts)
+        return {slot for part in parts for slot in part.slots}
 
     @property
     def num_slots_written(self) -> int:
-        return sum(len(batch.slots) for batch in self._batches if batch.lane.kind is OpKind.GET)
+        return sum(len(written) for written in self._batches.values())
 
     def pins_of(self, entry: CacheEntry) -> int:
         """Return the number of hung calls that pin the entry."""
@@ -113,10 +113,6 @@ class HungCalls:
 
 def _entries_of(batch: Batch) -> list[CacheEntry]:
     return [op.what.entry for op in batch.ops if op.what.entry is not None]
-
-
-def _slots_of(batch: Batch) -> list[Slot]:
-    return [slot for slot in batch.slots if slot is not None]
 
 
 OWNERS_SHOWN = 4  # jobs named in a batch
@@ -163,7 +159,7 @@ class Engine:
         self.hung_calls = HungCalls(host_cache)
         self.running: set[Batch] = set()
         """Batches that lanes have, but for those that hang."""
-        self._handlers: dict[OpKind, Callable[[Op, CellOutcome], None]] = {
+        self._handlers: dict[OpKind, Callable[[Op, Outcome], None]] = {
             OpKind.FENCE: self.context.fence_reached,
             OpKind.GATHER: self.saves.gathered,
             OpKind.SEAL: self.saves.sealed,
@@ -243,24 +239,18 @@ class Engine:
         """Saves, and copies into tiers, that are in progress."""
         return self.saves.num_open + self.saves.num_copies
 
-    # Starting batches; a cell gets its slot only now
+    # Starting batches; a slab gets its slots only now
 
     def _bind_get(self, op: Op) -> bool:
         use = SlotUse.LOAD if op.priority == Priority.LOAD else SlotUse.SAVE
         entry = op.what.entry
-        if not (self.loans.may_begin(entry) and self.context.host_cache.assign_slot(entry, use)):
+        if not (self.loans.may_begin(entry) and self.context.host_cache.assign_slots(entry, use)):
             return False
         self.loans.has_begun(entry)
         return True
 
     def _bind_gather(self, op: Op) -> bool:
-        """Give every cell a slot; those that have one keep it until the others have."""
-        assign = self.context.host_cache.assign_slot
-        waiting = [entry for _, entry in op.what.parts if entry.slot is None]
-        is_whole = all(assign(entry, SlotUse.SAVE) for entry in waiting)
-        if op.ready_at < self.context.now and any(entry.slot is not None for entry in waiting):
-            self.saves.has_gained_slot = True
-        return is_whole
+        return self.context.host_cache.assign_slots(op.what.entry, SlotUse.SAVE)
 
     def _start(self) -> list[Action]:
         batches = self.context.scheduler.take(self.context.now)
@@ -274,20 +264,16 @@ class Engine:
         if batch.lane.kind is OpKind.FENCE:
             batch.fences, batch.ready_at = [op.what.fence for op in batch.ops], self.context.now
             return
-        cells, slots = [], []
         owners: dict[Owner, None] = {}
         ready_at, attempts = self.context.now, 0
         for op in batch.ops:
-            for cell, entry in op.what.parts:
-                cells.append(cell)
-                slots.append(None if entry is None else entry.slot)
             if op.owner.request_id and len(owners) < OWNERS_SHOWN:
                 owners[op.owner] = None
             if op.ready_at < ready_at:
                 ready_at = op.ready_at
             if op.attempts > attempts:
                 attempts = op.attempts
-        batch.cells, batch.slots = cells, slots
+        batch.parts = [op.what.part for op in batch.ops]
         batch.owners, batch.ready_at, batch.attempt = tuple(owners), ready_at, 1 + attempts
         batch.generation = self.context.generation
 
@@ -298,25 +284,20 @@ class Engine:
         if batch not in self.running:
             self.hung_calls.end(batch)
             return
-        assert len(outcomes) == batch.size, done
+        assert len(outcomes) == len(batch.ops), done
         self.running.remove(batch)
         lane: LaneName = batch.lane
         self.context.scheduler.batch_ended(batch)
         if lane.tier >= 0:
             self._watch_tier(lane, outcomes)
         if lane.kind is OpKind.GET:
-            ended = zip(batch.ops, outcomes, strict=True)
-            found = [op.priority for op, outcome in ended if outcome is CellOutcome.DONE]
-            self.context.hits[lane.tier] += found.count(Priority.LOAD)
-        handle = self._handlers[lane.kind]
-        if len(batch.ops) == len(outcomes):
             for op, outcome in zip(batch.ops, outcomes, strict=True):
-                handle(op, outcome)
-            return
-        left = iter(outcomes)
-        for op in batch.ops:  # the cells of one go the same way: all are done, or none
-            own = set(islice(left, op.size))
-            handle(op, next((o for o in own if o is not CellOutcome.DONE), CellOutcome.DONE))
+                if op.priority == Priority.LOAD:
+                    found = each_of(outcome, op.size).count(CellOutcome.DONE)
+                    self.context.hits[lane.tier] += found
+        handle = self._handlers[lane.kind]
+        for op, outcome in zip(batch.ops, outcomes, strict=True):
+            handle(op, outcome)
 
     def _forget(self, generation: int | None) -> None:
         """A reset: no cell from before it may be found after it."""
@@ -341,10 +322,10 @@ class Engine:
         for op in batch.ops:
             self._handlers[batch.lane.kind](op, CellOutcome.TIMED_OUT)
 
-    def _watch_tier(self, lane: LaneName, outcomes: Sequence[CellOutcome]) -> None:
+    def _watch_tier(self, lane: LaneName, outcomes: Sequence[Outcome]) -> None:
         """A batch all of whose cells failed is a failure of the tier, or of writing to it."""
         breaker = self._breaker(lane)
-        if not all(outcome in TRANSIENT for outcome in outcomes):
+        if not all(map(is_transient, outcomes)):
             breaker.succeeded()
         elif breaker.failed(self.context.now):
             self._lane_down(lane)
@@ -402,10 +383,8 @@ class Engine:
                     op.what.on_lost()
                 elif isinstance(op.what, Scatter):
                     self.loads.lost(op, _why(cause))
-                elif isinstance(op.what, Copies):
-                    self.saves.lost(op, _why(cause))
                 elif isinstance(op.what, Copy):
-                    self.saves.settle(op.what)
+                    self.saves.lost(op, _why(cause))
             for marker in reached:
                 marker.what.on_done()
 
@@ -417,6 +396,6 @@ def _why(cause: Op) -> CellOutcome:
         return what.trouble
     if isinstance(what, FenceOp):
         return CellOutcome.FAILED
-    if isinstance(what, Copy | Copies) and what.outcome is not None:
-        return what.outcome
+    if isinstance(what, Copy) and what.outcome is not None:
+        return worst_of(what.outcome)
     return CellOutcome.CANCELLED

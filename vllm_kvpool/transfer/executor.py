@@ -330,7 +330,7 @@ class Executor:
                 case _:
                     self._step(message)
             self._watch()
-        if num_cells := self._engine.saves.num_copies:
+        if num_cells := self._engine.saves.num_cells:
             logger.warning(
                 "kvpool: %d cells had not reached every store before the process ended "
                 "(shutdown_timeout_s)",
@@ -557,9 +557,10 @@ class Executor:
 
     def _fail(self, batch: Batch) -> None:
         """Answer a batch that no lane will."""
-        self._inbox.put(BatchDone(batch, [CellOutcome.FAILED] * batch.size))
+        self._inbox.put(BatchDone(batch, [CellOutcome.FAILED] * len(batch.ops)))
 
 
 def _blocks_of(batch: Batch) -> set[int]:
     """The blocks that a batch of copies may write."""
-    return {block for cell in batch.cells for pages in cell.pages for block in pages.block_ids}
+    every = (pages for part in batch.parts for pages in part.slab.pages)
+    return {block for pages in every for block in pages.block_ids}

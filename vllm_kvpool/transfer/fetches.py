@@ -1,39 +1,49 @@
-"""Fetches: cells on their way from a tier into host memory (pure; the engine thread's).
+"""Fetches: slabs on their way from a tier into host memory (pure; the engine thread's).
 
-A fetch is one op that moves from lane to lane: GET from the nearest tier, then CHECK. If the cell
-is missing, bad or out of reach there, the op moves to the next tier's GET. A cell that a replica
-fetches is asked of that rank first (`REPLICA`); it has been checked there, and this rank's host
-tier does not keep it. All loads that want a cell share its fetch. A fetch that no load wants any
-more is cancelled if it has not started.
+A fetch is one op that moves from lane to lane: GET from the nearest tier, then CHECK. Cells that
+are missing, bad or out of reach there are asked of the next tier. A slab that a replica fetches is
+asked of that rank first (`REPLICA`); it has been checked there, and this rank's host tier does not
+keep it. All loads that want a slab share its fetch. A fetch that no load wants any more is
+cancelled if it has not started.
 
-A bad cell is removed from its tier; until then no load of this engine asks that tier for it. A cell
-found further away is copied into nearer tiers (`copy_up`).
+A bad cell is removed from its tier; until then no load of this engine asks that tier for its slab.
+Slabs with cells that were found further away are copied into nearer tiers (`copy_up`).
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
-from vllm_kvpool.transfer.context import CellOp, TransferContext, tier_of
+from vllm_kvpool.transfer.context import SlabOp, TransferContext, tier_of
 from vllm_kvpool.transfer.graph import Op, OpState, Owner
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
-from vllm_kvpool.transfer.ops import REPLICA, Cell, CellOutcome, OpKind
+from vllm_kvpool.transfer.ops import (
+    REPLICA,
+    CellOutcome,
+    OpKind,
+    Outcome,
+    Slab,
+    each_of,
+)
 
 MAX_WAITING_REMOVES = 1024  # beyond it bad cells stay in their tier
 
 
 @dataclass(slots=True, eq=False)
-class Fetch(CellOp):
-    """A cell that is being fetched from `tier`."""
+class Fetch(SlabOp):
+    """A slab whose `cells` are being fetched from `tier`, or checked; the others are here."""
 
     entry: CacheEntry
-    tier: int
+    tier: int = 0
+    refused: list[int] = field(default_factory=list)
+    """Cells that the tier did not give, while those that it gave are checked."""
+    reason: CellOutcome = CellOutcome.MISSING  # of the last of them that is not missing
     trouble: CellOutcome = CellOutcome.MISSING  # what a load that it fails reports
 
 
 class Fetches:
     """The fetches, and removals of bad cells. `copy_up(entry, tiers)` copies into nearer tiers.
 
-    Ops that wait for a cell which no tier has are cancelled with the fetch as the cause
+    Ops that wait for a slab which no tier has are cancelled with the fetch as the cause
     (`Scheduler.take_lost`).
     """
 
@@ -44,19 +54,19 @@ class Fetches:
         self._copy_up = copy_up
         self._removing: dict[tuple[int, str], Op] = {}  # bad cells, by tier and key
 
-    def begin(self, cell: Cell, owner: Owner) -> CacheEntry | None:
-        """Start to fetch a cell that is not in host memory; None if no tier can be asked."""
+    def begin(self, slab: Slab, owner: Owner) -> CacheEntry | None:
+        """Start to fetch a slab that is not in host memory; None if no tier can be asked."""
         context = self._context
-        tier = REPLICA if cell.fetcher is not None else self._next_tier(cell)
+        tier = REPLICA if slab.fetcher is not None else self._next_tier(slab)
         if tier is None:
             return None
-        entry = context.host_cache.begin(cell.key, cell.chunk, cell.nbytes)
-        lane = context.lane(OpKind.GET, tier)
-        entry.op = context.scheduler.add(owner, lane, Fetch(cell, entry, tier), cell.nbytes)
+        entry = context.host_cache.begin(slab)
+        lane, fetch = context.lane(OpKind.GET, tier), Fetch(slab, entry, tier=tier)
+        entry.op = context.scheduler.add(owner, lane, fetch, slab.nbytes, size=slab.num_cells)
         return entry
 
     def release(self, entry: CacheEntry) -> None:
-        """A user of the cell has unpinned it: cancel the fetch if it was the last."""
+        """A user of the slab has unpinned it: cancel the fetch if it was the last."""
         op = entry.op
         if entry.state is not CacheEntryState.ARRIVING or entry.pins != 1 or entry.prefetched:
             return
@@ -71,21 +81,31 @@ class Fetches:
             if op is not None and isinstance(op.what, Fetch) and op.state is not OpState.RUNNING:
                 self._fail(op, CellOutcome.CANCELLED)
 
-    def got(self, op: Op, outcome: CellOutcome) -> None:
-        entry = op.what.entry
-        if not entry.indexed:  # before a reset
+    def got(self, op: Op, outcome: Outcome) -> None:
+        """GET has ended: check the cells that the tier gave."""
+        fetch: Fetch = op.what
+        if not fetch.entry.indexed:  # before a reset
             self._fail(op, CellOutcome.CANCELLED)
-        elif outcome is CellOutcome.DONE and op.what.tier == REPLICA:
-            self._arrived(op)
-        elif outcome is CellOutcome.DONE:
+            return
+        given = self._refuse(op, outcome)
+        if fetch.refused and given and self._next_tier(fetch.slab, fetch.tier + 1) is None:
+            fetch.refused += given  # the slab will not be whole, unless this tier is asked again
+            self._try_elsewhere(op)
+        elif fetch.tier != REPLICA and given:
+            _narrow(op, given)
             self._context.scheduler.move(op, self._context.lane(OpKind.CHECK))
+        elif fetch.refused:
+            self._try_elsewhere(op)
         else:
-            self._try_elsewhere(op, outcome)
+            self._arrived(op)
 
-    def checked(self, op: Op, outcome: CellOutcome) -> None:
-        if outcome is not CellOutcome.DONE:
-            self._try_elsewhere(op, outcome)
-        elif not op.what.entry.indexed:  # before a reset
+    def checked(self, op: Op, outcome: Outcome) -> None:
+        """CHECK has ended: ask the next tier for cells that this one lacked or that are bad."""
+        fetch: Fetch = op.what
+        self._refuse(op, outcome)
+        if fetch.refused:
+            self._try_elsewhere(op)
+        elif not fetch.entry.indexed:  # before a reset
             self._fail(op, CellOutcome.CANCELLED)
         else:
             self._arrived(op)
@@ -93,7 +113,7 @@ class Fetches:
     def _arrived(self, op: Op) -> None:
         fetch, host_cache = op.what, self._context.host_cache
         entry = fetch.entry
-        if fetch.cell.fetcher is not None and host_cache.capacity:
+        if fetch.slab.fetcher is not None and host_cache.capacity:
             host_cache.forget(entry)  # another rank's host tier keeps it
         host_cache.arrived(entry, self._context.now_ns)
         if fetch.tier > 0:
@@ -114,71 +134,112 @@ class Fetches:
         for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.REMOVE, tier)):
             self.removed(op, CellOutcome.UNREACHABLE)
 
-    def remove(self, cell: Cell, tier: int, owner: Owner) -> None:
+    def remove(self, slab: Slab, cell: int, tier: int, owner: Owner) -> None:
         """Remove a bad cell from a tier, so that no reader meets it again."""
+        [key] = slab.cell_keys((cell,))
         lane = self._context.lane(OpKind.REMOVE, tier)
         is_down = not self._context.is_writable(tier)
-        is_leaving = (tier, cell.key) in self._removing
+        is_leaving = (tier, key) in self._removing
         if lane.num_ready < MAX_WAITING_REMOVES and not is_down and not is_leaving:
-            removal = self._context.scheduler.add(owner, lane, CellOp(cell, None))
-            self._removing[tier, cell.key] = removal
+            removal = self._context.scheduler.add(owner, lane, SlabOp(slab, None, (cell,)))
+            self._removing[tier, key] = removal
 
-    def removed(self, op: Op, outcome: CellOutcome) -> None:
+    def removed(self, op: Op, outcome: Outcome) -> None:
         """REMOVE of a bad cell has ended."""
-        del self._removing[tier_of(op), op.what.cell.key]
+        [key] = op.what.part.cell_keys()
+        del self._removing[tier_of(op), key]
         if outcome is CellOutcome.DONE:
             self._context.scheduler.finish(op)
         else:
             self._context.scheduler.fail(op)
 
-    def removals(self, keys: Iterable[str]) -> list[Op]:
-        """The removals of these cells from any tier."""
+    def removals(self, slabs: Iterable[Slab]) -> list[Op]:
+        """The removals of cells of these slabs from any tier."""
         if not self._removing:  # as nearly always
             return []
-        wanted = set(keys)
+        wanted = {key for slab in slabs for key in slab.cell_keys()}
         return [op for (_, key), op in self._removing.items() if key in wanted]
 
-    def _next_tier(self, cell: Cell, first: int = 0) -> int | None:
-        """Return the nearest tier from `first` on that can be asked for a cell."""
-        for tier in self._context.tiers_up(first):
-            if (tier, cell.key) not in self._removing:
+    def _next_tier(self, slab: Slab, first: int = 0) -> int | None:
+        """Return the nearest tier from `first` on that can be asked for a slab."""
+        up = self._context.tiers_up(first)
+        if not self._removing:
+            return up[0] if up else None
+        keys = slab.cell_keys()
+        for tier in up:
+            if not any((tier, key) in self._removing for key in keys):
                 return tier
         return None
 
-    def _try_elsewhere(self, op: Op, outcome: CellOutcome) -> None:
-        """The tier did not give the cell: try again, or the next tier, or fail."""
-        fetch = op.what
-        if outcome is CellOutcome.CORRUPT:
-            self.remove(fetch.cell, fetch.tier, op.owner)
+    def _refuse(self, op: Op, outcome: Outcome) -> Sequence[int]:
+        """Note the cells that a tier did not give, and remove bad ones; returns the others.
+
+        Bad are cells of a wrong size, which GET tells, and damaged ones.
+        """
+        fetch: Fetch = op.what
+        cells = range(fetch.slab.num_cells) if fetch.cells is None else fetch.cells
+        if outcome is CellOutcome.DONE:
+            return cells
+        given = []
+        for cell, each in zip(cells, each_of(outcome, len(cells)), strict=True):
+            if each is CellOutcome.DONE:
+                given.append(cell)
+                continue
+            fetch.refused.append(cell)
+            if each is not CellOutcome.MISSING:
+                fetch.reason = each
+            if each is CellOutcome.CORRUPT:
+                self.remove(fetch.slab, cell, fetch.tier, op.owner)
+        return given
+
+    def _try_elsewhere(self, op: Op) -> None:
+        """The tier did not give all cells: try again, or the next tier, or fail."""
+        fetch: Fetch = op.what
+        context, entry, outcome = self._context, fetch.entry, fetch.reason
         if outcome is not CellOutcome.MISSING and fetch.tier != REPLICA:
             fetch.trouble = outcome
-        wanted = fetch.entry.pins > 1 or fetch.entry.prefetched
-        if not wanted or not fetch.entry.indexed:
+        wanted = entry.pins > 1 or entry.prefetched
+        if not wanted or not entry.indexed:
             self._fail(op, CellOutcome.CANCELLED)
             return
-        # Others may be before it in the queue: it must not hold a slot that they wait for.
-        self._context.host_cache.release_slot(fetch.entry)
-        get = self._context.lane(OpKind.GET, fetch.tier)
-        if not self._context.try_again(op, fetch.tier, outcome, get):
+        _narrow(op, sorted(fetch.refused))
+        fetch.refused = []
+        if fetch.cells is None or not entry.slots:
+            # Others may be before it in the queue: it must not hold slots that they wait for.
+            context.host_cache.release_slots(entry)
+            _narrow(op, range(fetch.slab.num_cells))
+        get = context.lane(OpKind.GET, fetch.tier)
+        if not context.try_again(op, fetch.tier, outcome, get):
+            fetch.reason = CellOutcome.MISSING
             self._try_next_tier(op, outcome)
 
     def _try_next_tier(self, op: Op, outcome: CellOutcome) -> None:
         context, fetch = self._context, op.what
         if fetch.trouble is CellOutcome.MISSING and fetch.tier != REPLICA:
             fetch.trouble = outcome
-        further = self._next_tier(fetch.cell, max(0, fetch.tier + 1))
+        further = self._next_tier(fetch.slab, max(0, fetch.tier + 1))
         if further is None:
             self._fail(op, fetch.trouble)
             return
         fetch.tier = further
         op.attempts = 0
-        context.scheduler.move(op, context.lane(OpKind.GET, fetch.tier))
+        # With slots it waits for none, and those before it may wait for its own.
+        get = context.lane(OpKind.GET, fetch.tier)
+        context.scheduler.move(op, get, first=bool(fetch.entry.slots))
 
     def _fail(self, op: Op, outcome: CellOutcome) -> None:
         entry = op.what.entry
         op.what.trouble = outcome
         if entry.prefetched:
-            self._context.count("kvpool_prefetched_cells", outcome="failed")
+            self._context.count("kvpool_prefetched_cells", entry.num_cells, outcome="failed")
         self._context.scheduler.fail(op)
         self._context.host_cache.failed(entry)
         self._context.host_cache.unpin(entry)
+
+
+def _narrow(op: Op, cells: Sequence[int]) -> None:
+    """Let a fetch move these cells of its slab alone."""
+    fetch: Fetch = op.what
+    slab = fetch.slab
+    fetch.cells = None if len(cells) == slab.num_cells else cells
+    op.size, op.nbytes = len(cells), sum([slab.sizes[cell] for cell in cells])

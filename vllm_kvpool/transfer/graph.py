@@ -1,9 +1,8 @@
 """Graphs of ops, lanes, and the scheduler that says which op may start next.
 
-Pure; the engine thread's. An op moves a cell, or cells that go the same way; nothing here looks at
-cells. Its edges go to the ops that wait for it, whatever jobs they are for. An op without a lane is
-a marker: it is done as soon as all its predecessors are over. Only the `Scheduler` changes ops and
-lanes.
+Pure; the engine thread's. An op moves cells of one slab; nothing here looks at them. Its edges go
+to the ops that wait for it, whatever jobs they are for. An op without a lane is a marker: it is
+done as soon as all its predecessors are over. Only the `Scheduler` changes ops and lanes.
 """
 
 from collections import OrderedDict
@@ -15,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from vllm_kvpool.staging.devices import Fence
-    from vllm_kvpool.staging.slots import Slot
-    from vllm_kvpool.transfer.ops import Cell, CellOutcome
+    from vllm_kvpool.transfer.ops import Outcome, Part
 
 FAIR_EVERY = 8  # batches of other priorities, after which a waiting one goes first
 
@@ -27,7 +25,7 @@ class Priority(IntEnum):
     LOAD = 0  # a request waits for it
     SAVE = 1
     PREFETCH = 2  # a request may want it
-    COPY = 3  # of a cell in host memory into tiers
+    COPY = 3  # of a slab in host memory into tiers
 
 
 class Owner(NamedTuple):
@@ -85,32 +83,30 @@ class Op:
 class Batch:
     """Ops of one lane that run together, in the order in which they became ready.
 
-    The scheduler makes it, and the engine says of each op which cells it moves and in which slots
-    (None for a REMOVE). The lane reads that, from its own thread, and never the ops.
+    The scheduler makes it, and the engine says of each op which cells it moves, and their slots.
+    The lane reads that, from its own thread, and never the ops.
     """
 
     lane: Any  # its key
     ops: Sequence[Op]
     nbytes: int
-    cells: Sequence["Cell"] = ()
-    slots: Sequence["Slot | None"] = ()
-    fences: Sequence["Fence"] = ()  # of a lane that waits for the model, in place of cells
+    parts: Sequence["Part"] = ()  # one for each op
+    fences: Sequence["Fence"] = ()  # of a lane that waits for the model, in place of parts
     ready_at: float = 0.0  # since when the first of them could have started
     owners: Sequence[Owner] = ()  # the first few jobs it is for
     attempt: int = 1  # of the op that was tried most often
     generation: int = 0  # how many resets came before
 
     @property
-    def size(self) -> int:
-        """The number of outcomes that the op's lane reports."""
-        return len(self.cells) + len(self.fences)
+    def num_cells(self) -> int:
+        return sum([part.num_cells for part in self.parts])
 
 
 class BatchDone(NamedTuple):
-    """A lane's report: one outcome per cell or fence, in order."""
+    """A lane's report: one outcome per op, in order."""
 
     batch: Batch
-    outcomes: Sequence["CellOutcome"]
+    outcomes: Sequence["Outcome"]
 
 
 class BatchHung(NamedTuple):
@@ -257,12 +253,14 @@ class Scheduler:
         self._leave_queue(op)
         self._lose(self._close_off(op, _FAILED), op)
 
-    def move(self, op: Op, lane: Lane) -> None:
-        """A running or ready op becomes ready in a lane, behind all others there; its successors
-        wait on."""
+    def move(self, op: Op, lane: Lane, *, first: bool = False) -> None:
+        """A running or ready op becomes ready in a lane, behind all others there, or as the first;
+        its successors wait on."""
         self._leave_queue(op)
         op.lane = lane
         self._make_ready(op)
+        if first:
+            lane.queues[op.priority].move_to_end(op, last=False)
 
     def cancel(self, op: Op) -> bool:
         """Cancel an op that has not started, and its successors; False if it runs or has ended."""

@@ -1,36 +1,37 @@
-"""The cells in host memory, their slots and their lifetimes (pure; the engine thread's).
+"""The slabs in host memory, their slots and their lifetimes (pure; the engine thread's).
 
-A `CacheEntry` is one cell in one slot of the arena, arriving or present. A transfer of its bytes
-pins it. Unpinned, it stays while the host tier has room (`capacity` slots; 0 without a host tier);
-then the chunk with the lowest score leaves first (`storage/eviction.py`). No chunk scores less than
-one that comes after it, so a prompt loses its end before its beginning. A dirty cell is in no store
-yet and is put into one before it leaves. Cells of chunks that are pinned for a time leave after all
-others; those whose time to live has ended are dropped when any cell is asked for.
+A `CacheEntry` is one slab, arriving or present, with a slot of the arena for each of its cells. A
+transfer of its bytes pins it. Unpinned, it stays while the host tier has room (`capacity` slots; 0
+without a host tier); then the chunk with the lowest score leaves first (`storage/eviction.py`). No
+chunk scores less than one that comes after it, so a prompt loses its end before its beginning. A
+dirty slab is in no store yet and is put into one before it leaves. Slabs of chunks that are pinned
+for a time leave after all others; those whose time to live has ended are dropped when any slab is
+asked for.
 """
 
 import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from vllm_kvpool.identity.keys import layer_group_of
 from vllm_kvpool.staging.slots import Slot, SlotPool, SlotUse
-from vllm_kvpool.storage.base import NO_RETENTION, ChunkRef, Retention
+from vllm_kvpool.storage.base import NO_RETENTION, Retention
 from vllm_kvpool.storage.eviction import EvictedScores, EvictionPolicy
-from vllm_kvpool.transfer.ops import HostCacheChange
+from vllm_kvpool.transfer.ops import HostCacheChange, Slab
 
 if TYPE_CHECKING:
     from vllm_kvpool.transfer.graph import Op
 
-STALE_PLACES = 64  # a heap may hold beside twice the number of cells
-EXPIRE_AGAIN_NS = 10**9  # a cell that is in use when its time to live ends
+STALE_PLACES = 64  # a heap may hold beside twice the number of slabs
+EXPIRE_AGAIN_NS = 10**9  # a slab that is in use when its time to live ends
 
 
 EvictionRank = tuple[int, int, str]
-"""Score and negative position of the chunk, and the cell's key: the lowest leaves first."""
+"""Score and negative position of the chunk, and the slab's id: the lowest leaves first."""
 
 
 class CacheEntryState(Enum):
@@ -41,43 +42,46 @@ class CacheEntryState(Enum):
 
 @dataclass(slots=True, eq=False)
 class CacheEntry:
-    """A cell in host memory; `op` brings it in while it arrives."""
+    """A slab in host memory; `op` brings it in while it arrives."""
 
-    key: str
-    chunk: ChunkRef
-    nbytes: int
-    slot: Slot | None = None
+    slab: Slab  # without pages, whose block tables it would keep alive
+    slots: list[Slot] = field(default_factory=list)  # one for each cell, or none
     pins: int = 1  # the first is that of the transfer that brings it in
     state: CacheEntryState = CacheEntryState.ARRIVING
     op: "Op | None" = None
     dirty: bool = False
     prefetched: bool = False  # by a prefetch, and not used yet
     indexed: bool = True  # `get` finds it
-    place: tuple[bool, EvictionRank] | None = None  # in the heap of dirty cells or not; its rank
+    place: tuple[bool, EvictionRank] | None = None  # in the heap of dirty slabs or not; its rank
+
+    @property
+    def num_cells(self) -> int:
+        return self.slab.num_cells
 
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """A chunk that has cells here, or is the parent of one that has."""
+    """A chunk that has slabs here, or is the parent of one that has."""
 
     chunk_id: str
     parent: "_Chunk | None" = None
     num_children: int = 0
-    num_cells: int = 0  # that are present
+    num_slabs: int = 0  # that are present
     score: int = 0  # at least its children's
     pinned_until_ns: int = 0  # of the wall clock; at least its children's
 
 
 class HostCache:
-    """The cells in host memory; `cells_per_chunk` of this rank make a chunk of a layer group.
+    """The slabs in host memory; `slabs_per_chunk` of this rank make a chunk of a layer group.
 
-    Unpinned cells wait in heaps, dirty ones and clean ones of each tenant, by rank. Scores only
-    rise, so a place in a heap may be out of date: a cell whose chunk was used since is pushed again
-    when it is popped, and a place whose cell was pinned or has gone is skipped.
+    Unpinned slabs wait in heaps, dirty ones and clean ones of each tenant, by rank. Scores only
+    rise, so a place in a heap may be out of date: a slab whose chunk was used since is pushed again
+    when it is popped, and a place whose slab was pinned or has gone is skipped.
 
-    Invariants (`check`): a slot belongs to at most one entry; an unpinned entry is present, and at
-    most `capacity` of them are clean; only the newest entry of a key is indexed, and is present or
-    has an op that brings it; `_chunks` holds the chunks of present cells and their parents.
+    Invariants (`check`): a slot belongs to at most one entry; an unpinned entry is present, and
+    clean ones have at most `capacity` slots; only the newest entry of a slab is indexed, and is
+    present or has an op that brings it; `_chunks` holds the chunks of present slabs and their
+    parents.
     """
 
     def __init__(
@@ -85,20 +89,23 @@ class HostCache:
         slots: SlotPool,
         capacity: int,
         policy: EvictionPolicy,
-        cells_per_chunk: Mapping[str, int],
+        slabs_per_chunk: Mapping[str, int],
         wall_ns: Callable[[], int] = time.time_ns,
         *,
         has_shares: bool = False,
+        least_cells: int = 1,
     ) -> None:
-        """`has_shares`: what leaves belongs to the tenant that has the most cells."""
+        """`has_shares`: what leaves belongs to the tenant that has the most cells.
+
+        A chunk of a layer group has at least `least_cells` cells.
+        """
         self.slots = slots
         self.capacity = capacity
         self._policy = policy
-        self._cells_per_chunk = cells_per_chunk
+        self._slabs_per_chunk = slabs_per_chunk
         self._index: dict[str, CacheEntry] = {}
         self._chunks: dict[str, _Chunk] = {}
-        num_chunks = capacity // min(cells_per_chunk.values(), default=1)
-        self._evicted = EvictedScores(policy.remembered * num_chunks)
+        self._evicted = EvictedScores(policy.remembered * (capacity // least_cells))
         self._changes: dict[str, bool] = {}  # chunk id -> whether it is complete now
         self.has_shares = has_shares
         self._clean: dict[str, list[EvictionRank]] = {}  # heaps, by tenant; one, "", without shares
@@ -106,72 +113,78 @@ class HostCache:
         self.num_cells: Counter[str] = Counter()  # present and indexed, by tenant
         self._wall_ns = wall_ns
         # Heaps by times of the wall clock; entries that have gone are skipped. Of a prompt that is
-        # pinned the end leaves first: time, negative position, key.
+        # pinned the end leaves first: time, negative position, id.
         self._kept: list[tuple[int, int, str]] = []  # clean, not in their heap until their pin ends
         self._expiring: list[tuple[int, str]] = []
         self._has_pins = False  # a chunk has been pinned for a time
-        self.num_idle = 0  # present, indexed and unpinned
+        self.num_idle = 0  # slots of slabs that are present, indexed and unpinned
         self.num_dirty = 0  # of those
         # Since the engine last reset them:
-        self.num_dropped = 0
+        self.num_dropped = 0  # cells
         self.unused_prefetches = 0  # of those
 
-    def get(self, key: str) -> CacheEntry | None:
+    def get(self, slab_id: str) -> CacheEntry | None:
         if self._expiring:
             self._expire()
-        return self._index.get(key)
+        return self._index.get(slab_id)
 
-    def begin(self, key: str, chunk: ChunkRef, nbytes: int) -> CacheEntry:
-        """A new entry for a cell that will arrive; the caller holds its first pin."""
-        entry = self._index[key] = CacheEntry(key, chunk, nbytes)
+    def begin(self, slab: Slab) -> CacheEntry:
+        """A new entry for a slab that will arrive; the caller holds its first pin."""
+        entry = self._index[slab.id] = CacheEntry(slab._replace(pages=()) if slab.pages else slab)
         return entry
 
-    def assign_slot(self, entry: CacheEntry, use: SlotUse) -> bool:
-        """Give the entry a slot if it has none; False if there is none now."""
-        if entry.slot is None and self.has_room(use):
-            if not self.slots.num_free:
-                self._drop_one()
-            entry.slot = self.slots.take(use, self.num_idle - self.num_dirty)
-        return entry.slot is not None
+    def assign_slots(self, entry: CacheEntry, use: SlotUse) -> bool:
+        """Give the entry its slots if it has none; False if there are not enough now."""
+        num_cells = entry.num_cells
+        if not entry.slots and self.has_room(use, num_cells):
+            while self.slots.num_free < num_cells and self._drop_one():
+                pass
+            entry.slots = self.slots.take(num_cells)
+        return bool(entry.slots)
 
-    def has_room(self, use: SlotUse) -> bool:
-        """Return True if there is a slot now: a free one, or that of an unpinned clean cell."""
-        return self.slots.has_room(use, self.num_idle - self.num_dirty)
+    def has_room(self, use: SlotUse, num_slots: int = 1) -> bool:
+        """Return True if there are slots now: free ones, or those of unpinned clean slabs."""
+        return self.slots.has_room(use, num_slots, self.num_idle - self.num_dirty)
 
-    def release_slot(self, entry: CacheEntry) -> None:
-        """Free the slot; the cell's bytes are lost."""
-        if entry.slot is not None:
-            self.slots.give_back(entry.slot)
-            entry.slot = None
+    @property
+    def room(self) -> int:
+        """Slots that are free, or of unpinned clean slabs."""
+        return self.slots.num_free + self.num_idle - self.num_dirty
+
+    def release_slots(self, entry: CacheEntry) -> None:
+        """Free the slots; the slab's bytes are lost."""
+        self.slots.give_back(entry.slots)
+        entry.slots = []
 
     def arrived(self, entry: CacheEntry, now_ns: int, *, dirty: bool = False) -> None:
-        """The cell's bytes are in its slot; the transfer still holds its pin."""
+        """The slab's bytes are in its slots; the transfer still holds its pin."""
         entry.state = CacheEntryState.PRESENT
         entry.op = None
         entry.dirty = dirty
         if entry.indexed and self.capacity:
-            self.num_cells[self._tenant_of(entry)] += 1
-            chunk = self._chunk(entry.chunk.id)
-            chunk.num_cells += 1
-            if chunk.num_cells == 1:
-                self._put(chunk, entry.chunk.parent_in_host or entry.chunk.parent, now_ns)
+            ref = entry.slab.chunk
+            self.num_cells[self._tenant_of(entry)] += entry.num_cells
+            chunk = self._chunk(ref.id)
+            chunk.num_slabs += 1
+            if chunk.num_slabs == 1:
+                self._put(chunk, ref.parent_in_host or ref.parent, now_ns)
             if self._is_complete(chunk):
                 self._changes[chunk.chunk_id] = True
-            if entry.chunk.retention != NO_RETENTION:
-                self.retain(entry, entry.chunk)
-                if expires_ns := entry.chunk.retention.expires_ns:
-                    heapq.heappush(self._expiring, (expires_ns, entry.key))
+            if ref.retention != NO_RETENTION:
+                self.retain(entry, ref.retention.pinned_until_ns)
+                if expires_ns := ref.retention.expires_ns:
+                    heapq.heappush(self._expiring, (expires_ns, entry.slab.id))
 
-    def retain(self, entry: CacheEntry, ref: ChunkRef) -> None:
-        """A request wants the chunk of a cell to be pinned: `ref` says until when.
+    def retain(self, entry: CacheEntry, until_ns: int) -> None:
+        """Pin the chunk of a slab until a time of the wall clock.
 
         Its time to live stays that of the first writer.
         """
-        until_ns = ref.retention.pinned_until_ns
-        expires_ns = entry.chunk.retention.expires_ns
-        entry.chunk = entry.chunk._replace(retention=Retention(until_ns, expires_ns))
+        chunk = entry.slab.chunk
+        retention = Retention(until_ns, chunk.retention.expires_ns)
+        entry.slab = entry.slab._replace(chunk=chunk._replace(retention=retention))
         self._has_pins |= until_ns > 0
-        self._pin_until(self._chunks.get(ref.id), until_ns)
+        self._pin_until(self._chunks.get(chunk.id), until_ns)
 
     @staticmethod
     def _pin_until(chunk: _Chunk | None, until_ns: int) -> None:
@@ -181,18 +194,18 @@ class HostCache:
             chunk = chunk.parent
 
     def _expire(self) -> None:
-        """Drop the cells whose time to live has ended, but those in use or pinned for a time."""
+        """Drop the slabs whose time to live has ended, but those in use or pinned for a time."""
         now_ns = self._wall_ns()
         while self._expiring and self._expiring[0][0] <= now_ns:
-            _, key = heapq.heappop(self._expiring)
-            entry = self._index.get(key)
-            if entry is None or not 0 < entry.chunk.retention.expires_ns <= now_ns:
+            _, slab_id = heapq.heappop(self._expiring)
+            entry = self._index.get(slab_id)
+            if entry is None or not 0 < entry.slab.chunk.retention.expires_ns <= now_ns:
                 continue
             again_ns = now_ns + EXPIRE_AGAIN_NS if entry.pins else 0
-            if (chunk := self._chunks.get(entry.chunk.id)) is not None:
+            if (chunk := self._chunks.get(entry.slab.chunk.id)) is not None:
                 again_ns = max(again_ns, chunk.pinned_until_ns)
             if again_ns > now_ns:
-                heapq.heappush(self._expiring, (again_ns, key))
+                heapq.heappush(self._expiring, (again_ns, slab_id))
             else:
                 self._drop(entry)
 
@@ -203,7 +216,7 @@ class HostCache:
         return chunk
 
     def _put(self, chunk: _Chunk, parent_id: str, now_ns: int) -> None:
-        """Score a chunk whose first cell has arrived."""
+        """Score a chunk whose first slab has arrived."""
         if chunk.parent is None and parent_id:
             chunk.parent = self._chunk(parent_id)
             chunk.parent.num_children += 1
@@ -217,7 +230,7 @@ class HostCache:
     def hit(self, chunk_id: str, now_ns: int) -> None:
         """A request has loaded or saved a chunk, which may be here."""
         chunk = self._chunks.get(chunk_id)
-        if chunk is not None and chunk.num_cells:
+        if chunk is not None and chunk.num_slabs:
             self._raise(chunk, self._policy.on_hit(chunk.score, now_ns))
 
     @staticmethod
@@ -228,18 +241,17 @@ class HostCache:
             chunk = chunk.parent
 
     def _is_complete(self, chunk: _Chunk) -> bool:
-        return chunk.num_cells == self._cells_per_chunk.get(layer_group_of(chunk.chunk_id))
+        return chunk.num_slabs == self._slabs_per_chunk.get(layer_group_of(chunk.chunk_id))
 
     def failed(self, entry: CacheEntry) -> None:
-        """The cell's bytes do not come: nobody may find the entry, though others still pin it."""
+        """The slab's bytes do not come: nobody may find the entry, though others still pin it."""
         entry.op = None
         self.forget(entry)
 
     def pin(self, entry: CacheEntry) -> None:
         """Pin the entry for another transfer."""
         if not entry.pins:
-            self.num_idle -= 1
-            self.num_dirty -= entry.dirty
+            self._count_idle(entry, -entry.num_cells)
         entry.pins += 1
 
     def unpin(self, entry: CacheEntry) -> None:
@@ -248,8 +260,7 @@ class HostCache:
         if entry.pins:
             return
         if entry.state is CacheEntryState.PRESENT and entry.indexed and self.capacity:
-            self.num_idle += 1
-            self.num_dirty += entry.dirty
+            self._count_idle(entry, entry.num_cells)
             self._push(entry)
             while self.num_idle > self.capacity and self._drop_one():
                 pass
@@ -257,31 +268,38 @@ class HostCache:
             self.forget(entry)
             self._release(entry)
 
+    def _count_idle(self, entry: CacheEntry, num_slots: int) -> None:
+        self.num_idle += num_slots
+        if entry.dirty:
+            self.num_dirty += num_slots
+
     def cleaned(self, entry: CacheEntry) -> None:
-        """A tier has the cell now, or it was given up; the entry is pinned."""
-        assert entry.pins, entry.key
+        """A tier has the slab now, or it was given up; the entry is pinned."""
+        assert entry.pins, entry.slab.id
         entry.dirty = False
 
-    def quarantine_slot(self, entry: CacheEntry) -> None:
-        """A hung call may still write to the slot: quarantine it until `slots.give_back`."""
-        slot, entry.slot = entry.slot, None
-        assert slot is not None, entry.key
-        self.slots.quarantine(slot)
+    def quarantine_slots(self, entry: CacheEntry) -> list[Slot]:
+        """A hung call may still write to the slots: quarantine them until `slots.give_back`."""
+        slots, entry.slots = entry.slots, []
+        assert slots, entry.slab.id
+        self.slots.quarantine(slots)
+        return slots
 
     def clear(self) -> None:
-        """Forget every cell; pinned ones are freed with their last pin."""
+        """Forget every slab; pinned ones are freed with their last pin."""
         for entry in list(self._index.values()):
-            self.forget(entry)
-            if not entry.pins:
-                self.num_idle -= 1
-                self.num_dirty -= entry.dirty
-                self._release(entry)
+            if entry.pins:
+                self.forget(entry)
+            else:
+                self._drop(entry)
 
-    def coldest_dirty(self, count: int) -> list[CacheEntry]:
-        """Unpinned dirty cells, the lowest rank first; the caller must put or drop all of them."""
+    def coldest_dirty(self, num_cells: int) -> list[CacheEntry]:
+        """Unpinned dirty slabs of at least so many cells, the lowest rank first; the caller must
+        put or drop all of them."""
         found: list[CacheEntry] = []
-        while len(found) < count and (entry := self._pop(self._dirty, dirty=True)) is not None:
+        while num_cells > 0 and (entry := self._pop(self._dirty, dirty=True)) is not None:
             found.append(entry)
+            num_cells -= entry.num_cells
         return found
 
     def take_change(self) -> HostCacheChange | None:
@@ -292,10 +310,11 @@ class HostCache:
         return HostCacheChange.of(changes)
 
     def _eviction_rank(self, entry: CacheEntry) -> EvictionRank:
-        return self._chunks[entry.chunk.id].score, -entry.chunk.position, entry.key
+        slab_id, _, chunk, *_ = entry.slab
+        return self._chunks[chunk.id].score, -chunk.position, slab_id
 
     def _push(self, entry: CacheEntry) -> None:
-        """Push an unpinned cell onto its heap, unless it is there."""
+        """Push an unpinned slab onto its heap, unless it is there."""
         dirty, place = entry.dirty, entry.place
         if place is not None and place[0] == dirty:
             return
@@ -308,15 +327,15 @@ class HostCache:
             heapq.heapify(heap)
 
     def _is_current(self, rank: EvictionRank, dirty: bool) -> bool:
-        """Return True if a place in a heap is still a cell's."""
+        """Return True if a place in a heap is still a slab's."""
         entry = self._index.get(rank[2])
         return entry is not None and entry.place == (dirty, rank)
 
     def _tenant_of(self, entry: CacheEntry) -> str:
-        return entry.chunk.tenant if self.has_shares else ""
+        return entry.slab.chunk.tenant if self.has_shares else ""
 
     def _pop_clean(self) -> CacheEntry | None:
-        """Pop the unpinned clean cell of the lowest rank, of the tenant with the most cells that
+        """Pop the unpinned clean slab of the lowest rank, of the tenant with the most cells that
         has one."""
         tenants = sorted(self._clean, key=lambda each: -self.num_cells[each])
         for tenant in tenants:
@@ -326,7 +345,7 @@ class HostCache:
         return None
 
     def _pop(self, heap: list[EvictionRank], *, dirty: bool) -> CacheEntry | None:
-        """Pop the unpinned clean or dirty cell of the lowest rank."""
+        """Pop the unpinned clean or dirty slab of the lowest rank."""
         while heap:
             rank = heapq.heappop(heap)
             if self._is_current(rank, dirty):
@@ -340,35 +359,35 @@ class HostCache:
         return None
 
     def _drop_one(self) -> bool:
-        """Drop the unpinned clean cell of the lowest rank; False if there is none."""
+        """Drop the unpinned clean slab of the lowest rank; False if there is none."""
         now_ns = self._wall_ns() if self._has_pins else 0
         while self._kept and self._kept[0][0] <= now_ns:
             if (kept := self._pop_kept()) is not None:
                 self._push(kept)
         while (entry := self._pop_clean()) is not None:
-            until_ns = self._chunks[entry.chunk.id].pinned_until_ns
+            slab = entry.slab
+            until_ns = self._chunks[slab.chunk.id].pinned_until_ns
             if until_ns <= now_ns:
                 break
-            heapq.heappush(self._kept, (until_ns, -entry.chunk.position, entry.key))
+            heapq.heappush(self._kept, (until_ns, -slab.chunk.position, slab.id))
         while entry is None and self._kept:
             entry = self._pop_kept()
         if entry is None:
             return False
-        self.num_dropped += 1
-        self.unused_prefetches += entry.prefetched
+        self.num_dropped += entry.num_cells
+        self.unused_prefetches += entry.num_cells * entry.prefetched
         self._drop(entry)
         return True
 
     def _pop_kept(self) -> CacheEntry | None:
-        """Pop the pinned cell whose pin ends first; None if it has gone or is in its heap."""
-        *_, key = heapq.heappop(self._kept)
-        entry = self._index.get(key)
+        """Pop the pinned slab whose pin ends first; None if it has gone or is in its heap."""
+        *_, slab_id = heapq.heappop(self._kept)
+        entry = self._index.get(slab_id)
         is_idle = entry is not None and not entry.pins and not entry.dirty
         return entry if is_idle and entry is not None and entry.place is None else None
 
     def _drop(self, entry: CacheEntry) -> None:
-        self.num_idle -= 1
-        self.num_dirty -= entry.dirty
+        self._count_idle(entry, -entry.num_cells)
         self.forget(entry)
         self._release(entry)
 
@@ -377,34 +396,34 @@ class HostCache:
         if not entry.indexed:
             return
         entry.indexed = False
-        del self._index[entry.key]
+        del self._index[entry.slab.id]
         if entry.state is CacheEntryState.PRESENT and self.capacity:
-            chunk = self._chunks[entry.chunk.id]
+            chunk = self._chunks[entry.slab.chunk.id]
             tenant = self._tenant_of(entry)
-            self.num_cells[tenant] -= 1
+            self.num_cells[tenant] -= entry.num_cells
             if not self.num_cells[tenant]:
                 del self.num_cells[tenant]
             if self._is_complete(chunk):
                 self._changes[chunk.chunk_id] = False
-            chunk.num_cells -= 1
-            if not chunk.num_cells:
+            chunk.num_slabs -= 1
+            if not chunk.num_slabs:
                 self._evicted.remember(chunk.chunk_id, chunk.score)
                 self._forget_chunk(chunk)
 
     def _forget_chunk(self, chunk: _Chunk | None) -> None:
-        """Forget a chunk without cells and children, and then such parents."""
-        while chunk is not None and not (chunk.num_cells or chunk.num_children):
+        """Forget a chunk without slabs and children, and then such parents."""
+        while chunk is not None and not (chunk.num_slabs or chunk.num_children):
             del self._chunks[chunk.chunk_id]
             chunk = chunk.parent
             if chunk is not None:
                 chunk.num_children -= 1
 
     def _release(self, entry: CacheEntry) -> None:
-        self.release_slot(entry)
+        self.release_slots(entry)
         entry.state = CacheEntryState.GONE
 
     def num_slots(self) -> tuple[int, int, int]:
-        """Slots of unpinned clean cells, of unpinned dirty ones, and of pinned ones."""
+        """Slots of unpinned clean slabs, of unpinned dirty ones, and of pinned ones."""
         held = self.slots.num_held - self.num_idle
         return self.num_idle - self.num_dirty, self.num_dirty, held
 

@@ -1,12 +1,12 @@
-"""Loads: cells of the pool into a waiting request's pages (pure; the engine thread's).
+"""Loads: slabs of the pool into a waiting request's pages (pure; the engine thread's).
 
-Cells of a chunk in host memory are one SCATTER; another is one of its own, after its fetch. A cell
-that no tier has ends the load at its chunk; if it is optional, its pages, which hold bytes of other
-requests, are cleared. A load is reported when none of its scatters is in flight, and after its bad
-cells have been removed: pages never change after the scheduler side has freed them.
+Each slab is one SCATTER, after its fetch if it is not in host memory. A slab that no tier has ends
+the load at its chunk; if it is optional, its pages, which hold bytes of other requests, are
+cleared. A load is reported when none of its scatters is in flight, and after its bad cells have
+been removed: pages never change after the scheduler side has freed them.
 
 A layered load, whose request runs already, reports each span of layers that is loaded. A stream is
-a load that begins before another engine has stored all of its chunks: cells of later chunks wait
+a load that begins before another engine has stored all of its chunks: slabs of later chunks wait
 until a `Landed` names their chunk, from which the deadline counts anew.
 """
 
@@ -17,59 +17,50 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm_kvpool.transfer.context import NAME_EVERY_S, Marker, Slab, TransferContext
+from vllm_kvpool.transfer.context import NAME_EVERY_S, Marker, SlabOp, TransferContext
 from vllm_kvpool.transfer.graph import Op, OpState, Owner, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry
 from vllm_kvpool.transfer.ops import (
     HOST,
-    NO_PARTS,
-    Cell,
+    NO_SLABS,
     CellOutcome,
     JobId,
     Landed,
     LoadDone,
     LoadJob,
     OpKind,
+    Outcome,
     PrefetchJob,
+    Slab,
     SpanLoaded,
+    worst_of,
 )
 
 if TYPE_CHECKING:
     from vllm_kvpool.transfer.fetches import Fetches
 
 CLEAR_S = 1.0
-"""Further time for a load that has had all but optional cells by its deadline, to clear theirs."""
+"""Further time for a load that has had all but optional slabs by its deadline, to clear theirs."""
 URGENT_S = 0.25
-"""Time limit of a load whose cells may have gone with the engine that stored them."""
+"""Time limit of a load whose slabs may have gone with the engine that stored them."""
 
 
 @dataclass(slots=True, eq=False)
-class Scatter:
-    """Cells of one chunk of a load, all optional or none; without an entry a cell's pages are
-    cleared. `over`: they are in the pages, or given up."""
+class Scatter(SlabOp):
+    """A slab of a load. `over`: it is in the pages, or given up."""
 
-    parts: list[tuple[Cell, CacheEntry | None]]
-    load: "_Load"
+    load: "_Load" = field(kw_only=True)
     op: Op | None = None
     over: bool = False
 
     @property
     def chunk(self) -> int:
-        return self.parts[0][0].chunk.position
+        return self.slab.chunk.position
 
     @property
-    def span(self) -> int:
-        """The first layer of its cells."""
-        return self.parts[0][0].first_layer
-
-    @property
-    def is_optional(self) -> bool:
-        return self.parts[0][0].is_optional
-
-    @property
-    def has_entries(self) -> bool:
-        """False if its pages are cleared."""
-        return self.parts[0][1] is not None
+    def may_clear(self) -> bool:
+        """True if its pages can be cleared in place of the slab."""
+        return self.entry is not None and self.slab.kind.is_optional
 
 
 @dataclass(slots=True)
@@ -79,40 +70,40 @@ class _Load:
     job: LoadJob
     owner: Owner
     deadline: float
-    stop_chunk: int  # from this chunk on cells are given up
+    stop_chunk: int  # from this chunk on slabs are given up
     landed_stop: int  # chunks from this one on are not stored yet
-    rest: Iterator[tuple[Cell, ...]] | None  # cells that are not named yet
+    rest: Iterator[tuple[Slab, ...]] | None  # slabs that are not named yet
     outcome: CellOutcome = CellOutcome.DONE
-    cells: list[Cell] = field(default_factory=list)  # those that are named
+    slabs: list[Slab] = field(default_factory=list)  # those that are named
     scatters: list[Scatter] = field(default_factory=list)  # by chunk, without those given up
-    later: deque[Cell] = field(default_factory=deque)  # of chunks that are not stored yet, in order
+    later: deque[Slab] = field(default_factory=deque)  # of chunks that are not stored yet, in order
     num_open: int = 0
     open_by_span: dict[int, int] = field(default_factory=dict)  # if layered; by first layer
-    fence: tuple[Op, ...] = ()  # what scatters wait for besides their cells
+    fence: tuple[Op, ...] = ()  # what scatters wait for besides their slabs
     removals: Op | None = None  # a marker after the removals of the bad cells that ended it
-    cleared: set[int] = field(default_factory=set)  # chunks with optional cells that it has not
+    cleared: set[int] = field(default_factory=set)  # chunks with optional slabs that it has not
 
     @property
     def first_unnamed(self) -> int:
-        """The first chunk that may have cells without a name, while there are any."""
-        return self.cells[-1].chunk.position if self.cells else self.job.plan.first_chunk
+        """The first chunk that may have slabs without a name, while there are any."""
+        return self.slabs[-1].chunk.position if self.slabs else self.job.plan.first_chunk
 
 
 class Loads:
-    """The loads in progress. `on_wanted` is called for each cell that this rank fetches itself."""
+    """The loads in progress. `on_wanted` is called for each slab that this rank fetches itself."""
 
     def __init__(
         self,
         context: TransferContext,
         fetches: "Fetches",
-        on_wanted: Callable[[Cell, CacheEntry, Owner], None],
+        on_wanted: Callable[[CacheEntry, Owner], None],
     ) -> None:
         self._context = context
         self._on_wanted = on_wanted
         self._fetches = fetches
         self._scatters = context.lane(OpKind.SCATTER)
         self._loads: dict[JobId, _Load] = {}
-        self._growing: deque[_Load] = deque()  # loads whose cells are not all named yet
+        self._growing: deque[_Load] = deque()  # loads whose slabs are not all named yet
         self._deadlines: list[tuple[float, JobId]] = []  # a heap; those of ended loads are skipped
 
     @property
@@ -127,32 +118,32 @@ class Loads:
         self._loads[plan.job_id] = load
         load.fence = self._context.wait_for(job.fence)
         self._limit(load, job.timeout_s)
-        if job.rest is NO_PARTS:
+        if job.rest is NO_SLABS:
             load.rest = None
         else:
             self._growing.append(load)
-        self._grow(load, job.cells)
+        self._grow(load, job.slabs)
 
-    def _grow(self, load: _Load, cells: Sequence[Cell]) -> None:
+    def _grow(self, load: _Load, slabs: Sequence[Slab]) -> None:
         # Others would wait for a `Landed` that does not come.
-        wanted = [cell for cell in cells if cell.chunk.position < load.stop_chunk]
-        load.cells += wanted
+        wanted = [slab for slab in slabs if slab.chunk.position < load.stop_chunk]
+        load.slabs += wanted
         load.later += wanted
         self._begin(load)
 
     @property
     def is_naming(self) -> bool:
-        """True if cells of a load are not named yet: `go_on` is due."""
+        """True if slabs of a load are not named yet: `go_on` is due."""
         return bool(self._growing)
 
     def go_on(self) -> None:
-        """Name the next cells of a load; called in every step but those that bring a job."""
+        """Name the next slabs of a load; called in every step but those that bring a job."""
         if not self._growing:
             return
         load = self._growing[0]
-        cells = None if load.rest is None else next(load.rest, None)
-        if cells is not None:
-            self._grow(load, cells)
+        slabs = None if load.rest is None else next(load.rest, None)
+        if slabs is not None:
+            self._grow(load, slabs)
             return
         load.rest = None
         self._growing.popleft()
@@ -175,56 +166,40 @@ class Loads:
         heapq.heappush(self._deadlines, (load.deadline, load.job.plan.job_id))
 
     def _begin(self, load: _Load) -> None:
-        """Fetch and scatter the waiting cells of chunks that are stored."""
+        """Fetch and scatter the waiting slabs of chunks that are stored."""
         context, host_cache = self._context, self._context.host_cache
         plan, owner, landed_stop = load.job.plan, load.owner, load.landed_stop
         stop = load.stop_chunk
-        num_from_host = 0
-        slab = Slab(self._scatters.limits)
         hits: dict[str, None] = {}  # chunks, a prompt's beginning first
         while load.later and (plan.layered or load.later[0].chunk.position < landed_stop):
-            cell = load.later.popleft()
-            if cell.chunk.position >= stop:
+            slab = load.later.popleft()
+            if slab.chunk.position >= stop:
                 continue
-            place = (
-                cell.chunk.position,
-                cell.first_layer if plan.layered else 0,
-                cell.is_optional,
-            )
-            if slab.parts and place[0] != slab.place[0]:  # scatters are in the order of chunks
-                self._scatter(load, slab.parts, load.fence)
-                slab = Slab(self._scatters.limits, place)
-            entry = host_cache.get(cell.key)
+            entry = host_cache.get(slab.id)
             if entry is None:
-                entry = self._fetches.begin(cell, owner)
-                if entry is None and cell.is_optional:
-                    load.cleared.add(cell.chunk.position)
-                    self._scatter(load, [(cell, None)], load.fence)
-                    continue
-                if entry is None:  # then later chunks are useless
-                    stop = cell.chunk.position
+                entry = self._fetches.begin(slab, owner)
+                if entry is None:
+                    if slab.kind.is_optional:
+                        load.cleared.add(slab.chunk.position)
+                        self._scatter(load, slab, None, load.fence)
+                    else:  # then later chunks are useless
+                        stop = slab.chunk.position
                     continue
             elif entry.op is not None:
                 context.scheduler.raise_priority(entry.op, Priority.LOAD)
-            is_here = entry.op is None
-            num_from_host += is_here
             host_cache.pin(entry)
-            if cell.fetcher is None:
-                self._on_wanted(cell, entry, owner)
-            if is_here and not entry.prefetched:
-                hits[cell.chunk.id] = None
+            if slab.fetcher is None:
+                self._on_wanted(entry, owner)
             if entry.op is not None:
-                self._scatter(load, [(cell, entry)], (*load.fence, entry.op))
+                self._scatter(load, slab, entry, (*load.fence, entry.op))
                 continue
-            if not slab.takes(place):
-                self._scatter(load, slab.parts, load.fence)
-                slab = Slab(self._scatters.limits, place)
-            slab.add(cell, entry)
-        self._scatter(load, slab.parts, load.fence)
+            context.hits[HOST] += slab.num_cells
+            if not entry.prefetched:
+                hits[slab.chunk.id] = None
+            self._scatter(load, slab, entry, load.fence)
         for chunk_id in hits:
             host_cache.hit(chunk_id, context.now_ns)
-        context.hits[HOST] += num_from_host
-        if plan.layered:  # its cells are in the order of layers
+        if plan.layered:  # its slabs are in the order of layers
             load.scatters.sort(key=lambda scatter: scatter.chunk)
         if stop < load.stop_chunk:
             self._stop(load, stop, self._why_none())
@@ -232,35 +207,34 @@ class Loads:
             self._finish(load)
 
     def _scatter(
-        self,
-        load: _Load,
-        parts: list[tuple[Cell, CacheEntry | None]],
-        after: Sequence[Op],
+        self, load: _Load, slab: Slab, entry: CacheEntry | None, after: Sequence[Op]
     ) -> None:
-        """Add the op that moves cells of one chunk into the pages; none without cells."""
-        if not parts:
-            return
-        scatter = Scatter(parts, load)
+        """Add the op that moves a slab into the pages, or clears them."""
+        scatter = Scatter(slab, entry, load=load)
         load.scatters.append(scatter)
         load.num_open += 1
         if load.job.plan.layered:
-            span = scatter.span
+            span = slab.kind.first_layer
             load.open_by_span[span] = load.open_by_span.get(span, 0) + 1
         self._add_op(scatter, after)
 
     def _add_op(self, scatter: Scatter, after: Sequence[Op]) -> None:
-        nbytes = sum([cell.nbytes for cell, _ in scatter.parts])
-        owner, size = scatter.load.owner, len(scatter.parts)
-        add = self._context.scheduler.add
-        scatter.op = add(owner, self._scatters, scatter, nbytes, after, size=size)
+        slab, add = scatter.slab, self._context.scheduler.add
+        scatter.op = add(
+            *(scatter.load.owner, self._scatters, scatter, slab.nbytes, after), size=slab.num_cells
+        )
 
     def prefetch(self, job: PrefetchJob) -> None:
-        """Fetch cells into the host tier for a request that will probably load them."""
+        """Fetch slabs into the host tier for a request that will probably load them."""
         host_cache = self._context.host_cache
         owner = Owner(Priority.PREFETCH, job.plan.request_id)
-        for cell in job.cells[: host_cache.capacity]:
-            if host_cache.get(cell.key) is None:
-                entry = self._fetches.begin(cell, owner)
+        room = host_cache.capacity
+        for slab in job.slabs:
+            room -= slab.num_cells
+            if room < 0:
+                break
+            if host_cache.get(slab.id) is None:
+                entry = self._fetches.begin(slab, owner)
                 if entry is None:
                     break
                 entry.prefetched = True
@@ -291,11 +265,7 @@ class Loads:
 
     def _expire(self, load: _Load) -> None:
         open_now = [scatter for scatter in load.scatters if not scatter.over]
-        late = [
-            scatter
-            for scatter in open_now
-            if scatter.is_optional and scatter.has_entries and self._cancel(scatter)
-        ]
+        late = [scatter for scatter in open_now if scatter.may_clear and self._cancel(scatter)]
         for scatter in late:
             self._clear(scatter)
         needed = [scatter.chunk for scatter in open_now if scatter not in late]
@@ -307,34 +277,34 @@ class Loads:
             self._limit(load, CLEAR_S)
 
     def next_time(self) -> float | None:
-        """When the next deadline passes, or the next cells are named."""
+        """When the next deadline passes, or the next slabs are named."""
         if self._growing:
             return self._context.now + NAME_EVERY_S
         while self._deadlines and self._deadlines[0][1] not in self._loads:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def scattered(self, op: Op, outcome: CellOutcome) -> None:
-        scatter = op.what
+    def scattered(self, op: Op, outcome: Outcome) -> None:
+        scatter: Scatter = op.what
+        entry = scatter.entry
         if outcome is CellOutcome.DONE:
             self._context.scheduler.finish(op)
-            for _, entry in scatter.parts:
-                if entry is not None and entry.prefetched:
-                    entry.prefetched = False
-                    self._context.count("kvpool_prefetched_cells", outcome="used")
+            if entry is not None and entry.prefetched:
+                entry.prefetched = False
+                self._context.count("kvpool_prefetched_cells", entry.num_cells, outcome="used")
         else:
             self._context.scheduler.fail(op)
         self._over(scatter)
         if outcome is not CellOutcome.DONE:
-            self._stop(scatter.load, scatter.chunk, outcome)
+            self._stop(scatter.load, scatter.chunk, worst_of(outcome))
         self._finish(scatter.load)
 
     def lost(self, op: Op, outcome: CellOutcome) -> None:
-        """A scatter was cancelled because its cell cannot be had."""
-        scatter = op.what
+        """A scatter was cancelled because its slab cannot be had."""
+        scatter: Scatter = op.what
         if scatter.over or op is not scatter.op:
             return
-        if scatter.is_optional and scatter.has_entries:
+        if scatter.may_clear:
             self._clear(scatter)
             return
         self._over(scatter)
@@ -346,16 +316,14 @@ class Loads:
         return self._context.scheduler.cancel(scatter.op)
 
     def _clear(self, scatter: Scatter) -> None:
-        """Fill the pages of cells that cannot be had with zeros."""
+        """Fill the pages of a slab that cannot be had with zeros."""
         self._release(scatter)
         scatter.load.cleared.add(scatter.chunk)
         self._add_op(scatter, scatter.load.fence)
 
     def _release(self, scatter: Scatter) -> None:
-        parts, scatter.parts = scatter.parts, [(cell, None) for cell, _ in scatter.parts]
-        for _, entry in parts:
-            if entry is None:
-                continue
+        entry, scatter.entry = scatter.entry, None
+        if entry is not None:
             self._context.host_cache.unpin(entry)
             if entry.op is not None:  # it is still being fetched
                 self._fetches.release(entry)
@@ -366,7 +334,7 @@ class Loads:
         return CellOutcome.UNREACHABLE if is_cut_off else CellOutcome.MISSING
 
     def _stop(self, load: _Load, chunk: int, outcome: CellOutcome) -> None:
-        """Give up all cells from `chunk` on."""
+        """Give up all slabs from `chunk` on."""
         context = self._context
         if chunk < load.stop_chunk:
             load.stop_chunk = chunk
@@ -383,7 +351,7 @@ class Loads:
             load.scatters.extend(reversed(running))
             while load.later and load.later[-1].chunk.position >= chunk:
                 load.later.pop()
-            if chunk <= load.first_unnamed:  # else cells before it are still to be named
+            if chunk <= load.first_unnamed:  # else slabs before it are still to be named
                 load.rest = None
         self._finish(load)
 
@@ -392,14 +360,14 @@ class Loads:
         load = scatter.load
         load.num_open -= 1
         if load.job.plan.layered:
-            span = scatter.span
+            span = scatter.slab.kind.first_layer
             load.open_by_span[span] -= 1
             if not load.open_by_span[span]:
                 self._context.reports.append(SpanLoaded(load.job.plan.job_id, span))
         self._release(scatter)
 
     def _finish(self, load: _Load) -> None:
-        """Report the load if no cell is left and no bad cell is being removed."""
+        """Report the load if no slab is left and no bad cell is being removed."""
         plan = load.job.plan
         is_named = load.rest is None
         if load.num_open or load.later or not is_named or plan.job_id not in self._loads:
@@ -417,8 +385,9 @@ class Loads:
         if load.deadline <= self._context.now:
             return False
         if load.removals is None and load.stop_chunk < job.plan.stop_chunk:
-            keys = (cell.key for cell in load.cells if cell.chunk.position == load.stop_chunk)
-            removals = self._fetches.removals(keys)
+            removals = self._fetches.removals(
+                slab for slab in load.slabs if slab.chunk.position == load.stop_chunk
+            )
             if removals:
                 add = self._context.scheduler.add
                 marker = Marker(partial(self._finish, load))

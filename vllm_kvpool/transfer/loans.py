@@ -1,17 +1,17 @@
 """Loans of this rank's host memory to replicas on the same host (pure; the engine thread's).
 
-Of the ranks of a host that hold the same KV one fetches a chunk, and lends its cells to the others.
-A loan pins cells until its borrower has copied them, has gone, or is late (`ReplicaSet.loan_s`).
+Of the ranks of a host that hold the same KV one fetches a chunk, and lends its slabs to the others.
+A loan pins slabs until its borrower has copied them, has gone, or is late (`ReplicaSet.loan_s`).
 A lender fetches from stores only, never from a replica, so no two ranks wait for each other.
 
-All members get the same plans, but at different moments. Without a host tier a fetched cell is
+All members get the same plans, but at different moments. Without a host tier a fetched slab is
 retained until each member has asked once, for `HOLD_S` at most; no more than
-`ReplicaSet.max_retained` slots hold such cells, and further fetches for the set wait. For a member
+`ReplicaSet.max_retained` slots hold such slabs, and further fetches for the set wait. For a member
 that let that time pass nothing is retained until it asks again: it may have died.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,11 +25,11 @@ from vllm_kvpool.transfer.graph import Op, Owner, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
     REPLICA,
-    Cell,
     Lend,
     Lent,
     LoanEnded,
     LoanOver,
+    Slab,
 )
 
 HOLD_S = 2.0
@@ -52,14 +52,14 @@ class ReplicaSet:
 class _Loan:
     loan_id: int
     until: float
-    slots: list[Slot | None]
-    cells: list["_Borrowed"] = field(default_factory=list)
-    num_open: int = 0  # cells that are still being fetched
+    slots: list[Sequence[Slot]]
+    slabs: list["_Borrowed"] = field(default_factory=list)
+    num_open: int = 0  # slabs that are still being fetched
 
 
 @dataclass(slots=True, eq=False)
 class _Borrowed:
-    """A cell of a loan; `op` is a marker after its fetch."""
+    """A slab of a loan; `op` is a marker after its fetch."""
 
     loan: _Loan
     place: int
@@ -70,7 +70,7 @@ class _Borrowed:
 
 @dataclass(slots=True, eq=False)
 class _Retained:
-    """A cell that is retained for members that have not asked for it (`left`)."""
+    """A slab that is retained for members that have not asked for it (`left`)."""
 
     entry: CacheEntry
     left: AbstractSet[int]
@@ -78,7 +78,7 @@ class _Retained:
 
 
 class Loans:
-    """The loans and retained cells."""
+    """The loans and retained slabs."""
 
     def __init__(
         self, context: TransferContext, fetches: Fetches, replicas: ReplicaSet | None
@@ -87,44 +87,44 @@ class Loans:
         self._fetches = fetches
         self._replicas = replicas
         self._loans: dict[int, _Loan] = {}  # in order of their deadlines
-        self._retained: dict[str, _Retained] = {}  # by key, from the first member that wants it
-        self._slots_retained: set[str] = set()  # keys of those that have a slot
+        self._retained: dict[str, _Retained] = {}  # by slab, from the first member that wants it
+        self._slots_retained: dict[str, int] = {}  # their slots, of those that have any
         self._in_order: deque[_Retained] = deque()  # by deadline, dropped ones too
-        self._silent: set[int] = set()  # members that let retained cells expire
+        self._silent: set[int] = set()  # members that let retained slabs expire
 
     @property
     def num_open(self) -> int:
-        """The number of loans, and of retained cells that hold a pin."""
+        """The number of loans, and of retained slabs that hold a pin."""
         return len(self._loans) + sum(each.until is not None for each in self._retained.values())
 
     def lend(self, event: Lend) -> None:
-        """Lend cells, after fetching those that are not here; `Lent` follows."""
+        """Lend slabs, after fetching those that are not here; `Lent` follows."""
         context, replicas = self._context, self._replicas
         assert replicas is not None
-        cells = event.cells if event.generation == context.generation else ()
-        slots: list[Slot | None] = [None] * len(event.cells)
+        slabs = event.slabs if event.generation == context.generation else ()
+        slots: list[Sequence[Slot]] = [()] * len(event.slabs)
         loan = _Loan(event.loan_id, context.now + replicas.loan_s, slots)
         self._loans[loan.loan_id] = loan
         owner = Owner(Priority.LOAD)
-        for place, cell in enumerate(cells):
-            entry = self._entry_of(cell, owner)
+        for place, slab in enumerate(slabs):
+            entry = self._entry_of(slab, owner)
             if entry is None:
                 continue
             context.host_cache.pin(entry)  # before `_retain`, which may drop its own pin
-            self._retain(cell, entry, owner, event.borrower)
+            self._retain(entry, owner, event.borrower)
             borrowed = _Borrowed(loan, place, entry)
             after = () if entry.op is None else (entry.op,)
             marker = Marker(partial(self._arrived, borrowed), partial(self._lost, borrowed))
             borrowed.op = context.scheduler.add(owner, None, marker, after=after)
-            loan.cells.append(borrowed)
+            loan.slabs.append(borrowed)
             loan.num_open += 1
         self._answer(loan)
 
-    def _entry_of(self, cell: Cell, owner: Owner) -> CacheEntry | None:
-        entry = self._context.host_cache.get(cell.key)
+    def _entry_of(self, slab: Slab, owner: Owner) -> CacheEntry | None:
+        entry = self._context.host_cache.get(slab.id)
         if entry is None:
-            return self._fetches.begin(cell, owner)
-        if entry.nbytes != cell.nbytes:
+            return self._fetches.begin(slab, owner)
+        if entry.slab.sizes != slab.sizes:
             return None
         if entry.op is not None:
             what = entry.op.what
@@ -134,23 +134,23 @@ class Loans:
         return entry
 
     def over(self, event: LoanOver) -> None:
-        """The borrower has copied the cells or is gone; `LoanEnded` follows."""
+        """The borrower has copied the slabs or is gone; `LoanEnded` follows."""
         loan = self._loans.pop(event.loan_id, None)
         if loan is not None:
             self._release(loan)
         self._context.reports.append(LoanEnded(event.loan_id, loan is not None))
 
     def _arrived(self, borrowed: _Borrowed) -> None:
-        """A lent cell has arrived in host memory."""
+        """A lent slab has arrived in host memory."""
         if borrowed.over:
             return
         loan, entry = borrowed.loan, borrowed.entry
-        loan.slots[borrowed.place] = entry.slot if entry.state is CacheEntryState.PRESENT else None
+        loan.slots[borrowed.place] = entry.slots if entry.state is CacheEntryState.PRESENT else ()
         loan.num_open -= 1
         self._answer(loan)
 
     def _lost(self, borrowed: _Borrowed) -> None:
-        """No tier has the cell."""
+        """No tier has the slab."""
         if borrowed.over:
             return
         borrowed.over = True
@@ -163,7 +163,7 @@ class Loans:
             self._context.reports.append(Lent(loan.loan_id, tuple(loan.slots)))
 
     def _release(self, loan: _Loan) -> None:
-        for borrowed in loan.cells:
+        for borrowed in loan.slabs:
             if borrowed.over:
                 continue
             borrowed.over = True
@@ -173,28 +173,29 @@ class Loans:
             if borrowed.entry.op is not None:
                 self._fetches.release(borrowed.entry)
 
-    # Retained cells
+    # Retained slabs
 
-    def wanted(self, cell: Cell, entry: CacheEntry, owner: Owner) -> None:
-        """A load of this rank wants a cell that it fetches for its set."""
+    def wanted(self, entry: CacheEntry, owner: Owner) -> None:
+        """A load of this rank wants a slab that it fetches for its set."""
         if self._replicas is not None:
-            self._retain(cell, entry, owner, self._replicas.me)
+            self._retain(entry, owner, self._replicas.me)
 
-    def _retain(self, cell: Cell, entry: CacheEntry, owner: Owner, member: int) -> None:
+    def _retain(self, entry: CacheEntry, owner: Owner, member: int) -> None:
         context, replicas = self._context, self._replicas
         assert replicas is not None
-        members = replicas.members.get(layer_group_of(cell.chunk.id))
+        slab_id = entry.slab.id
+        members = replicas.members.get(layer_group_of(entry.slab.chunk.id))
         if members is None or context.host_cache.capacity:
             return
         self._silent.discard(member)
-        retained = self._retained.get(cell.key)
+        retained = self._retained.get(slab_id)
         if retained is None or retained.entry is not entry:
             if retained is not None:
                 self._drop(retained)
             left = members - self._silent - {member}
             if not left:
                 return
-            retained = self._retained[cell.key] = _Retained(entry, left)
+            retained = self._retained[slab_id] = _Retained(entry, left)
             after = () if entry.op is None else (entry.op,)
             marker = Marker(partial(self._pin, retained), partial(self._forget, retained))
             context.scheduler.add(owner, None, marker, after=after)
@@ -204,23 +205,24 @@ class Loans:
             self._drop(retained)
 
     def may_begin(self, entry: CacheEntry) -> bool:
-        """Return True if a fetch may take a slot: not while `max_retained` cells have one."""
-        retained = self._retained.get(entry.key)
-        if retained is None or retained.entry is not entry or entry.key in self._slots_retained:
+        """Return True if a fetch may take slots: not while `max_retained` are of such slabs."""
+        slab_id = entry.slab.id
+        retained = self._retained.get(slab_id)
+        if retained is None or retained.entry is not entry or slab_id in self._slots_retained:
             return True
         assert self._replicas is not None
-        return len(self._slots_retained) < self._replicas.max_retained
+        return sum(self._slots_retained.values()) < self._replicas.max_retained
 
     def has_begun(self, entry: CacheEntry) -> None:
-        """The fetch has taken a slot."""
-        retained = self._retained.get(entry.key)
+        """The fetch has taken its slots."""
+        retained = self._retained.get(entry.slab.id)
         if retained is not None and retained.entry is entry:
-            self._slots_retained.add(entry.key)
+            self._slots_retained[entry.slab.id] = entry.num_cells
 
     def _pin(self, retained: _Retained) -> None:
-        """A cell to retain is in host memory."""
+        """A slab to retain is in host memory."""
         entry = retained.entry
-        if self._retained.get(entry.key) is not retained:
+        if self._retained.get(entry.slab.id) is not retained:
             return
         if not retained.left or entry.state is not CacheEntryState.PRESENT or not entry.indexed:
             self._drop(retained)
@@ -230,13 +232,13 @@ class Loans:
         self._in_order.append(retained)
 
     def _forget(self, retained: _Retained) -> None:
-        """The fetch of a cell to retain has failed or was cancelled."""
-        if self._retained.get(retained.entry.key) is retained:
+        """The fetch of a slab to retain has failed or was cancelled."""
+        if self._retained.get(retained.entry.slab.id) is retained:
             self._drop(retained)
 
     def _drop(self, retained: _Retained) -> None:
-        del self._retained[retained.entry.key]
-        self._slots_retained.discard(retained.entry.key)
+        del self._retained[retained.entry.slab.id]
+        self._slots_retained.pop(retained.entry.slab.id, None)
         if retained.until is not None:
             retained.until = None
             self._context.host_cache.unpin(retained.entry)
@@ -244,7 +246,7 @@ class Loans:
     # Deadlines and resets
 
     def expire(self) -> None:
-        """Release loans and retained cells whose time is over."""
+        """Release loans and retained slabs whose time is over."""
         now = self._context.now
         while self._loans and (loan := next(iter(self._loans.values()))).until <= now:
             del self._loans[loan.loan_id]
@@ -256,7 +258,7 @@ class Loans:
                 self._expect_no_more(retained.left)
 
     def _expect_no_more(self, members: AbstractSet[int]) -> None:
-        """Retain nothing for members that let cells expire."""
+        """Retain nothing for members that let slabs expire."""
         if members <= self._silent:
             return
         self._silent |= members
@@ -274,6 +276,6 @@ class Loans:
         return min(due, default=None)
 
     def forget(self) -> None:
-        """A reset: drop all retained cells. Loans go on, with cells from before it."""
+        """A reset: drop all retained slabs. Loans go on, with slabs from before it."""
         for retained in list(self._retained.values()):
             self._drop(retained)

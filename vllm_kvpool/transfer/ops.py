@@ -1,13 +1,13 @@
 """The values that pass between scheduler side, worker, engine and lanes; all immutable.
 
 * Plans (`LoadPlan`, `SavePlan`, `PrefetchPlan`) name a request's chunks and pages; the planner
-  turns each into a job of `Cell`s for this rank.
+  turns each into a job of `Slab`s for this rank.
 * Reports say what became of jobs: `LoadDone`, `SpanLoaded`, `SaveGathered`, `SavesStalled`,
   `SaveDone`, `SavesDropped`, `HostCacheChange`.
-* `Cell` is a named tuple because thousands are made: a frozen dataclass takes three times as long.
+* A `Slab` is a named tuple because many are made: a frozen dataclass takes three times as long.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NewType, Self
@@ -110,7 +110,7 @@ class LoadPlan:
     layered: bool = False
     """The request is running: load in the order of its layers, and report each `SpanLoaded`."""
     before: tuple[bytes, ...] = ()
-    """As in `SavePlan`."""
+    """Hashes of the chunks before the first one, as in `SavePlan`."""
     tenant: str = ""
     landed_stop: int | None = None
     """Chunks from this index on are not stored yet: a `Landed` follows for each group of chunks
@@ -145,59 +145,117 @@ class PrefetchPlan:
     tenant: str = ""
 
 
-class Cell(NamedTuple):
-    """A cell of a job, from the planner to the lanes.
+@dataclass(frozen=True, slots=True, eq=False)
+class SlabKind:
+    """The common part of slabs of one kind: the same cells of each chunk, of one layer group.
 
-    The first three fields are what stores know of it. `local` and `pages` say where it lies in this
-    rank's pages; they are empty where no pages take part (prefetches, loans).
+    `part` tells apart the kinds that share a layer group; empty if it has one. `cells` say where a
+    slab lies in this rank's pages, `sizes` how many bytes its cells have in a store (header and
+    payload). `cells` is empty where no pages take part (loans).
     """
 
-    key: str
+    key_prefixes: tuple[str, ...]
+    """The cells' keys without the chunk's hash."""
+    sizes: tuple[int, ...]
+    cells: tuple[LocalCell, ...] = ()
+    part: str = ""
+
+    @property
+    def is_optional(self) -> bool:
+        """True if a load that cannot have a slab fills its pages with zeros and goes on."""
+        return bool(self.cells) and self.cells[0].is_optional
+
+    @property
+    def first_layer(self) -> int:
+        """The first of its layers on this rank."""
+        return self.cells[0].layer_start
+
+
+class Slab(NamedTuple):
+    """A rank's cells of a chunk in one layer group, or some of them: the unit of copies, slots,
+    pins and eviction.
+
+    Stores know its cells by their keys. `pages` is empty where no pages take part (prefetches,
+    loans).
+    """
+
+    id: str  # in host memory
+    kind: SlabKind
     chunk: ChunkRef
-    nbytes: int  # header and payload
-    local: LocalCell | None = None
+    chunk_hex: str  # the chunk's hash in hexadecimal
+    sizes: tuple[int, ...]  # of its cells in a store
+    nbytes: int  # their sum
     pages: tuple[JobPages, ...] = ()  # one for each KV cache group
     stored: bool = True  # save: this rank puts it; others keep it in host memory only
     fetcher: int | None = None  # load: who of the replica set fetches it; None: this rank
     end_tokens: int = 0  # tokens of a prompt's end, on this rank; 0: a whole chunk
 
-    @property
-    def is_optional(self) -> bool:
-        """True if a load that cannot have it fills its pages with zeros and goes on."""
-        return self.local is not None and self.local.is_optional
+    @classmethod
+    def of(cls, kind: SlabKind, chunk: ChunkRef, chunk_hex: str) -> Self:
+        """A slab of a whole chunk, without pages."""
+        return cls(chunk.id + kind.part, kind, chunk, chunk_hex, kind.sizes, sum(kind.sizes))
 
     @property
-    def first_layer(self) -> int:
-        """The first of its layers on this rank."""
-        assert self.local is not None, self
-        return self.local.layer_start
+    def num_cells(self) -> int:
+        return len(self.sizes)
+
+    def cell_keys(self, cells: "Cells" = None) -> list[str]:
+        """The keys of these of its cells."""
+        chunk_hex, prefixes = self.chunk_hex, self.kind.key_prefixes
+        if cells is None:
+            return [prefix + chunk_hex for prefix in prefixes]
+        return [prefixes[cell] + chunk_hex for cell in cells]
 
 
-NO_PARTS: Iterator[tuple["Cell", ...]] = iter(())
+Cells = Sequence[int] | None
+"""Cells of a slab by their places in it; None: all."""
+
+
+class Part(NamedTuple):
+    """The cells of a slab that an op of a batch moves, each in its slot."""
+
+    slab: Slab
+    slots: "Sequence[Slot]"  # none for a REMOVE, and where pages are filled with zeros
+    cells: Cells = None
+
+    @property
+    def num_cells(self) -> int:
+        return self.slab.num_cells if self.cells is None else len(self.cells)
+
+    def cell_keys(self) -> list[str]:
+        return self.slab.cell_keys(self.cells)
+
+    def sizes(self) -> Sequence[int]:
+        """The bytes of each of its cells in a store."""
+        sizes = self.slab.sizes
+        return sizes if self.cells is None else [sizes[cell] for cell in self.cells]
+
+
+NO_SLABS: Iterator[tuple[Slab, ...]] = iter(())
 
 
 class LoadJob(NamedTuple):
-    """A plan's first cells, and the others as the engine asks for them."""
+    """A plan's first slabs, and the others as the engine asks for them."""
 
     plan: LoadPlan
-    cells: tuple[Cell, ...]  # in the order in which they are wanted
+    slabs: tuple[Slab, ...]  # in the order in which they are wanted
     timeout_s: float
     fence: "Fence | None" = None  # its pages are written after it
-    rest: Iterator[tuple[Cell, ...]] = NO_PARTS
+    rest: Iterator[tuple[Slab, ...]] = NO_SLABS
 
 
 class SaveJob(NamedTuple):
-    """As `LoadJob`."""
+    """A plan's first slabs, and the others as the engine asks for them, as in `LoadJob`."""
 
     plan: SavePlan
-    cells: tuple[Cell, ...]
+    slabs: tuple[Slab, ...]
     fence: "Fence | None" = None  # its pages are read after it
-    rest: Iterator[tuple[Cell, ...]] = NO_PARTS
+    rest: Iterator[tuple[Slab, ...]] = NO_SLABS
 
 
 class PrefetchJob(NamedTuple):
     plan: PrefetchPlan
-    cells: tuple[Cell, ...]
+    slabs: tuple[Slab, ...]
 
 
 class OpKind(Enum):
@@ -253,6 +311,27 @@ class CellOutcome(Enum):
 
 
 STORED = frozenset({CellOutcome.DONE, CellOutcome.EXISTED})  # of a put
+
+Outcome = CellOutcome | tuple[CellOutcome, ...]
+"""The outcome of a part: one of all its cells, or a tuple with one of each."""
+
+
+def outcome_of(each: Sequence[CellOutcome]) -> Outcome:
+    """The outcome of a part from those of its cells."""
+    first = each[0]
+    return first if each.count(first) == len(each) else tuple(each)
+
+
+def each_of(outcome: Outcome, num_cells: int) -> Sequence[CellOutcome]:
+    """The outcome of each cell of a part."""
+    return outcome if isinstance(outcome, tuple) else (outcome,) * num_cells
+
+
+def worst_of(outcome: Outcome) -> CellOutcome:
+    """The first outcome that is no success, of a part with one; else that of its first cell."""
+    if not isinstance(outcome, tuple):
+        return outcome
+    return next((each for each in outcome if each not in STORED), outcome[0])
 
 
 class LoadDone(NamedTuple):
@@ -333,7 +412,7 @@ class HostCacheChange:
 
 
 class Lend(NamedTuple):
-    """A replica, member `borrower` of the set, asks for cells of this rank's host memory.
+    """A replica, member `borrower` of the set, asks for slabs of this rank's host memory.
 
     `generation` is the borrower's: a lender that has seen other resets lends it nothing.
     """
@@ -341,7 +420,7 @@ class Lend(NamedTuple):
     loan_id: int
     borrower: int
     generation: int
-    cells: tuple[Cell, ...]
+    slabs: tuple[Slab, ...]
 
 
 class LoanOver(NamedTuple):
@@ -351,10 +430,10 @@ class LoanOver(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """The slots of a loan's cells, pinned until `LoanEnded`; None where there is no cell."""
+    """The slots of a loan's slabs, pinned until `LoanEnded`; none where a slab is not here."""
 
     loan_id: int
-    slots: tuple[Slot | None, ...]
+    slots: tuple[Sequence[Slot], ...]
 
 
 class LoanEnded(NamedTuple):

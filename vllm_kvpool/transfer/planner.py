@@ -1,5 +1,6 @@
-"""Turns plans of the scheduler side into jobs of cells for one rank (pure; the engine thread's)."""
+"""Turns plans of the scheduler side into jobs of slabs for one rank (pure; the engine thread's)."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self, TypeVar
@@ -9,9 +10,8 @@ from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell, ReplicaR
 from vllm_kvpool.storage.base import NO_RETENTION, ChunkRef, Retention
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.ops import (
-    NO_PARTS,
+    NO_SLABS,
     NULL_BLOCK,
-    Cell,
     JobPages,
     LoadJob,
     LoadPlan,
@@ -19,20 +19,23 @@ from vllm_kvpool.transfer.ops import (
     PrefetchPlan,
     SaveJob,
     SavePlan,
+    Slab,
+    SlabKind,
 )
 
-PART_BYTES = 64 << 20  # of a plan's cells that are named at a time: 1.2 ms of a GPU's link
+PART_BYTES = 64 << 20  # of a plan's slabs that are named at a time: 1.2 ms of a GPU's link
 VERSIONS_KEPT = 4  # saves planned before the weights change still carry the version before
 
 
 P = TypeVar("P", LoadPlan, SavePlan)
 
 
-class _NamedCell(NamedTuple):
-    """A cell that every chunk has: its names without the chunk's hash, and its size."""
+class _NamedSlab(NamedTuple):
+    """A slab that every chunk has: its names without the chunk's hash, and its size."""
 
-    local: LocalCell
-    key_prefix: str
+    kind: SlabKind
+    cell: LocalCell  # one of its cells, which all have the same windows and replicas
+    groups: tuple[int, ...]  # KV cache groups of its pages
     layer_group: int  # which of `_Names.layer_groups`
     nbytes: int
     fetchers: tuple[int | None, ...]  # of chunk i: the one at i modulo the length; None: this rank
@@ -61,9 +64,9 @@ class _LayerGroup(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """The names of this rank's cells under one version of the weights."""
+    """The names of this rank's slabs under one version of the weights."""
 
-    cells: tuple[_NamedCell, ...]
+    slabs: tuple[_NamedSlab, ...]
     layer_groups: tuple[_LayerGroup, ...]
 
     def chunks(
@@ -92,7 +95,9 @@ class Planner:
     `chunk_tokens` counts the tokens on all context-parallel ranks; `block_sizes` are those of the
     KV cache groups on this rank. `keeps_all`: there is a host tier, which keeps this rank's cells
     of every chunk that it fetches, not only of those that it stores. `siblings` are the replicas of
-    this rank on its host, by their number in the set (`replicas.py`).
+    this rank on its host, by their number in the set (`replicas.py`). A slab has at most
+    `slab_cells` cells and `slab_bytes` of payload, but for one cell that is larger; `by_span`: and
+    the layers of one span.
     """
 
     cells: tuple[LocalCell, ...]
@@ -103,8 +108,16 @@ class Planner:
     block_sizes: tuple[int, ...] = ()
     context: Context = NO_CONTEXT
     siblings: Mapping[ReplicaRank, int] = field(default_factory=dict)
+    slab_cells: int = 64
+    slab_bytes: int = 16 << 20
+    by_span: bool = False
     _names: dict[str, _Names] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By version of the weights, the last `VERSIONS_KEPT`."""
+    _slabs: list[tuple[LocalCell, ...]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    """This rank's cells of a chunk, cut into slabs: the same tuples under every version, since
+    lanes keep what they know of a slab's pages by its tuple."""
 
     def named(self, namespace: Namespace, drafter: str = "") -> Self:
         """A planner of the same cells in another namespace, those of drafts by this drafter."""
@@ -127,19 +140,19 @@ class Planner:
         return max(self._cell_bytes(cell) for cell in self.cells)
 
     def begin_load(self, plan: LoadPlan) -> LoadJob:
-        """Return the job of a plan with its first cells; the engine asks for the others."""
-        # The cells of a layered load are sorted over the whole plan.
+        """Return the job of a plan with its first slabs; the engine asks for the others."""
+        # The slabs of a layered load are sorted over the whole plan.
         parts = [plan] if plan.layered else self._parts(plan)
-        rest = (self.load(part).cells for part in parts[1:])
-        first = self.load(parts[0]).cells
-        return LoadJob(plan, first, self.load_timeout_s, rest=rest if parts[1:] else NO_PARTS)
+        rest = (self.load(part).slabs for part in parts[1:])
+        first = self.load(parts[0]).slabs
+        return LoadJob(plan, first, self.load_timeout_s, rest=rest if parts[1:] else NO_SLABS)
 
     def begin_save(self, plan: SavePlan) -> SaveJob:
-        """As `begin_load`."""
-        # How far a prompt is stored is counted over all cells of its plan.
+        """Return the job of a plan with its first slabs, as `begin_load`."""
+        # How far a prompt is stored is counted over all slabs of its plan.
         parts = [plan] if plan.topic else self._parts(plan)
-        rest = (self.save(part).cells for part in parts[1:])
-        return SaveJob(plan, self.save(parts[0]).cells, rest=rest if parts[1:] else NO_PARTS)
+        rest = (self.save(part).slabs for part in parts[1:])
+        return SaveJob(plan, self.save(parts[0]).slabs, rest=rest if parts[1:] else NO_SLABS)
 
     def _parts(self, plan: P) -> list[P]:
         """Cut a plan into plans of `PART_BYTES` each, or of a chunk."""
@@ -165,109 +178,141 @@ class Planner:
         return parts
 
     def load(self, plan: LoadPlan) -> LoadJob:
-        """Return this rank's cells of the plan's chunks that a KV cache group needs.
+        """Return this rank's slabs of the plan's chunks that a KV cache group needs.
 
         In the order of chunks; of a layered plan, in the order in which the model reads layers.
         """
         pages = self._local(plan.pages)
         names = self._with_weights(plan.weights_version)
-        cells: list[Cell] = []
+        slabs: list[Slab] = []
         tokens = self.local_chunk_tokens
-        lookaheads = {cell.lookahead for cell in self.cells}
         for chunk, chunk_hex, refs in names.chunks(
             plan.hashes, plan.first_chunk, plan.before, plan.tenant
         ):
-            is_needed = {}  # by lookahead, for each KV cache group
-            for ahead in lookaheads:
-                start, stop = chunk * tokens - ahead, (chunk + 1) * tokens - ahead
-                is_needed[ahead] = [
-                    start < each.token_stop and stop > each.token_start for each in pages
-                ]
             end_tokens = plan.end_tokens if chunk == plan.stop_chunk - 1 else 0
-            cells += [
-                Cell(
-                    key_prefix + chunk_hex,
-                    refs[layer_group],
-                    self._cell_bytes(local, end_tokens) if end_tokens else nbytes,
-                    local,
-                    pages,
-                    fetcher=fetchers[chunk % len(fetchers)],
-                    end_tokens=end_tokens,
-                )
-                for local, key_prefix, layer_group, nbytes, fetchers in names.cells
-                # The first piece mostly decides; `any` is slow for thousands of cells.
-                if is_needed[local.lookahead][local.pieces[0].group]
-                or any(is_needed[local.lookahead][piece.group] for piece in local.pieces)
-            ]
+            for named in names.slabs:
+                start = chunk * tokens - named.cell.lookahead
+                stop = start + tokens
+                if any(
+                    start < pages[group].token_stop and stop > pages[group].token_start
+                    for group in named.groups
+                ):
+                    fetcher = named.fetchers[chunk % len(named.fetchers)]
+                    slabs.append(
+                        self._slab(named, chunk_hex, refs, pages, end_tokens, fetcher=fetcher)
+                    )
         if plan.layered:
-            cells.sort(key=lambda cell: cell.first_layer)
-        return LoadJob(plan, tuple(cells), self.load_timeout_s)
+            slabs.sort(key=lambda slab: slab.kind.first_layer)
+        return LoadJob(plan, tuple(slabs), self.load_timeout_s)
 
     def save(self, plan: SavePlan) -> SaveJob:
-        """Return this rank's cells of the chunks that it stores or keeps, without cells with gaps.
+        """Return this rank's slabs of the chunks that it stores or keeps, without those with gaps.
 
-        A cell of recurrent states is whole if every KV cache group of its layers has a page, one of
+        A slab of recurrent states is whole if every KV cache group of its layers has a page, one of
         a drafter if its chunk is before the plan's `draft_stop`.
         """
         pages = self._local(plan.pages)
         has_gaps = [NULL_BLOCK in each.block_ids for each in pages]
         names = self._with_weights(plan.weights_version)
-        cells = []
+        slabs = []
         for chunk, chunk_hex, refs in names.chunks(
             plan.hashes, plan.first_chunk, plan.before, plan.tenant, plan.retention
         ):
-            for local, key_prefix, layer_group, nbytes, fetchers in names.cells:
-                if local.is_state is not plan.is_state:
+            for named in names.slabs:
+                cell = named.cell
+                if cell.is_state is not plan.is_state:
                     continue
-                if local.is_draft and plan.draft_stop is not None and chunk >= plan.draft_stop:
+                if cell.is_draft and plan.draft_stop is not None and chunk >= plan.draft_stop:
                     continue
-                stored = local.writes_chunk(chunk)
-                keeps = self.keeps_all and fetchers[chunk % len(fetchers)] is None
+                stored = cell.writes_chunk(chunk)
+                keeps = self.keeps_all and named.fetchers[chunk % len(named.fetchers)] is None
                 if not (stored or keeps):
                     continue
                 if plan.is_state:
-                    if not all(pages[piece.group].block_ids for piece in local.pieces):
+                    if not all(pages[group].block_ids for group in named.groups):
                         continue
                 elif any(
                     has_gaps[group]
                     and not self._is_whole(
-                        local, chunk, pages[group], self.block_sizes[group], plan.end_tokens
+                        cell, chunk, pages[group], self.block_sizes[group], plan.end_tokens
                     )
-                    for group in {piece.group for piece in local.pieces}
+                    for group in named.groups
                 ):
                     continue
-                key = key_prefix + chunk_hex
-                if plan.end_tokens:
-                    nbytes = self._cell_bytes(local, plan.end_tokens)
-                cells.append(
-                    Cell(
-                        *(key, refs[layer_group], nbytes, local, pages, stored),
-                        end_tokens=plan.end_tokens,
-                    )
+                slabs.append(
+                    self._slab(named, chunk_hex, refs, pages, plan.end_tokens, stored=stored)
                 )
-        return SaveJob(plan, tuple(cells))
+        return SaveJob(plan, tuple(slabs))
 
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
-        """Return this rank's cells of the plan's chunks that it fetches.
+        """Return this rank's slabs of the plan's chunks that it fetches.
 
         Layer groups with a window need the last chunks only, wherever in the last one a load ends;
         recurrent states, and windows of which a chunk's end is stored, the last chunk.
         """
         names = self._with_weights(plan.weights_version)
         stop = (len(plan.hashes) - 1) * self.chunk_tokens
-        cells: list[Cell] = []
+        slabs: list[Slab] = []
         for chunk, chunk_hex, refs in names.chunks(plan.hashes, 0, tenant=plan.tenant):
-            cells += [
-                Cell(key_prefix + chunk_hex, refs[layer_group], nbytes)
-                for local, key_prefix, layer_group, nbytes, fetchers in names.cells
+            slabs += [
+                self._slab(named, chunk_hex, refs)
+                for named in names.slabs
                 if (
                     chunk == len(plan.hashes) - 1
-                    if local.is_state or local.tail_tokens
-                    else (chunk + 1) * self.chunk_tokens > local.window.first_read(stop)
+                    if named.cell.is_state or named.cell.tail_tokens
+                    else (chunk + 1) * self.chunk_tokens > named.cell.window.first_read(stop)
                 )
-                and fetchers[chunk % len(fetchers)] is None
+                and named.fetchers[chunk % len(named.fetchers)] is None
             ]
-        return PrefetchJob(plan, tuple(cells))
+        return PrefetchJob(plan, tuple(slabs))
+
+    def _slab(
+        self,
+        named: _NamedSlab,
+        chunk_hex: str,
+        refs: Sequence[ChunkRef],
+        pages: tuple[JobPages, ...] = (),
+        end_tokens: int = 0,
+        *,
+        stored: bool = True,
+        fetcher: int | None = None,
+    ) -> Slab:
+        kind, ref, sizes, nbytes = (
+            named.kind,
+            refs[named.layer_group],
+            named.kind.sizes,
+            named.nbytes,
+        )
+        if end_tokens:
+            sizes = tuple(self._cell_bytes(cell, end_tokens) for cell in kind.cells)
+            nbytes = sum(sizes)
+        return Slab(
+            *(ref.id + kind.part, kind, ref, chunk_hex, sizes, nbytes, pages, stored, fetcher),
+            end_tokens=end_tokens,
+        )
+
+    @property
+    def slabs_per_chunk(self) -> Mapping[str, int]:
+        """The number of slabs in a chunk of each layer group."""
+        return Counter(cells[0].span.layer_group for cells in self._cut())
+
+    def _cut(self) -> list[tuple[LocalCell, ...]]:
+        """Cut this rank's cells of a chunk into slabs."""
+        if self._slabs:
+            return self._slabs
+        slabs: list[list[LocalCell]] = []
+        open_in: dict[object, tuple[list[LocalCell], int]] = {}
+        for cell in self.cells:
+            group = cell.span.layer_group, cell.span.start if self.by_span else 0
+            slab, nbytes = open_in.get(group, ([], 0))
+            nbytes += cell.payload_bytes(self.local_chunk_tokens)
+            if not slab or len(slab) == self.slab_cells or nbytes > self.slab_bytes:
+                slab, nbytes = [], cell.payload_bytes(self.local_chunk_tokens)
+                slabs.append(slab)
+            slab.append(cell)
+            open_in[group] = slab, nbytes
+        self._slabs.extend(map(tuple, slabs))
+        return self._slabs
 
     def _with_weights(self, weights_version: str) -> _Names:
         names = self._names.get(weights_version)
@@ -278,17 +323,27 @@ class Planner:
             keys = self.keys.with_weights(weights_version)
             layer_groups = {cell.span.layer_group: cell for cell in self.cells}
             numbers = {layer_group: number for number, layer_group in enumerate(layer_groups)}
-            names = self._names[weights_version] = _Names(
-                tuple(
-                    _NamedCell(
-                        cell,
-                        keys.key_prefix(cell.shard, cell.span),
-                        numbers[cell.span.layer_group],
-                        self._cell_bytes(cell),
-                        self._fetchers_of(cell),
+            seen: Counter[str] = Counter()
+            slabs = []
+            for cells in self._cut():
+                layer_group = cells[0].span.layer_group
+                part, seen[layer_group] = seen[layer_group], seen[layer_group] + 1
+                sizes = tuple(map(self._cell_bytes, cells))
+                kind = SlabKind(
+                    key_prefixes=tuple(keys.key_prefix(cell.shard, cell.span) for cell in cells),
+                    sizes=sizes,
+                    cells=cells,
+                    part=f"/{part}" if part else "",
+                )
+                groups = dict.fromkeys(piece.group for cell in cells for piece in cell.pieces)
+                slabs.append(
+                    _NamedSlab(
+                        *(kind, cells[0], tuple(groups), numbers[layer_group], sum(sizes)),
+                        fetchers=self._fetchers_of(cells[0]),
                     )
-                    for cell in self.cells
-                ),
+                )
+            names = self._names[weights_version] = _Names(
+                tuple(slabs),
                 tuple(
                     _LayerGroup(
                         *around_hash(keys.namespace, layer_group),

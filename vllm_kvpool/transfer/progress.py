@@ -1,6 +1,6 @@
 """The stored part of prompts that are handed over (pure; the engine thread's).
 
-A chunk is stored once the puts of its cells have ended, of each cell that is not optional one well.
+A chunk is stored once the puts of its slabs have ended, of each slab that is not optional one well.
 A save that fails ends a hand-over there, and so does the request's end once its saves are planned.
 Several requests may have one prompt: the best of them counts.
 """
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from vllm_kvpool.transfer.ops import Cell, HandOverEnd, HandOverProgress, SaveJob
+from vllm_kvpool.transfer.ops import HandOverEnd, HandOverProgress, SaveJob, Slab
 
 
 @dataclass(slots=True)
@@ -18,7 +18,7 @@ class _Request:
 
     planned: int = 0
     later: dict[int, int] = field(default_factory=dict)  # planned behind a gap: first -> stop
-    open: dict[int, int] = field(default_factory=dict)  # chunk -> cells on their way; ascending
+    open: dict[int, int] = field(default_factory=dict)  # chunk -> slabs on their way; ascending
     lost: int | None = None  # the first chunk that will not be stored
     stop: int | None = None  # no chunk from here on is saved
 
@@ -70,27 +70,26 @@ class SaveProgress:
         """A save of a request that is handed over begins."""
         plan = job.plan
         request = self._request(plan.topic, plan.request_id)
-        for position, cells in Counter(
-            cell.chunk.position for cell in job.cells if cell.stored
-        ).items():
-            request.open[position] = request.open.get(position, 0) + cells
+        planned = Counter(slab.chunk.position for slab in job.slabs if slab.stored)
+        for position, slabs in planned.items():
+            request.open[position] = request.open.get(position, 0) + slabs
         request.open = dict(sorted(request.open.items()))
         if not plan.is_state:  # a state says nothing of the chunks before its own
             request.plan(plan.found, plan.found)
             request.plan(plan.first_chunk, plan.first_chunk + len(plan.hashes))
         return self._changes(plan.topic)
 
-    def recorded(self, job: SaveJob, cell: Cell, *, is_stored: bool) -> list[HandOverProgress]:
-        """A cell of a save is in a store, or was given up."""
-        plan, position = job.plan, cell.chunk.position
+    def recorded(self, job: SaveJob, slab: Slab, *, is_stored: bool) -> list[HandOverProgress]:
+        """A slab of a save is in a store, or was given up."""
+        plan, position = job.plan, slab.chunk.position
         topic = self._topics.get(plan.topic)
         request = None if topic is None else topic.requests.get(plan.request_id)
-        if request is None or not cell.stored:
+        if request is None or not slab.stored:
             return []
         request.open[position] -= 1
         if not request.open[position]:
             del request.open[position]
-        if not is_stored and not cell.is_optional:
+        if not is_stored and not slab.kind.is_optional:
             request.lost = position if request.lost is None else min(request.lost, position)
         return self._changes(plan.topic)
 

@@ -1,7 +1,7 @@
-"""Ranks of one host that hold the same KV copy cells out of each other's host memory.
+"""Ranks of one host that hold the same KV copy slabs out of each other's host memory.
 
 borrower's get-replica lane                      lender's replicas thread     its engine thread
-    Ask (keys, generation)    ────────────────▶  Lend  ──────────────────▶  fetch, pin
+    Ask (slabs, generation)   ────────────────▶  Lend  ──────────────────▶  fetch, pin
     Lent (offsets)            ◀──────────────────────────────────────────  Lent
     copies out of the lender's arena, which it has mapped read-only
     Copied                    ────────────────▶  LoanOver ───────────────▶  unpin
@@ -38,12 +38,13 @@ from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.storage.base import Buffer, ChunkRef
 from vllm_kvpool.storage.breaker import Breaker
 from vllm_kvpool.transfer.ops import (
-    Cell,
     CellOutcome,
     Lend,
     Lent,
     LoanEnded,
     LoanOver,
+    Slab,
+    SlabKind,
 )
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,8 @@ def host_digest() -> bytes:
     return hashlib.blake2b("/".join(parts).encode(), digest_size=16).digest()
 
 
-_Name = tuple[str, ChunkRef, int]  # the first fields of a `Cell`
+_Kind = tuple[str, tuple[str, ...]]  # `SlabKind.part` and `key_prefixes`
+_Name = tuple[int, ChunkRef, str, tuple[int, ...]]  # which kind; as the fields of a `Slab`
 
 
 class _Hello(msgspec.Struct, tag="hello"):
@@ -100,7 +102,8 @@ class _Hello(msgspec.Struct, tag="hello"):
 
 class _Ask(msgspec.Struct, tag="ask"):
     generation: int
-    cells: list[_Name]
+    kinds: list[_Kind]
+    slabs: list[_Name]
 
 
 class _Copied(msgspec.Struct, tag="copied"):
@@ -113,8 +116,8 @@ class _Welcome(msgspec.Struct, tag="welcome"):
     nbytes: int
 
 
-class _LentCells(msgspec.Struct, tag="lent"):
-    offsets: list[int]  # of cells in the arena's file; -1: the lender does not have it
+class _LentSlabs(msgspec.Struct, tag="lent"):
+    offsets: list[list[int]]  # of each slab's cells in the arena's file; none: it is not here
 
 
 class _Ended(msgspec.Struct, tag="ended"):
@@ -123,7 +126,30 @@ class _Ended(msgspec.Struct, tag="ended"):
 
 _encode = msgspec.msgpack.Encoder().encode
 _FROM_BORROWER = msgspec.msgpack.Decoder(_Hello | _Ask | _Copied)
-_FROM_LENDER = msgspec.msgpack.Decoder(_Welcome | _LentCells | _Ended)
+_FROM_LENDER = msgspec.msgpack.Decoder(_Welcome | _LentSlabs | _Ended)
+
+
+def _ask_for(slabs: Sequence[Slab], generation: int) -> _Ask:
+    kinds: dict[SlabKind, int] = {}
+    names = [
+        (kinds.setdefault(slab.kind, len(kinds)), slab.chunk, slab.chunk_hex, slab.sizes)
+        for slab in slabs
+    ]
+    return _Ask(generation, [(kind.part, kind.key_prefixes) for kind in kinds], names)
+
+
+def _slabs_of(message: _Ask) -> tuple[Slab, ...] | None:
+    """The slabs that a borrower asks for; None if the message is not sound."""
+    kinds = [SlabKind(prefixes, (), part=part) for part, prefixes in message.kinds]
+    slabs = []
+    for number, chunk, chunk_hex, sizes in message.slabs:
+        if not 0 <= number < len(kinds) or not sizes or min(sizes) <= 0:
+            return None
+        if len(sizes) != len(kinds[number].key_prefixes):
+            return None
+        kind = kinds[number]
+        slabs.append(Slab(chunk.id + kind.part, kind, chunk, chunk_hex, sizes, sum(sizes)))
+    return tuple(slabs)
 
 
 class ReplicaExchange:
@@ -184,15 +210,16 @@ class ReplicaExchange:
         self._lender = _LenderThread(self._listener, self.card.token, self._cards, arena, post)
 
     def borrow(
-        self, cells: Sequence[Cell], buffers: Sequence[Buffer], generation: int
+        self, slabs: Sequence[Slab], buffers: Sequence[Sequence[Buffer]], generation: int
     ) -> list[CellOutcome]:
-        """Copy cells out of the host memory of the members that fetch them, within `timeout_s`.
+        """Copy slabs out of the host memory of the members that fetch them, within `timeout_s`.
 
-        MISSING: the lender has not got it; TIMED_OUT, UNREACHABLE: the lender did not answer.
+        `buffers` has one for each cell of each slab. MISSING: the lender has not got it; TIMED_OUT,
+        UNREACHABLE: the lender did not answer.
         """
         if self._borrower is None:  # not started yet
-            return [CellOutcome.UNREACHABLE] * len(cells)
-        return self._borrower.borrow(cells, buffers, generation)
+            return [CellOutcome.UNREACHABLE] * len(slabs)
+        return self._borrower.borrow(slabs, buffers, generation)
 
     def answer(self, message: Lent | LoanEnded) -> None:
         if self._lender is not None:
@@ -271,12 +298,10 @@ class _LenderThread:
             if isinstance(message, LoanEnded):
                 del self._loans[message.loan_id]
                 link.loan_id = None
-                reply: _LentCells | _Ended = _Ended(message.held)
+                reply: _LentSlabs | _Ended = _Ended(message.held)
             else:
                 place_of = self._arena.file_offset
-                reply = _LentCells(
-                    [-1 if slot is None else place_of(slot) for slot in message.slots]
-                )
+                reply = _LentSlabs([[place_of(slot) for slot in slots] for slots in message.slots])
             try:
                 link.peer.send(_encode(reply), socket.MSG_DONTWAIT)
             except OSError:
@@ -345,14 +370,14 @@ class _LenderThread:
         if isinstance(message, _Ask):
             if link.number is None or link.loan_id is not None:
                 return False
-            cells = tuple(Cell(*name) for name in message.cells)
-            if any(cell.nbytes > self._arena.slot_bytes for cell in cells):
+            slabs = _slabs_of(message)
+            if slabs is None or any(max(each.sizes) > self._arena.slot_bytes for each in slabs):
                 return False
             self._next_loan += 1
             link.loan_id = self._next_loan
             with self._lock:
                 self._loans[link.loan_id] = link
-            self._post(Lend(link.loan_id, link.number, message.generation, cells))
+            self._post(Lend(link.loan_id, link.number, message.generation, slabs))
             return True
         loan_id = link.loan_id
         if loan_id is None:
@@ -391,7 +416,7 @@ class _LenderThread:
 
 @dataclass(eq=False)
 class _OpenLoan:
-    """The part of a `borrow` that one lender answers; `places` index the cells of the call."""
+    """The part of a `borrow` that one lender answers; `places` index the slabs of the call."""
 
     number: int
     peer: socket.socket
@@ -414,22 +439,21 @@ class _Borrower:
         self._closed = False
 
     def borrow(
-        self, cells: Sequence[Cell], buffers: Sequence[Buffer], generation: int
+        self, slabs: Sequence[Slab], buffers: Sequence[Sequence[Buffer]], generation: int
     ) -> list[CellOutcome]:
         deadline = time.monotonic() + self._timeout_s
-        outcomes = [CellOutcome.UNREACHABLE] * len(cells)
+        outcomes = [CellOutcome.UNREACHABLE] * len(slabs)
         places_of: defaultdict[int, list[int]] = defaultdict(list)
-        for place, cell in enumerate(cells):
-            assert cell.fetcher is not None, cell
-            places_of[cell.fetcher].append(place)
+        for place, slab in enumerate(slabs):
+            assert slab.fetcher is not None, slab
+            places_of[slab.fetcher].append(place)
         loans: dict[int, _OpenLoan] = {}  # by file descriptor
         poll = select.poll()
         for number, places in places_of.items():
             peer = self._connection(number)
             if peer is None:
                 continue
-            names = [cells[place][:3] for place in places]
-            if not self._send(peer, _Ask(generation, names)):
+            if not self._send(peer, _ask_for([slabs[place] for place in places], generation)):
                 self._end(number, peer, failed=True)
                 continue
             loans[peer.fileno()] = _OpenLoan(number, peer, places)
@@ -448,7 +472,7 @@ class _Borrower:
                 except (OSError, ValueError) as error:
                     has_ended = failed = True
                     logger.warning(
-                        "kvpool: replica %d on this host failed, its cells are fetched from the "
+                        "kvpool: replica %d on this host failed, its chunks are fetched from the "
                         "tiers: %s",
                         loan.number,
                         error,
@@ -459,8 +483,8 @@ class _Borrower:
                     self._end(loan.number, loan.peer, failed=failed)
         for loan in loans.values():
             logger.warning(
-                "kvpool: replica %d on this host did not lend %d cells within %.1f s; they are "
-                "fetched from the tiers",
+                "kvpool: replica %d on this host did not lend %d parts of chunks within %.1f s; "
+                "they are fetched from the tiers",
                 loan.number,
                 len(loan.places),
                 self._timeout_s,
@@ -471,7 +495,10 @@ class _Borrower:
         return outcomes
 
     def _take(
-        self, loan: _OpenLoan, buffers: Sequence[Buffer], outcomes: list[CellOutcome]
+        self,
+        loan: _OpenLoan,
+        buffers: Sequence[Sequence[Buffer]],
+        outcomes: list[CellOutcome],
     ) -> bool:
         """Take an answer; whether the loan has ended.
 
@@ -480,7 +507,7 @@ class _Borrower:
         match self._receive(loan.number, loan.peer):
             case _Welcome():
                 return False
-            case _LentCells(offsets) if not loan.copied:
+            case _LentSlabs(offsets) if not loan.copied:
                 self._copy(loan, offsets, buffers, outcomes)
                 if not self._send(loan.peer, _Copied()):
                     raise OSError("connection closed")
@@ -494,22 +521,25 @@ class _Borrower:
     def _copy(
         self,
         loan: _OpenLoan,
-        offsets: Sequence[int],
-        buffers: Sequence[Buffer],
+        offsets: Sequence[Sequence[int]],
+        buffers: Sequence[Sequence[Buffer]],
         outcomes: list[CellOutcome],
     ) -> None:
-        """Copy what is lent out of the lender's arena; -1 stands for a cell that it lacks."""
+        """Copy what is lent out of the lender's arena; it lacks a slab without offsets."""
         arena = self._arenas.get(loan.number)
         if arena is None or len(offsets) != len(loan.places):
             raise ValueError("its answer does not match the request")
-        for place, offset in zip(loan.places, offsets, strict=True):
+        for place, starts in zip(loan.places, offsets, strict=True):
             outcomes[place] = CellOutcome.MISSING
-            if offset < 0:
+            if not starts:
                 continue
-            lent = arena[offset : offset + buffers[place].nbytes]
-            if len(lent) < buffers[place].nbytes:
-                raise ValueError("it lends memory beyond the end of its arena")
-            np.copyto(np.frombuffer(buffers[place].view, np.uint8), lent)
+            if len(starts) != len(buffers[place]):
+                raise ValueError("it lends a slab of another size")
+            for start, buffer in zip(starts, buffers[place], strict=True):
+                lent = arena[start : start + buffer.nbytes] if start >= 0 else arena[:0]
+                if len(lent) < buffer.nbytes:
+                    raise ValueError("it lends memory beyond the end of its arena")
+                np.copyto(np.frombuffer(buffer.view, np.uint8), lent)
             outcomes[place] = CellOutcome.UNREACHABLE  # until it is confirmed
             loan.copied.append(place)
 
@@ -534,8 +564,8 @@ class _Borrower:
             with self._lock:
                 self._breakers[number].tripped(time.monotonic())
             logger.warning(
-                "kvpool: replica %d on this host cannot be reached, its cells are fetched from the "
-                "tiers: %s",
+                "kvpool: replica %d on this host cannot be reached, its chunks are fetched from "
+                "the tiers: %s",
                 number,
                 error,
             )
@@ -551,7 +581,7 @@ class _Borrower:
             self._busy.add(peer)
         return True
 
-    def _receive(self, number: int, peer: socket.socket) -> _Welcome | _LentCells | _Ended:
+    def _receive(self, number: int, peer: socket.socket) -> _Welcome | _LentSlabs | _Ended:
         """Receive a message; a welcome brings the lender's arena, which is mapped."""
         # Not `socket.recv_fds`, which drops the flags (CPython 3.11).
         room = socket.CMSG_SPACE(array.array("i").itemsize)
@@ -564,7 +594,7 @@ class _Borrower:
             if not data:
                 raise OSError("connection closed")
             try:
-                message: _Welcome | _LentCells | _Ended = _FROM_LENDER.decode(data)
+                message: _Welcome | _LentSlabs | _Ended = _FROM_LENDER.decode(data)
             except UNREADABLE as error:
                 raise ValueError(f"an unreadable message: {error}") from None
             if isinstance(message, _Welcome):

@@ -1,10 +1,10 @@
-"""Saves, and every other copy of a cell into a tier (pure; the engine thread's).
+"""Saves, and every other copy of a slab into a tier (pure; the engine thread's).
 
-A chunk's cells are one GATHER, a batch of them one SEAL, and each one PUT for each tier it goes to.
-`SaveGathered` frees the pages. `SaveDone` follows when every cell is in the nearest durable tier
-that took it, or was given up; puts to tiers further away go on. Write-through puts into every tier
-that can be asked. Write-back keeps cells in host memory and puts them into every such tier before
-they leave it (`store_dirty`); without a host tier it is write-through. Saves that find no slot for
+A slab is one GATHER, one SEAL, and one PUT for each tier it goes to. `SaveGathered` frees the
+pages. `SaveDone` follows when every slab is in the nearest durable tier that took all its cells, or
+was given up; puts to tiers further away go on. Write-through puts into every tier that can be
+asked. Write-back keeps slabs in host memory and puts them into every such tier before they leave it
+(`store_dirty`); without a host tier it is write-through. Saves that find no slots for
 `SAVE_STALL_S` are dropped.
 """
 
@@ -16,10 +16,8 @@ from functools import partial
 from vllm_kvpool.staging.slots import SlotUse
 from vllm_kvpool.transfer.context import (
     NAME_EVERY_S,
-    CellOp,
     Marker,
-    Part,
-    Slab,
+    SlabOp,
     TransferContext,
     tier_of,
 )
@@ -27,27 +25,29 @@ from vllm_kvpool.transfer.graph import OVER, Lane, Op, OpState, Owner, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
     HOST,
-    NO_PARTS,
+    NO_SLABS,
     STORED,
-    Cell,
     CellOutcome,
     HandOverEnd,
     JobId,
     OpKind,
+    Outcome,
     SaveDone,
     SaveGathered,
     SaveJob,
     SavePlan,
     SavesStalled,
+    Slab,
+    each_of,
+    worst_of,
 )
 from vllm_kvpool.transfer.progress import SaveProgress
 
 SAVE_STALL_S = 1.0
 PATIENCE_LEFT_S = SAVE_STALL_S - 0.02  # a stall is reported 20 ms after it began
 STALL_REST_S = 20.0  # after a stall no save waits: each would keep its blocks from requests
-DIRTY_SHARE = 0.5  # of the host tier; beyond it cells are put into a tier before room is needed
+DIRTY_SHARE = 0.5  # of the host tier; beyond it slabs are put into a tier before room is needed
 COPY_BATCH = 64  # cells a step
-GATHER_SHARE = 4  # a gather has a quarter of the slots of saves at most
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class _Save:
     owner: Owner
     fence: tuple[Op, ...]  # what gathers wait for
     gathers: list[Op] = field(default_factory=list)
-    num_open: int = 0  # cells without an outcome
+    num_open: int = 0  # slabs without an outcome
     gathered: bool = False
     dropped: bool = False
     outcomes: Counter[CellOutcome] = field(default_factory=Counter)
@@ -66,30 +66,15 @@ class _Save:
 
 
 @dataclass(slots=True, eq=False)
-class Copy(CellOp):
-    """A cell on its way into tiers, for a save, or from host memory (`save` is None)."""
+class Copy(SlabOp):
+    """A slab on its way into tiers, for a save, or from host memory (`save` is None)."""
 
     entry: CacheEntry
-    save: _Save | None
+    save: _Save | None = None
     dirty: bool = False  # write-back: it stays in host memory only
     ops: list[Op] = field(default_factory=list)
-    outcome: CellOutcome | None = None  # of the last failure
+    outcome: Outcome | None = None  # of the last failure
     reported: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Copies:
-    """Copies whose cells one op moves or seals: all are done, or none."""
-
-    copies: Sequence[Copy]
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        return [(copy.cell, copy.entry) for copy in self.copies]
-
-    @property
-    def outcome(self) -> CellOutcome | None:
-        return self.copies[0].outcome
 
 
 class SaveManager:
@@ -99,14 +84,12 @@ class SaveManager:
         self._context = context
         self._write_back = write_back
         self._gathers = context.lane(OpKind.GATHER)
-        # A gather waits until all its cells have a slot.
-        self._most_cells = max(1, context.host_cache.slots.for_saves // GATHER_SHARE)
-        self._growing: deque[_Save] = deque()  # saves whose cells are not all named yet
+        self._growing: deque[_Save] = deque()  # saves whose slabs are not all named yet
         self._seals = context.lane(OpKind.SEAL)
         self._saves: dict[JobId, _Save] = {}
         self.progress = SaveProgress()
-        self._stall_ends: float | None = None  # while saves wait for a slot: when they are dropped
-        self.has_gained_slot = False  # a gather that waits for several, since the last look
+        self._stall_ends: float | None = None  # while saves wait for slots: when they are dropped
+        self._most_room = 0  # slots that there were at once since the stall began
         self._stall_reported = False  # since the last save came
         self._may_stall = False  # the present stall is a full `SAVE_STALL_S`
         self._stalls_from = float("-inf")  # before that time no save waits
@@ -116,6 +99,11 @@ class SaveManager:
     @property
     def num_copies(self) -> int:
         return len(self._copies)
+
+    @property
+    def num_cells(self) -> int:
+        """The number of cells on their way."""
+        return sum(copy.slab.num_cells for copy in self._copies)
 
     @property
     def num_open(self) -> int:
@@ -131,135 +119,110 @@ class SaveManager:
         save = self._saves[plan.job_id] = _Save(job, owner, context.wait_for(job.fence))
         if plan.topic:
             context.progress += self.progress.planned(job)
-        self._begin(save, job.cells)
-        if job.rest is NO_PARTS:
+        self._begin(save, job.slabs)
+        if job.rest is NO_SLABS:
             self._all_named(save)
         else:
             self._growing.append(save)
 
     @property
     def is_naming(self) -> bool:
-        """True if cells of a save are not named yet: `go_on` is due."""
+        """True if slabs of a save are not named yet: `go_on` is due."""
         return bool(self._growing)
 
     def go_on(self) -> None:
-        """Name the next cells of a save; called in every step but those that bring a job."""
+        """Name the next slabs of a save; called in every step but those that bring a job."""
         if not self._growing:
             return
         save = self._growing[0]
-        cells = next(save.job.rest, None)
-        if cells is None:
+        slabs = next(save.job.rest, None)
+        if slabs is None:
             self._growing.popleft()
             self._all_named(save)
         elif save.dropped:
-            save.num_open += len(cells)
-            for cell in cells:
-                self._record(save, cell, CellOutcome.CANCELLED)
+            save.num_open += len(slabs)
+            for slab in slabs:
+                self._record(save, slab, CellOutcome.CANCELLED)
         else:
-            self._begin(save, cells)
+            self._begin(save, slabs)
 
     def _all_named(self, save: _Save) -> None:
         marker = Marker(partial(self._all_gathered, save))
         self._context.scheduler.add(save.owner, None, marker, after=save.gathers, always=True)
 
-    def _begin(self, save: _Save, cells: Sequence[Cell]) -> None:
-        """Gather, seal and put cells that are not in host memory."""
+    def _begin(self, save: _Save, slabs: Sequence[Slab]) -> None:
+        """Gather, seal and put slabs that are not in host memory."""
         context, plan = self._context, save.job.plan
-        save.num_open += len(cells)
+        save.num_open += len(slabs)
         up = context.tiers_writable()
         hits: dict[str, None] = {}  # chunks
-        slab, begun = Slab(self._gathers.limits), list[tuple[Copy, Sequence[int]]]()
-        for cell in cells:
-            there = context.host_cache.get(cell.key)
+        for slab in slabs:
+            there = context.host_cache.get(slab.id)
             if there is not None:  # present or arriving
-                hits[cell.chunk.id] = None
-                if cell.chunk.retention.pinned_until_ns:
-                    self._pin(there, cell, up)
-                self._record(save, cell, CellOutcome.EXISTED)
+                hits[slab.chunk.id] = None
+                if slab.chunk.retention.pinned_until_ns:
+                    self._pin(there, slab, up)
+                self._record(save, slab, CellOutcome.EXISTED)
                 # An earlier save has put it, or is putting it.
-                self._note_progress(save, cell, is_stored=True)
+                self._note_progress(save, slab, is_stored=True)
                 continue
-            is_dirty = self._stays_dirty(cell, plan)
-            tiers = up if cell.stored and not is_dirty else ()
-            if cell.stored and context.tiers and not (up or is_dirty):
-                context.drops[HOST, CellOutcome.UNREACHABLE] += 1
+            is_dirty = self._stays_dirty(slab, plan)
+            tiers = up if slab.stored and not is_dirty else ()
+            if slab.stored and context.tiers and not (up or is_dirty):
+                context.drops[HOST, CellOutcome.UNREACHABLE] += slab.num_cells
             if not tiers and not context.host_cache.capacity:
-                self._record(save, cell, CellOutcome.UNREACHABLE)
-                self._note_progress(save, cell, is_stored=False)
+                self._record(save, slab, CellOutcome.UNREACHABLE)
+                self._note_progress(save, slab, is_stored=False)
                 continue
-            entry = context.host_cache.begin(cell.key, cell.chunk, cell.nbytes)
-            copy = Copy(cell, entry, save, dirty=is_dirty)
+            entry = context.host_cache.begin(slab)
+            copy = Copy(slab, entry, save=save, dirty=is_dirty)
             self._copies[copy] = None
-            place = (cell.chunk.position,)
-            if not slab.takes(place) or len(begun) == self._most_cells:
-                self._gather(save, begun)
-                slab, begun = Slab(self._gathers.limits, place), []
-            slab.add(cell, entry)
-            begun.append((copy, tiers))
-        self._gather(save, begun)
+            gather = entry.op = self._add(save.owner, self._gathers, copy, save.fence)
+            save.gathers.append(gather)
+            self._add_puts(save.owner, copy, tiers, (gather,))
         for chunk_id in hits:
             context.host_cache.hit(chunk_id, context.now_ns)
 
-    def _gather(self, save: _Save, begun: Sequence[tuple[Copy, Sequence[int]]]) -> None:
-        """Add the op that moves cells of one chunk out of the pages, and what comes after it."""
-        if not begun:
-            return
-        op = self._add(save.owner, self._gathers, [copy for copy, _ in begun], save.fence)
-        save.gathers.append(op)
-        for copy, _ in begun:
-            copy.entry.op = op
-        self._add_puts(save.owner, begun, (op,))
-
-    def _add(self, owner: Owner, lane: Lane, copies: Sequence[Copy], after: Sequence[Op]) -> Op:
-        """Add an op that moves or seals the cells of copies."""
-        nbytes, size = sum([copy.cell.nbytes for copy in copies]), len(copies)
-        op = self._context.scheduler.add(owner, lane, Copies(copies), nbytes, after, size=size)
-        for copy in copies:
-            copy.ops.append(op)
+    def _add(self, owner: Owner, lane: Lane, copy: Copy, after: Sequence[Op]) -> Op:
+        """Add an op of a copy."""
+        slab, add = copy.slab, self._context.scheduler.add
+        op = add(owner, lane, copy, slab.nbytes, after, size=slab.num_cells)
+        copy.ops.append(op)
         return op
 
-    def _pin(self, entry: CacheEntry, cell: Cell, up: Sequence[int]) -> None:
-        """Pin a cell that is in host memory there, and in tiers by putting it again."""
-        self._context.host_cache.retain(entry, cell.chunk)
-        if cell.stored and up and entry.state is CacheEntryState.PRESENT:
+    def _pin(self, entry: CacheEntry, slab: Slab, up: Sequence[int]) -> None:
+        """Pin a slab that is in host memory there, and in tiers by putting it again."""
+        self._context.host_cache.retain(entry, slab.chunk.retention.pinned_until_ns)
+        if slab.stored and up and entry.state is CacheEntryState.PRESENT:
             self._copy(entry, up)
 
-    def _stays_dirty(self, cell: Cell, plan: SavePlan) -> bool:
-        """Return True if host memory alone has a cell for now. The stores get the cells of a prompt
+    def _stays_dirty(self, slab: Slab, plan: SavePlan) -> bool:
+        """Return True if host memory alone has a slab for now. The stores get the slabs of a prompt
         at once that another engine goes on with."""
         context = self._context
         back = self._write_back and context.host_cache.capacity > 0 and not plan.topic
-        return back and cell.stored and bool(context.tiers)
+        return back and slab.stored and bool(context.tiers)
 
     def _add_puts(
-        self, owner: Owner, begun: Sequence[tuple[Copy, Sequence[int]]], after: Sequence[Op]
+        self, owner: Owner, copy: Copy, tiers: Sequence[int], after: Sequence[Op]
     ) -> None:
-        """Add what seals cells, a batch by one op, and puts each into its tiers."""
-        add, lane_of = self._context.scheduler.add, self._context.lane
-        limits, stored = self._seals.limits, [each for each in begun if each[1]]
-        while stored:
-            most = min(limits.batch_ops, limits.batch_bytes // stored[0][0].cell.nbytes) or 1
-            some, stored = stored[:most], stored[most:]
-            seal = self._add(owner, self._seals, [copy for copy, _ in some], after)
-            for copy, tiers in some:
-                for tier in tiers:
-                    lane = lane_of(OpKind.PUT, tier)
-                    copy.ops.append(add(owner, lane, copy, copy.cell.nbytes, (seal,)))
+        """Add what seals a slab and puts it into its tiers."""
+        if not tiers:
+            return
+        seal = self._add(owner, self._seals, copy, after)
+        for tier in tiers:
+            self._add(owner, self._context.lane(OpKind.PUT, tier), copy, (seal,))
 
-    def gathered(self, op: Op, outcome: CellOutcome) -> None:
-        copies, context = op.what.copies, self._context
-        dropped = copies[0].save.dropped
-        if outcome is CellOutcome.DONE and not dropped:
-            for copy in copies:
-                context.host_cache.arrived(copy.entry, context.now_ns, dirty=copy.dirty)
+    def gathered(self, op: Op, outcome: Outcome) -> None:
+        copy, context = op.what, self._context
+        if outcome is CellOutcome.DONE and not copy.save.dropped:
+            context.host_cache.arrived(copy.entry, context.now_ns, dirty=copy.dirty)
             context.scheduler.finish(op)
         else:
-            for copy in copies:
-                context.host_cache.failed(copy.entry)
-                copy.outcome = CellOutcome.CANCELLED if dropped else outcome
+            context.host_cache.failed(copy.entry)
+            copy.outcome = CellOutcome.CANCELLED if copy.save.dropped else outcome
             context.scheduler.fail(op)
-        for copy in copies:
-            self.settle(copy)
+        self.settle(copy)
 
     def _all_gathered(self, save: _Save) -> None:
         """Note that all gathers of a save have ended: its pages may be reused."""
@@ -270,27 +233,24 @@ class SaveManager:
 
     # Copies
 
-    def sealed(self, op: Op, outcome: CellOutcome) -> None:
-        copies, is_writable = op.what.copies, self._context.is_writable
-        for copy in copies:
-            for put in copy.ops:
-                if put.state is OpState.WAITING and not is_writable(tier_of(put)):
-                    self._end(put, copy, CellOutcome.UNREACHABLE)  # down since the start
+    def sealed(self, op: Op, outcome: Outcome) -> None:
+        copy, is_writable = op.what, self._context.is_writable
+        for put in copy.ops:
+            if put.state is OpState.WAITING and not is_writable(tier_of(put)):
+                self._end(put, copy, CellOutcome.UNREACHABLE)  # down since the start
         if outcome is CellOutcome.DONE:
             self._context.scheduler.finish(op)
         else:
-            for copy in copies:
-                copy.outcome = outcome
+            copy.outcome = outcome
             self._context.scheduler.fail(op)
-        for copy in copies:
-            self.settle(copy)
+        self.settle(copy)
 
-    def put(self, op: Op, outcome: CellOutcome) -> None:
+    def put(self, op: Op, outcome: Outcome) -> None:
         copy, tier = op.what, tier_of(op)
         dropped = copy.save is not None and copy.save.dropped
         if not dropped and self._context.try_again(op, tier, outcome):
             return
-        if outcome in STORED and self._context.tiers[tier].durable:
+        if worst_of(outcome) in STORED and self._context.tiers[tier].durable:
             self._report(copy, outcome, tier)
         self._end(op, copy, outcome)
 
@@ -300,21 +260,21 @@ class SaveManager:
             self._end(op, op.what, CellOutcome.UNREACHABLE)
 
     def copy_up(self, entry: CacheEntry, tiers: list[int]) -> None:
-        """Promote a cell that was fetched from further away into nearer tiers, if loads do not
-        need its slot."""
-        if self._context.host_cache.has_room(SlotUse.SAVE):
+        """Promote a slab that was fetched from further away into nearer tiers, if loads do not
+        need its slots."""
+        if self._context.host_cache.has_room(SlotUse.SAVE, entry.num_cells):
             self._copy(entry, tiers)
 
     def store_dirty(self) -> bool:
-        """Put dirty cells into every tier, so that they can leave at once when room is needed.
+        """Put dirty slabs into every tier, so that they can leave at once when room is needed.
 
-        Returns whether it put or dropped any. With no tier available, dirty cells are dropped only
+        Returns whether it put or dropped any. With no tier available, dirty slabs are dropped only
         when their room is needed now.
         """
         host_cache = self._context.host_cache
         if not host_cache.num_dirty:
             return False
-        short = not host_cache.has_room(SlotUse.SAVE)
+        short = not host_cache.has_room(SlotUse.SAVE, self._next_gather())
         tiers = self._context.tiers_writable()
         if self._flushing:
             # Tiers that outlive the process, if there are any.
@@ -331,32 +291,38 @@ class SaveManager:
         return count > 0
 
     def flush(self) -> None:
-        """The process is about to end: put all dirty cells, now and later ones, into every tier."""
+        """The process is about to end: put all dirty slabs, now and later ones, into every tier."""
         self._flushing = True
 
     def _copy(self, entry: CacheEntry, tiers: Sequence[int]) -> None:
-        """Copy a cell for no save; the copy pins the entry until it is settled."""
+        """Copy a slab for no save; the copy pins the entry until it is settled."""
         self._context.host_cache.pin(entry)
-        copy = Copy(Cell(entry.key, entry.chunk, entry.nbytes), entry, None)
+        copy = Copy(entry.slab, entry)
         self._copies[copy] = None
-        self._add_puts(Owner(Priority.COPY), [(copy, tiers)], ())
+        self._add_puts(Owner(Priority.COPY), copy, tiers, ())
         self.settle(copy)
 
-    def _end(self, op: Op, copy: Copy, outcome: CellOutcome) -> None:
-        if outcome in STORED:
+    def _end(self, op: Op, copy: Copy, outcome: Outcome) -> None:
+        if worst_of(outcome) in STORED:
             self._context.scheduler.finish(op)
         else:
             copy.outcome = outcome
             if (tier := tier_of(op)) != HOST and outcome is not CellOutcome.CANCELLED:
-                self._context.drops[tier, outcome] += 1
+                for each in each_of(outcome, copy.slab.num_cells):
+                    if each not in STORED:
+                        self._context.drops[tier, each] += 1
             self._context.scheduler.fail(op)
         self.settle(copy)
 
     def lost(self, op: Op, outcome: CellOutcome) -> None:
-        """A gather or seal was cancelled, since its fence or gather has failed."""
-        for copy in op.what.copies:
+        """An op was cancelled since one before it has failed: a gather since its fence has.
+
+        Later ops of a copy end with the failure of the op before them, which settles the copy.
+        """
+        copy: Copy = op.what
+        if copy in self._copies:
             self._context.host_cache.failed(copy.entry)
-            copy.outcome = copy.outcome or outcome
+            copy.outcome = outcome
             self.settle(copy)
 
     def settle(self, copy: Copy) -> None:
@@ -367,49 +333,50 @@ class SaveManager:
         tier = _nearest_tier(copy)
         self._report(copy, copy.outcome or CellOutcome.DONE, tier)
         if copy.save is not None:
-            self._note_progress(copy.save, copy.cell, is_stored=tier is not None)
+            self._note_progress(copy.save, copy.slab, is_stored=tier is not None)
         if copy.save is None and copy.entry.dirty:
             stored = any(op.state is OpState.DONE for op in copy.ops[1:])
             fate = "stored" if stored else "lost"
+            num_cells = copy.slab.num_cells
             if not copy.ops:
-                self._context.drops[HOST, CellOutcome.UNREACHABLE] += 1
-            self._context.count("kvpool_evicted_cells", tier="host", fate=fate)
+                self._context.drops[HOST, CellOutcome.UNREACHABLE] += num_cells
+            self._context.count("kvpool_evicted_cells", num_cells, tier="host", fate=fate)
             self._context.host_cache.cleaned(copy.entry)
         self._context.host_cache.unpin(copy.entry)
 
     # Ends
 
-    def _report(self, copy: Copy, outcome: CellOutcome, tier: int | None) -> None:
+    def _report(self, copy: Copy, outcome: Outcome, tier: int | None) -> None:
         if not copy.reported and copy.save is not None:
             copy.reported = True
             has_room = self._context.host_cache.capacity > 0
             is_kept = has_room and copy.entry.state is CacheEntryState.PRESENT
-            self._record(copy.save, copy.cell, outcome, tier, is_kept=is_kept)
+            self._record(copy.save, copy.slab, outcome, tier, is_kept=is_kept)
 
     def _record(
         self,
         save: _Save,
-        cell: Cell,
-        outcome: CellOutcome,
+        slab: Slab,
+        outcome: Outcome,
         tier: int | None = None,
         *,
         is_kept: bool = False,
     ) -> None:
-        """Note the end of a cell: the tier that has it, or whether host memory keeps it."""
-        save.outcomes[outcome] += 1
+        """Note the end of a slab: the tier that has it, or whether host memory keeps it."""
+        save.outcomes.update(each_of(outcome, slab.num_cells))
         if tier is not None:
             save.tiers.add(tier)
-        elif cell.stored and not cell.is_optional:  # without optional ones a chunk is whole
-            save.missed.add(cell.chunk.position)
-            if not is_kept and outcome not in STORED:
-                save.lost.setdefault(cell.chunk.position, outcome)
+        elif slab.stored and not slab.kind.is_optional:  # without optional ones a chunk is whole
+            save.missed.add(slab.chunk.position)
+            if not is_kept and (worst := worst_of(outcome)) not in STORED:
+                save.lost.setdefault(slab.chunk.position, worst)
         save.num_open -= 1
         self._finish(save)
 
-    def _note_progress(self, save: _Save, cell: Cell, *, is_stored: bool) -> None:
-        """Note that all puts of a cell have ended. Which stores others read is not known here."""
+    def _note_progress(self, save: _Save, slab: Slab, *, is_stored: bool) -> None:
+        """Note that all puts of a slab have ended. Which stores others read is not known here."""
         if save.job.plan.topic:
-            self._context.progress += self.progress.recorded(save.job, cell, is_stored=is_stored)
+            self._context.progress += self.progress.recorded(save.job, slab, is_stored=is_stored)
 
     def hand_over_ends(self, end: HandOverEnd) -> None:
         """A request that is handed over saves nothing more."""
@@ -455,20 +422,25 @@ class SaveManager:
             self._context.host_cache.failed(copy.entry)
         self.settle(copy)
 
+    def _next_gather(self) -> int:
+        """The number of slots that the first waiting gather needs."""
+        waiting = self._gathers.num_ready and self._context.scheduler.waiting_in(self._gathers)
+        return waiting[0].size if waiting else 1
+
     def watch_stall(self) -> None:
-        """Drop saves that have waited too long for a slot."""
-        lane = self._gathers
-        has_gained, self.has_gained_slot = self.has_gained_slot, False
+        """Drop saves that have waited too long for slots."""
+        lane, host_cache = self._gathers, self._context.host_cache
         if self._stall_ends is None and not lane.num_ready:
             return
-        has_room = self._context.host_cache.has_room(SlotUse.SAVE)
+        has_room = host_cache.has_room(SlotUse.SAVE, self._next_gather())
         if lane.num_batches or (has_room and not lane.num_ready):
             self._stall_ends = None
             return
         if not lane.num_ready:
             return  # the deadline stays, so that the next save does not wait anew
-        now = self._context.now
-        if self._stall_ends is None or has_gained:
+        now, room = self._context.now, host_cache.room
+        if self._stall_ends is None or room > self._most_room:
+            self._most_room = room
             self._may_stall = now >= self._stalls_from
             self._stall_ends = now + SAVE_STALL_S if self._may_stall else now
         if now >= self._stall_ends:
@@ -476,14 +448,13 @@ class SaveManager:
                 self._stalls_from, self._may_stall = now + STALL_REST_S, False
             for op in self._context.scheduler.waiting_in(lane):
                 self._context.drops[HOST, CellOutcome.FULL] += op.size
-                for copy in op.what.copies:
-                    self._drop_copy(copy, CellOutcome.FULL)
+                self._drop_copy(op.what, CellOutcome.FULL)
         elif not self._stall_reported and now >= self._stall_ends - PATIENCE_LEFT_S:
             self._stall_reported = True
             self._context.reports.append(SavesStalled())
 
     def next_time(self) -> float | None:
-        """When `watch_stall` is due, or the next cells are named."""
+        """When `watch_stall` is due, or the next slabs are named."""
         if self._growing:
             return self._context.now + NAME_EVERY_S
         if not self._gathers.num_ready or self._stall_ends is None:
@@ -492,7 +463,7 @@ class SaveManager:
 
 
 def _nearest_tier(copy: Copy) -> int | None:
-    """Return the nearest tier that has taken the cell."""
+    """Return the nearest tier that has taken the slab."""
     for op in copy.ops:  # puts are in the order of tiers
         if op.state is OpState.DONE and (tier := tier_of(op)) != HOST:
             return tier

@@ -10,10 +10,10 @@ broken or closed are counted in `dropped`.
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
@@ -47,7 +47,7 @@ class Span(NamedTuple):
     tier: str = ""
     cells: int = 0
     nbytes: int = 0
-    outcomes: Sequence[Enum] = ()  # one per cell
+    outcomes: Mapping[Any, int] = MappingProxyType({})  # cells by outcome
     requests: Sequence[str] = ()
     jobs: Sequence[int] = ()
     attempt: int = 1
@@ -166,7 +166,7 @@ class _Renderer:
             "tier": span.tier,
             "cells": span.cells,
             "bytes": span.nbytes,
-            "outcomes": Counter(outcome.value for outcome in span.outcomes),
+            "outcomes": {outcome.value: count for outcome, count in span.outcomes.items()},
             "requests": [request[:SHOWN_CHARS] for request in requests[:SHOWN_REQUESTS]],
             "jobs": jobs[:SHOWN_REQUESTS],
             "attempt": span.attempt,

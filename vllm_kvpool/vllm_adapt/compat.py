@@ -1,4 +1,4 @@
-"""What differs between releases of vLLM (0.23 to 0.33), and what vLLM computes wrongly.
+"""Differences between releases of vLLM (0.23 to 0.33), and vLLM's own wrong computations.
 
 No other module knows releases. A feature is looked for by its name in vLLM, not by a version, so
 releases between and after those two work as long as the names do. `DEFECTS` has the combinations
@@ -144,9 +144,10 @@ def built_max_model_len(model: Any) -> int:
 
 
 def interleave(parallel: Any) -> int:
-    """How many tokens in turn a rank of decode context parallelism holds. `parallel`: vLLM's.
+    """Return the tokens in turn that a rank of decode context parallelism holds.
 
-    vLLM 0.32 lets the older option override the newer one in its workers alone.
+    `parallel` is vLLM's. vLLM 0.32 lets the older option override the newer one in its workers
+    alone.
     """
     older = int(parallel.dcp_kv_cache_interleave_size)
     return older if older > 1 else int(parallel.cp_kv_cache_interleave_size)
@@ -169,7 +170,7 @@ def text_part(read: Any) -> Any:
 
 
 def yarn_reading(rope: Mapping[str, Any], *, is_latent: bool) -> dict[str, float]:
-    """What this release makes of YaRN's fields where its `factor` alone says something else.
+    """Return this release's reading of YaRN's fields, where `factor` alone says something else.
 
     `scale`: what queries and keys are multiplied by; `extrapolation`: the weight of the
     frequencies that stay. `rope`: of a model's configuration; `is_latent`: of one with MLA, whose
@@ -326,7 +327,7 @@ def model_class_overrides(model: Any) -> Mapping[str, str]:
 
 
 def source_of_random_weights() -> str:
-    """What draws random weights: the releases, and the device, whose generator it is."""
+    """Name the source of random weights: the releases, and the device, whose generator it is."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -348,7 +349,7 @@ def value_head_size(spec: Any) -> int:
 
 
 def tokens_per_state(spec: Any) -> int:
-    """How many tokens share one row."""
+    """Return the number of tokens that share one row."""
     ratio = getattr(spec, "tokens_per_state", None)
     return int(ratio if ratio is not None else getattr(spec, "compress_ratio", 1))
 
@@ -444,7 +445,7 @@ def shuffles_pages() -> bool:
 
 
 def device_type() -> str:
-    """What vLLM calls the device that it runs on: "cpu", "cuda", "npu" and so on."""
+    """Return vLLM's name of the device that it runs on: "cpu", "cuda", "npu" and so on."""
     from vllm.platforms import current_platform
 
     return str(current_platform.device_type)

@@ -43,7 +43,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Endpoints(NamedTuple):
-    """Of one engine, by rank."""
+    """Endpoints of one engine, by rank."""
 
     listen: tuple[str, ...]
     advertised: tuple[str, ...]
@@ -143,9 +143,9 @@ def base_fingerprint(vllm_config: "VllmConfig", config: EmbedsConfig) -> str:
 
 
 def broadcast_from_first_rank(make: Callable[[], str]) -> str:
-    """What `make` gives in the first rank of this tensor-parallel group; every rank calls this.
+    """Return the result of `make` in the first rank of this tensor-parallel group.
 
-    Raises what `make` raises, in every rank.
+    Every rank calls this. Raises what `make` raises, in every rank.
     """
     group = get_tp_group()
     made: Any = None
@@ -181,7 +181,7 @@ def fingerprint_with(base: str, weights_version: str) -> str:
 
 
 def metadata_resolver(vllm_config: "VllmConfig") -> PlaceholderMetadataResolver:
-    """What of an item's data only says where it belongs, by modality."""
+    """Return a resolver of fields of items' data that only say where an item belongs."""
     return PlaceholderMetadataResolver(vllm_config.model_config)
 
 
@@ -234,7 +234,7 @@ def answer_of(
     endpoint: str,
     transfer_ids: Mapping[str, str],
 ) -> dict[str, Any] | None:
-    """What an encoder says of a finished request's items; a proxy hands it to the next engine."""
+    """Return an encoder's parameters about a finished request's items, for the next engine."""
     items = collect_ec_item_metadata(request.mm_features, resolver)
     for feature in request.mm_features:
         if not is_name(feature.identifier):

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the pool needs to know of an engine.
+    """Facts about an engine that the pool needs.
 
     Equal on both sides, except for the namespace and its values: ranks are sent the namespace, and
     have no values. `defects`: what vLLM computes wrongly here, and the pool leaves out.
@@ -436,7 +436,7 @@ def rank_place(vllm_config: "VllmConfig") -> RankPlace:
 def notice_place(
     vllm_config: "VllmConfig", config: KVPoolConfig, num_ranks: int
 ) -> NoticePlace | None:
-    """Where this rank tells how far prompts are stored; None in engines that do not save.
+    """Return the place at which this rank tells how far prompts are stored; None without saves.
 
     Ports run over ranks, then over data-parallel engines. ConfigError if they run out.
     """

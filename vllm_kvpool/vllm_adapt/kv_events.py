@@ -215,7 +215,7 @@ class KVEvents:
                 self._tracker.gone(chunk, HOST)
 
     def reset(self) -> None:
-        """All cells of this engine's namespace are removed, or its weights have changed."""
+        """Forget all cells: this engine's namespace was removed, or its weights have changed."""
         self._tracker.clear()
 
     def own_cache_was_reset(self) -> None:

@@ -352,7 +352,7 @@ class VllmRequest:
         return int(self._request.num_preemptions)
 
     def tokens(self) -> Sequence[int]:
-        """All known tokens. The prompt's own list while there are no others: it hashes faster."""
+        """All known tokens; the prompt's own list while it has all, since it hashes faster."""
         request = self._request
         prompt: list[int] | None = request.prompt_token_ids
         if prompt is not None and request.prompt_embeds is None and len(prompt) == self.num_tokens:
@@ -361,7 +361,10 @@ class VllmRequest:
         return tokens
 
     def identity(self) -> RequestIdentity | None:
-        """What shapes this request's KV besides its tokens. Raises OSError; see `RequestView`."""
+        """Return all that shapes this request's KV besides its tokens; see `RequestView`.
+
+        Raises OSError.
+        """
         request = self._request
         adapter = b""
         if (lora := request.lora_request) is not None:
@@ -433,7 +436,7 @@ LORA_LEFT_OUT = {
 
 
 def _how_read(lora: "LoRARequest") -> bytes:
-    """How an adapter's files are read, by its request; empty if all fields are default."""
+    """Return how an adapter's request has its files read; empty if all fields are default."""
     said = {
         name: value
         for name in lora.__struct_fields__

@@ -1,4 +1,4 @@
-"""What the start line of an engine says of its sharing, before the engine starts."""
+"""The sharing of an engine by its start line, before the engine starts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,9 @@ class PlannedEngine(NamedTuple):
     """An engine that a start line describes."""
 
     model: str
-    """As its namespace begins."""
+    """The model's name, as in the namespace."""
     values: Mapping[str, Any]
-    """Those behind its namespace, but for `kinds`: pages are known once the model is loaded."""
+    """Values behind the namespace, but for `kinds`: pages are known once the model is loaded."""
     warnings: tuple[str, ...]
 
 
@@ -30,7 +30,7 @@ class _Parser(FlexibleArgumentParser):
 
 
 def read_start_line(arguments: Sequence[str]) -> PlannedEngine:
-    """What an engine with these options shares; ConfigError if it would not start.
+    """Return the sharing of an engine with these options; ConfigError if it would not start.
 
     Reads the model's files and a sample of its weights; raises OSError.
     """

@@ -49,7 +49,7 @@ _LOGGED = {
 
 
 def log_values(samples: Mapping[str, float]) -> dict[str, int | float]:
-    """What the log line says of an interval: sums over stores and ranks, mean times, tiers down.
+    """Return an interval's log line: sums over stores and ranks, mean times, tiers down.
 
     Misses that the engine's own prefix cache made up for do not count. Zeros are left out. All
     samples are in `/metrics` and `stats_file`.
@@ -185,7 +185,7 @@ class BucketReplay:
 
 
 class TableProm:
-    """One Prometheus metric per row of the table, labelled with the engine."""
+    """Prometheus metrics of the table's rows, labelled with the engine."""
 
     of_embeds = False  # which of the table's rows
     per_engine_labelvalues: Mapping[int, list[object]]

@@ -1,4 +1,4 @@
-"""Where the weights and files of a model lie, and the sample of weights that an engine has read."""
+"""Places of a model's weights and files, and the sample of weights that an engine has read."""
 
 import logging
 import secrets
@@ -31,23 +31,23 @@ def other_models(model: Any) -> dict[str, str]:
 
 
 class WeightSources(NamedTuple):
-    """All that the weights of a model are read from: its directory or file, and its parts'."""
+    """Sources of a model's weights: its directory or file, and its parts'."""
 
     model: str
     revision: str | None = None
     parts: tuple[str, ...] = ()
     download_dir: str | None = None
-    """Where vLLM keeps what it downloads, if that is not Hugging Face's cache."""
+    """Directory of vLLM's downloads, if it is not Hugging Face's cache."""
 
     @classmethod
     def of(cls, vllm_config: "VllmConfig") -> Self:
-        """What an engine starts from."""
+        """Return the sources that an engine starts from."""
         model, download_dir = vllm_config.model_config, vllm_config.load_config.download_dir
         parts = tuple(other_models(model).values())
         return cls(str(model.model), model.revision, parts, download_dir)
 
     def moved_to(self, path: str) -> Self:
-        """What a reload from another path reads: parts stay where they are."""
+        """Return the sources of a reload from another path; parts stay where they are."""
         if path == self.model:
             return self._replace(revision=None)
         own = local_directory(self.model, self.revision, self.download_dir)

@@ -31,13 +31,14 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.cache_tensors import tensors_of
 from tests.support.models import DeepseekShape, LlamaShape, LlavaShape, make_model
+from tests.support.moves import cell_move
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, EmbedRows, MediaItem, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace, with_weights
 from vllm_kvpool.identity.weights import digest_adapter, sample_weights
 from vllm_kvpool.layout import page_formats
 from vllm_kvpool.layout.description import described
-from vllm_kvpool.layout.pages import CellMove, LayerPages
+from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.states import StateForm, WindowPart
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.staging.copy_torch import TorchCopier
@@ -421,9 +422,10 @@ def test_bytes_of_cells_lie_as_they_did(name: str) -> None:
     one = LAYOUTS[name]()
     rows = 2 * one.tokens_per_block * one.blocks_per_id
     cell = np.zeros((one.num_heads, 2, rows, one.row_bytes), np.uint8)
-    heads = (0, one.num_heads)
+    place = 0, 2, 0, one.num_heads
     copier = TorchCopier([one, one], torch.device("cpu"))
-    copier.gather([CellMove(cell.ctypes.data, 0, 2, *heads, (1, 0), 0, 0, rows, 1, rows)])
+    address = cell.ctypes.data
+    copier.gather([cell_move(address, place, (1, 0), chunk_tokens=rows, clip=(1, rows))])
     assert digest(cell) == ORDERS[name]
 
 

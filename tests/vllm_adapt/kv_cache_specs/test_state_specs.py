@@ -17,10 +17,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tests.support.moves import cell_move
 from tests.vllm_adapt.vllm_states import KINDS, Kind, Layer, WholeState, engine_of
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.layout.pages import CellMove
+from vllm_kvpool.layout.pages import SlabMove
 from vllm_kvpool.layout.topology import LayerGroup, Topology, cells_of_rank
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.vllm_adapt.kv_cache_specs.state_specs import (
@@ -101,11 +102,11 @@ class Rank:
             slot[:] = np.frombuffer(store[str(cell.shard)], np.uint8)
             self.copier.scatter([move])
 
-    def _moves(self) -> Iterator[tuple[Any, Any, CellMove]]:
+    def _moves(self) -> Iterator[tuple[Any, Any, SlabMove]]:
         for cell in self.cells:
             slot = np.zeros(cell.payload_bytes(1), np.uint8)
-            heads = (cell.head_start, cell.head_stop)
-            yield cell, slot, CellMove(slot.ctypes.data, 0, LAYERS, *heads, [BLOCK], 0, 0, 1, 0, 1)
+            place = 0, LAYERS, cell.head_start, cell.head_stop
+            yield cell, slot, cell_move(slot.ctypes.data, place, [BLOCK], chunk_tokens=1)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -20,7 +20,7 @@ from vllm_kvpool.cli.common.command import LOG_FORMAT, Command, extra
     show_default=True,
 )
 def router_command(given: str, check: bool, log_level: str) -> None:
-    """One address in front of many engines that share a pool."""
+    """Serve many engines that share a pool at one address."""
     # Here, and not above: other commands do without what the router needs.
     with extra("router"):
         from vllm_kvpool.router.config import load_config, reload_config

@@ -74,7 +74,7 @@ def check_url(url: str) -> None:
 
 
 class Growth:
-    """How samples have grown over an interval; a counter that began anew, by its value."""
+    """Growth of samples over an interval. A counter that was reset has grown by its value."""
 
     def __init__(self, before: Samples, now: Samples, seconds: float) -> None:
         self._seconds = seconds

@@ -36,9 +36,9 @@ class PromptPresence(msgspec.Struct, frozen=True, rename={"num_tokens": "tokens"
     num_tokens: int
     chunk_tokens: int
     usable_tokens: int
-    """Of the beginning that an engine can load: some layers need its last chunks alone."""
+    """Tokens of the beginning that an engine can load: some layers need its last chunks alone."""
     usable_tokens_without_salt: int
-    """Of the same prompt without a salt, if nothing is usable with the salt that was given."""
+    """Usable tokens of the same prompt without a salt, if none is usable with the given salt."""
     cells_by_store: dict[str, int]
     """By the URL of a store, how many cells of the prompt it has."""
     states_after_tokens: dict[str, tuple[int, ...]]
@@ -56,7 +56,7 @@ def read_tokens(text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class PromptNames:
-    """What the cells of a prompt without media or adapter are called."""
+    """Names of the cells of a prompt without media or adapter."""
 
     chunk_tokens: int
     hashes: tuple[bytes, ...]
@@ -64,12 +64,12 @@ class PromptNames:
     names: CellNames
 
     def keys(self) -> list[str]:
-        """All of them, chunk by chunk."""
+        """Return the keys of all cells, chunk by chunk."""
         groups = range(len(self.layer_groups))
         return [key for h in self.hashes for group in groups for key in self.of_chunk(h, group)]
 
     def of_chunk(self, chunk_hash: bytes, group: int) -> Sequence[str]:
-        """Those of one chunk in one layer group."""
+        """Return the keys of one chunk's cells in one layer group."""
         return self.names.of_chunk(chunk_hash, group)
 
     def cells(self) -> PromptCells:
@@ -78,7 +78,7 @@ class PromptNames:
         return PromptCells(key_prefixes, tuple(each.hex() for each in self.hashes))
 
     def covered_tokens(self, exists: Callable[[Sequence[str]], Sequence[bool]]) -> int:
-        """How many an engine whose blocks fit into chunks would find, by its own search."""
+        """Return the tokens that an engine's search would find, if its blocks fit into chunks."""
         search = HitSearch(len(self.hashes), self.layer_groups, self.chunk_tokens, block=1)
         while questions := search.questions():
             keys, ends = self.names.of_questions(questions, self.hashes)
@@ -182,7 +182,7 @@ def _missing(found: PromptPresence) -> Iterator[str]:
 
 
 def _absent(chunk: ChunkPresence, found: PromptPresence) -> str:
-    """What is missing of a chunk, in words; "" if nothing is."""
+    """Return the missing parts of a chunk in words; "" if the chunk is whole."""
     num = len(chunk.missing)
     if not num:
         return ""

@@ -133,8 +133,9 @@ class GrantRecord:
 
 
 class WindowLedger:
-    """All grants and their memory. `ended(grant, now)` is called for each that ends, after its
-    memory.
+    """The grants of a window and their memory.
+
+    `ended(grant, now)` is called for each grant that ends, after its memory is free.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_kvpool.router.control.events import Decode, Prefill
-from vllm_kvpool.router.dataplane.responses import EngineLost
+from vllm_kvpool.router.dataplane.responses import EngineLost, TokenCounts, read_usage
 from vllm_kvpool.router.dataplane.resume.stream_resumer import StreamResumer
 from vllm_kvpool.router.dataplane.sse import Events
 
@@ -38,6 +38,8 @@ class AnswerCall:
     """Tokens that the client had before this call."""
     begins: bool = False
     """True while the first event is in hand, and the controller does not know yet."""
+    counts: TokenCounts = field(default_factory=TokenCounts)
+    """Counts that a stream which is passed on has told so far."""
     is_reported: bool = False
     """True once the controller knows the call's end; the client may still take the rest."""
 
@@ -82,3 +84,27 @@ class AnswerStream:
             if self.resumer.ended:
                 break  # an engine's events after the end of its answer are dropped
         return out, None
+
+
+@dataclass(slots=True, eq=False)
+class PassedStream:
+    """A stream that is passed on as it comes; only its counts are read."""
+
+    call: AnswerCall
+    headers: Mapping[str, str]
+    """Headers of the client's answer."""
+    events: Events | None = field(default_factory=Events)
+    """None once the stream cannot be read."""
+
+    def feed(self, data: bytes) -> None:
+        """Note the counts of the last event that has a usage."""
+        if self.events is None:
+            return
+        try:
+            payloads = self.events.feed(data)
+        except EngineLost:
+            self.events = None
+            return
+        for payload in payloads:
+            if b'"usage"' in payload and (counts := read_usage(payload)).prompt_tokens:
+                self.call.counts = counts

@@ -14,7 +14,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.ops.request_log import Observation
+from vllm_kvpool.router.ops.request_log import Observation, PromptCount
 
 Directive = Prefill | Decode | Refuse
 """An order of the controller to a request's handler."""
@@ -37,8 +37,10 @@ class ControlPlane(Protocol):
     def post(self, event: RequestEvent) -> None:
         """A call to an engine has begun or ended, or the client has gone."""
 
-    def over(self, request_id: RequestId, observed: Sequence[Observation]) -> None:
-        """A request is over; `observed` goes into the histograms."""
+    def over(
+        self, request_id: RequestId, observed: Sequence[Observation], prompt: PromptCount
+    ) -> None:
+        """A request is over; `observed` goes into the histograms, `prompt` into the counters."""
 
     def note_refusal(self, status: int, why: str) -> None:
         """Count a refused request for the log."""

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 from multidict import CIMultiDict
 
 from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS
@@ -33,7 +34,12 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.calls import AnswerCall, AnswerStream, PromptCall
+from vllm_kvpool.router.dataplane.calls import (
+    AnswerCall,
+    AnswerStream,
+    PassedStream,
+    PromptCall,
+)
 from vllm_kvpool.router.dataplane.control_plane import ControlPlane, Directive
 from vllm_kvpool.router.dataplane.headers import (
     EVENT_STREAM,
@@ -54,7 +60,9 @@ from vllm_kvpool.router.dataplane.request_body import (
 from vllm_kvpool.router.dataplane.responses import (
     OK,
     SERVER_ERROR,
+    UNKNOWN,
     EngineLost,
+    PromptDetails,
     TokenCounts,
     call_ended,
     error_event,
@@ -63,7 +71,7 @@ from vllm_kvpool.router.dataplane.responses import (
     read_reply,
     read_usage,
 )
-from vllm_kvpool.router.dataplane.resume.chunks import DONE, with_cached
+from vllm_kvpool.router.dataplane.resume.chunks import DONE, has_other_details, with_details
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
 from vllm_kvpool.router.dataplane.resume.stream_resumer import (
     Finish,
@@ -94,6 +102,10 @@ DETOKENIZE_PATH = "/detokenize"
 DETOKENIZE_TIMEOUT_S = 5.0
 MAX_DETOKENIZERS = 3
 """Engines that are asked, one after the other."""
+PROMPT_GRACE_S = 0.25
+"""Time that a usage waits for the counts of a prompt whose decoder was done before prefill."""
+_MAY_HAVE_COMPUTED = frozenset({Outcome.LOST, Outcome.FAILED})
+"""Outcomes of calls whose engine may have put a part of the prompt into the pool."""
 
 
 class RequestHandler:
@@ -126,8 +138,12 @@ class RequestHandler:
         self._wake = asyncio.Event()
         self._prompt_call: PromptCall | None = None
         """The prompt's call, while it runs."""
-        self._cached_tokens: int | None = None
-        """Cached tokens by the prompt's call: 0 while the call runs, None without such a call."""
+        self._details: PromptDetails | None = None
+        """Details of the prompt by the first engine that had it; None: the one that answers."""
+        self._answer_details = UNKNOWN
+        """Details of the prompt by the engine that answered last."""
+        self._is_part_computed = False
+        """True once an engine may have computed a part of the prompt and has not said how much."""
         self._notices: tuple[str, ...] = ()
         """Endpoints that the prompt's call has answered."""
         self._call: AnswerCall | None = None
@@ -242,6 +258,7 @@ class RequestHandler:
             if not isinstance(call, Refuse):
                 self._call = call
                 self._report(Outcome.CANCELLED)
+        self._log_prompt()
         self._end_prefill(Outcome.CANCELLED)
 
     def _report(self, outcome: Outcome, counts: TokenCounts | None = None) -> None:
@@ -249,8 +266,14 @@ class RequestHandler:
         call, self._call = self._call, None
         assert call is not None
         call.is_reported = True
+        counts = counts or TokenCounts()
+        if self._request.num_sequences == 1:  # else an engine tells the details of one of them
+            self._answer_details = counts.details
+        has_waited = call.directive.expect_tokens and not call.num_payloads
+        if self._details is None and outcome in _MAY_HAVE_COMPUTED and not has_waited:
+            self._note_prompt(outcome, UNKNOWN)
         self._is_over |= outcome in ANSWERED
-        event = call_ended(call.directive, outcome, counts or TokenCounts(), began=call.begins)
+        event = call_ended(call.directive, outcome, counts, began=call.begins)
         now = self._clock()
         if call.begins:
             self.log.decode_has_begun(now)
@@ -284,10 +307,10 @@ class RequestHandler:
 
     def _begin_prefill(self, directive: Prefill) -> None:
         assert self._prompt_call is None, directive
-        self._limit_cached(0)
         self.log.asks(directive, self._clock())
         task = asyncio.get_running_loop().create_task(self._run_prefill(directive))
         self._prompt_call = PromptCall(directive, task)
+        self._set_details(UNKNOWN)
 
     async def _run_prefill(self, directive: Prefill) -> None:
         counts = TokenCounts()
@@ -321,7 +344,7 @@ class RequestHandler:
     def _report_prefill(self, outcome: Outcome, counts: TokenCounts) -> None:
         prompt_call, self._prompt_call = self._prompt_call, None
         assert prompt_call is not None
-        self._limit_cached(counts.cached_tokens if outcome is Outcome.OK else None)
+        self._note_prompt(outcome, counts.details)
         self._notices = counts.notices
         event = call_ended(prompt_call.directive, outcome, counts)
         self.log.call_ended(event, self._clock())
@@ -330,11 +353,39 @@ class RequestHandler:
         if call is not None and call.is_in_one_piece and outcome is Outcome.OK:
             self._post_unseen()
 
-    def _limit_cached(self, most: int | None) -> None:
-        """Bound the number of cached tokens that the client is told."""
-        self._cached_tokens = most
+    def _note_prompt(self, outcome: Outcome, details: PromptDetails) -> None:
+        """Choose the details that the client is told, after a call whose engine had the prompt.
+
+        The details are those of the first engine that had the prompt: later engines find what the
+        first one has computed. Where that engine was lost, the details are unknown.
+        """
+        self._is_part_computed |= outcome in _MAY_HAVE_COMPUTED
+        if self._is_part_computed:
+            self._set_details(UNKNOWN)
+        else:
+            self._set_details(details if outcome is Outcome.OK else None)
+
+    def _set_details(self, details: PromptDetails | None) -> None:
+        self._details = details
+        self._show_details()
+
+    def _show_details(self) -> None:
         if self._resumer is not None:
-            self._resumer.max_cached_tokens = most
+            self._resumer.details = self._details
+            self._resumer.awaits_details = self._prompt_call is not None
+
+    async def _await_details(self) -> None:
+        """Give the prompt's call a moment to end, so that its counts are known."""
+        if self._prompt_call is not None:
+            await asyncio.wait({self._prompt_call.task}, timeout=PROMPT_GRACE_S)
+
+    def _log_prompt(self) -> None:
+        """Log the prompt's tokens, and the cached tokens that the client was told."""
+        details = self._answer_details if self._details is None else self._details
+        self.log.cached_tokens = details.cached_tokens
+        if self._resumer is not None:  # of an answer that its client has not taken to its end
+            tokens = self._resumer.prompt_tokens or 0
+            self.log.prompt_tokens = max(self.log.prompt_tokens, tokens)
 
     # Decode
 
@@ -343,8 +394,7 @@ class RequestHandler:
         self._call = call
         directive = call.directive
         resumer = self._resumer
-        if resumer is not None:
-            resumer.max_cached_tokens = self._cached_tokens
+        self._show_details()
         try:
             if resumer is not None:
                 return await self._attempt(call, partial(self._answer_stream, call, resumer))
@@ -354,6 +404,8 @@ class RequestHandler:
         except NotAssembled as error:
             log.info("%s: asked again without a stream: %s", self.request_id, error)
             self._whole = self._resumer = self._resume = None
+            if self._details is None:
+                self._note_prompt(Outcome.LOST, UNKNOWN)  # the engine has computed the prompt
             if call.begins:
                 self._post_began(call)
             self._request = self._client_request
@@ -443,9 +495,11 @@ class RequestHandler:
         read = read_usage if self._request.is_passed_on else read_reply
         counts = read(answer.body)
         self._report(Outcome.OK, counts)
-        body, most = answer.body, self._cached_tokens
-        if most is not None and counts.cached_tokens > most:
-            body = with_cached(body, most)
+        if counts.details != UNKNOWN:
+            await self._await_details()
+        body, details, is_read = answer.body, self._details, not self._request.is_passed_on
+        if is_read and details is not None and has_other_details(counts.details, details):
+            body = with_details(body, details)
         await self._http.send(answer.status, answer_headers(answer.headers), body)
         return True
 
@@ -461,20 +515,23 @@ class RequestHandler:
             if engine.status != OK:
                 return await self._answer_error(call, await engine.read())
             headers = answer_headers(engine.headers)
-            while not await engine.pump(partial(self._forward, call, headers)):
+            stream = PassedStream(call, headers)
+            while not await engine.pump(partial(self._forward, stream)):
                 await http.drain()
         self._report(Outcome.OK, self._stream_counts(call))
         await http.end(b"", headers)
         return True
 
-    def _forward(self, call: AnswerCall, headers: Mapping[str, str], data: bytes) -> bool:
-        """Send the client bytes of a stream that is not read; False while it takes no more."""
+    def _forward(self, stream: PassedStream, data: bytes) -> bool:
+        """Send the client bytes of a stream as they come; False while it takes no more."""
+        call = stream.call
         if call.is_aborted:
             return True  # as in `_send_on`
         if not call.num_payloads:
             self._post_began(call)
         call.num_payloads += data.count(b"data:") or 1
-        return self._http.put(data, headers)
+        stream.feed(data)
+        return self._http.put(data, stream.headers)
 
     async def _answer_stream(self, call: AnswerCall, resumer: StreamResumer) -> bool:
         resume = self._resume
@@ -502,9 +559,14 @@ class RequestHandler:
                     break
                 await self._http.drain()
             if resumer.ended:
+                self._add_to_whole(resumer.held_usage())
                 if whole is not None and not whole.is_complete:
                     raise NotAssembled("the stream has no usage")
                 self._report(Outcome.OK, self._stream_counts(call))
+                if resumer.holds_usage:
+                    await self._await_details()
+                    stream.last[:0] = resumer.held_usage()
+                    self._add_to_whole(stream.last)
                 await self._end(stream.last, headers)
                 engine.finish()
                 return True
@@ -521,9 +583,7 @@ class RequestHandler:
         out, lost = stream.feed(data)
         if call.begins and not resumer.ended:
             self._post_began(call)
-        if whole is not None:
-            for payload in out:
-                whole.add(payload)
+        self._add_to_whole(out)
         if resumer.ended:
             stream.last.extend(out)
             return False
@@ -536,6 +596,11 @@ class RequestHandler:
         if lost is not None:
             raise lost
         return goes_on
+
+    def _add_to_whole(self, payloads: Sequence[bytes]) -> None:
+        if self._whole is not None:
+            for payload in payloads:
+                self._whole.add(payload)
 
     async def _end(
         self, payloads: Sequence[bytes], headers: Mapping[str, str] | None = None
@@ -550,16 +615,20 @@ class RequestHandler:
     def _stream_counts(self, call: AnswerCall) -> TokenCounts:
         """Return the tokens that the call's stream has brought."""
         if self._request.is_passed_on:
-            return TokenCounts(output_tokens=call.num_payloads)  # mostly one token each
+            # Before the usage at the stream's end: mostly one token each.
+            tokens = call.counts.output_tokens or call.num_payloads
+            return msgspec.structs.replace(call.counts, output_tokens=tokens)
         if self._resumer is None:
             return TokenCounts()
         prompt_tokens = self._resumer.prompt_tokens or 0
+        details = self._resumer.engine_details
         if not self._request.trackable:
             # Without a usage: mostly one token each; the last one is the end.
             counted = self._resumer.output_tokens
             tokens = max(0, call.num_payloads - 1) if counted is None else counted
-            return TokenCounts(prompt_tokens, tokens)
-        return TokenCounts(prompt_tokens, self._resumer.answer.num_delivered - call.num_delivered)
+            return TokenCounts(prompt_tokens, tokens, details)
+        tokens = self._resumer.answer.num_delivered - call.num_delivered
+        return TokenCounts(prompt_tokens, tokens, details)
 
     async def _answer_error(self, call: AnswerCall, answer: EngineResponse) -> bool:
         """An engine has refused the request, or has failed with it, and says so."""

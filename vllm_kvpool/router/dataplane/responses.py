@@ -44,12 +44,28 @@ def error_event(status: int, body: bytes, path: str) -> bytes:
         return error_body(status, f"The engine refuses: {why}", path)
 
 
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+"""Tokens that an engine counts. Nothing else is added to what the router counts."""
+
+
+class PromptDetails(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """vLLM's `prompt_tokens_details`: the two counts that depend on the engine. None: unknown."""
+
+    cached_tokens: Count | None = None
+    """Prompt tokens found in the engine's prefix cache or in the pool."""
+    created_cache_tokens: Count | None = None
+    """Prompt tokens computed and written to the engine's prefix cache."""
+
+
+UNKNOWN = PromptDetails()
+
+
 class TokenCounts(msgspec.Struct, frozen=True, gc=False):
     """Token counts of an answer."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
-    cached_tokens: int = 0
+    details: PromptDetails = UNKNOWN
     saved_tokens: int = 0
     notices: tuple[str, ...] = ()
     """Endpoints at which the engine tells what it has stored of the prompt."""
@@ -74,16 +90,8 @@ def call_ended(
         outcome=outcome,
         prompt_tokens=counts.prompt_tokens,
         saved_tokens=counts.saved_tokens,
-        cached_tokens=counts.cached_tokens,
+        cached_tokens=counts.details.cached_tokens or 0,
     )
-
-
-Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
-"""Tokens that an engine counts. Nothing else is added to what the router counts."""
-
-
-class PromptDetails(msgspec.Struct):
-    cached_tokens: Count | None = None
 
 
 class CompletionDetails(msgspec.Struct):
@@ -121,13 +129,27 @@ class _Body(msgspec.Struct):
     kv_transfer_params: _Transfer | None = None
 
 
+class _InputDetails(msgspec.Struct):
+    cached_tokens: Count | None = None
+
+
 class _OtherUsage(msgspec.Struct):
+    """A usage of /v1/responses, or of /v1/messages: only the latter's cache counts are apart."""
+
     input_tokens: Count = 0
     output_tokens: Count = 0
+    input_tokens_details: _InputDetails | None = None
+    cache_read_input_tokens: Count | None = None
+    cache_creation_input_tokens: Count | None = None
 
 
 class _OtherBody(msgspec.Struct):
     usage: _OtherUsage | None = None
+
+
+class _OtherEvent(_OtherBody):
+    response: _OtherBody | None = None
+    message: _OtherBody | None = None
 
 
 class _Detokenized(msgspec.Struct):
@@ -145,24 +167,37 @@ def read_reply(body: bytes) -> TokenCounts:
     except UNREADABLE as error:
         raise EngineLost(f"answers what is not its JSON: {error}") from None
     usage, transfer = reply.usage or Usage(), reply.kv_transfer_params
-    details = usage.prompt_tokens_details
     saved = (transfer.kvpool if transfer else None) or _Saved()
     return TokenCounts(
         prompt_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens or 0,
-        cached_tokens=(details.cached_tokens or 0) if details else 0,
+        details=usage.prompt_tokens_details or UNKNOWN,
         saved_tokens=saved.tokens,
         notices=saved.notices,
     )
 
 
 def read_usage(body: bytes) -> TokenCounts:
-    """The counts of an answer of /v1/responses or /v1/messages; zero where there are none."""
+    """Return the counts of /v1/responses or /v1/messages; zero where there are none.
+
+    `body` is an answer in one piece, or an event of a stream.
+    """
     try:
-        usage = msgspec.json.decode(body, type=_OtherBody).usage or _OtherUsage()
+        event = msgspec.json.decode(body, type=_OtherEvent)
     except UNREADABLE:
         return TokenCounts()
-    return TokenCounts(usage.input_tokens, usage.output_tokens)
+    told = (each.usage for each in (event, event.response, event.message) if each is not None)
+    usage = next((each for each in told if each is not None), _OtherUsage())
+    details, cached = usage.input_tokens_details, usage.cache_read_input_tokens
+    if details is not None:
+        cached = details.cached_tokens
+    # In /v1/messages, `input_tokens` are those that were neither found nor created.
+    apart = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    return TokenCounts(
+        prompt_tokens=usage.input_tokens + apart,
+        output_tokens=usage.output_tokens,
+        details=PromptDetails(cached_tokens=cached),
+    )
 
 
 def read_detokenized(body: bytes) -> str:

@@ -14,13 +14,13 @@ from itertools import accumulate
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from vllm_kvpool.metrics import SECONDS, MetricKind
+from vllm_kvpool.metrics import SECONDS, MetricKind, NameLabels
 from vllm_kvpool.metrics import Metric as Row
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import REFUSALS, Mode
 from vllm_kvpool.router.control.handovers import ExpectedPrompts
 from vllm_kvpool.router.control.states import BROKEN, State
-from vllm_kvpool.router.ops.request_log import Observation
+from vllm_kvpool.router.ops.request_log import Observation, PromptCount
 from vllm_kvpool.router.ops.snapshot import (
     OUTCOMES,
     RatesView,
@@ -48,6 +48,12 @@ ROUTER_METRICS = {
             _C,
             ("outcome",),
             "Prompts handed over, by whether the decoding engine found them in the pool.",
+        ),
+        Row(
+            "prompt_tokens",
+            _C,
+            ("tenant", "source"),
+            "Prompt tokens of requests, by tenant and by whether an engine computed them.",
         ),
         Row("resumes", _C, (), "Requests that went on at another replica after a failure."),
         Row("steals", _C, (), "Requests taken over from a replica that was loading."),
@@ -159,37 +165,54 @@ class Telemetry:
             for row in ROUTER_METRICS.values()
             if row.kind is MetricKind.HISTOGRAM
         }
+        self._tenants = NameLabels()
+        self._prompt_tokens: Counter[tuple[str, str]] = Counter()
+        """Prompt tokens by tenant's label and source."""
         self._last: dict[bool, tuple[float, bytes]] = {}
 
     def observe(self, observation: Observation) -> None:
         """Add a value to a histogram."""
         self._histograms[observation.name].observe(observation.replica, observation.seconds)
 
-    def expose(self, *, with_replicas: bool = True) -> tuple[str, bytes]:
-        """Content type and body: all metrics, or those that name no replica, as every reader knows
-        them."""
+    def count_prompt(self, prompt: PromptCount) -> None:
+        """Add a request's prompt tokens to its tenant's counters."""
+        if not prompt.tokens:
+            return
+        tenant = self._tenants.of(prompt.tenant)
+        if prompt.cached_tokens is None:
+            self._prompt_tokens[tenant, "unknown"] += prompt.tokens
+            return
+        cached = min(prompt.cached_tokens, prompt.tokens)
+        self._prompt_tokens[tenant, "cached"] += cached
+        self._prompt_tokens[tenant, "computed"] += prompt.tokens - cached
+
+    def expose(self, *, with_names: bool = True) -> tuple[str, bytes]:
+        """Content type and body: all metrics, or those that name no replica and no tenant."""
         now = self._clock()
-        at, body = self._last.get(with_replicas, (float("-inf"), b""))
+        at, body = self._last.get(with_names, (float("-inf"), b""))
         if now - at >= self._max_age_s:
-            body = self._text(now, with_replicas)
-            self._last[with_replicas] = now, body
+            body = self._text(now, with_names)
+            self._last[with_names] = now, body
         return CONTENT_TYPE_PLAIN_0_0_4, body
 
-    def _text(self, now: float, with_replicas: bool) -> bytes:
+    def _text(self, now: float, with_names: bool) -> bytes:
         view = state_of(self._controller, now)
         values = _values(view) | {"transitions": list(transition_counts(self._controller))}
         lines: list[str] = []
         for name, samples in values.items():
             lines += _head(name)
             lines += (_line(name, labels, value) for labels, value in samples)
-        if with_replicas:
+        if with_names:
+            lines += _head("prompt_tokens")
+            for labels, tokens in self._prompt_tokens.items():
+                lines.append(_line("prompt_tokens", labels, tokens))
             for name, read in _PER_REPLICA.items():
                 lines += _head(name)
                 for each in view.replicas:
                     lines += (_line(name, (each.id, *more), value) for more, value in read(each))
         replica_ids = {each.id for each in view.replicas}
         for histogram in self._histograms.values():
-            if with_replicas or not histogram.is_labelled:
+            if with_names or not histogram.is_labelled:
                 lines += histogram.lines(replica_ids)
         return ("\n".join(lines) + "\n").encode()
 

@@ -21,6 +21,16 @@ class Observation(msgspec.Struct, frozen=True, gc=False):
     replica: str = ""
 
 
+class PromptCount(msgspec.Struct, frozen=True, gc=False):
+    """Prompt tokens of a request for the tenant's counters (`ROUTER_METRICS`)."""
+
+    tenant: str
+    """Empty without keys."""
+    tokens: int
+    cached_tokens: int | None
+    """Tokens that no engine computed for the request; None if no engine has said so."""
+
+
 @dataclass(slots=True)
 class RequestLog:
     """The log of one request."""
@@ -40,6 +50,8 @@ class RequestLog:
     decode_began: float | None = None
     """When the engine that answers now has brought its first token."""
     prompt_tokens: int = 0
+    cached_tokens: int | None = None
+    """Prompt tokens found in a cache or the pool, as the client is told; None: unknown."""
     output_tokens: int = 0
     observed: list[Observation] = field(default_factory=list)
 

@@ -416,8 +416,10 @@ class Rows:
         return number_in(self.db.execute(query, (name,)).fetchone())
 
     def owners_by_use(self, owner: int, nbytes: int) -> list[int]:
-        """All who have chunks, the one with the most bytes first; `owner` is about to have
-        `nbytes` more."""
+        """Return all owners of chunks, the one with the most bytes first.
+
+        `owner` is about to have `nbytes` more.
+        """
         used: Counter[int] = Counter(self._owned_bytes)
         for chunk in self._by_id.values():
             used[chunk.owner] += chunk.charged_bytes

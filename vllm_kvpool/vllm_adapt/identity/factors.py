@@ -1,4 +1,4 @@
-"""What of vLLM's configuration and environment changes the values that an engine computes.
+"""Parts of vLLM's configuration and environment that change the values that an engine computes.
 
 Every field of every configuration object counts, and every environment variable of vLLM that is
 set, except those that a table leaves out with a reason. So a new release of vLLM can cost hits,
@@ -464,7 +464,7 @@ def _overrides(value: Any, vllm_config: "VllmConfig") -> Any:
 
 
 def _cache_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
-    """One name of each type. Layers' rows count besides, by their types.
+    """Return one name for each type of KV cache. Layers' rows count besides, by their types.
 
     vLLM calls FP8 "fp8_e4m3" where a checkpoint asks for it, and "fp8" or so where the user does.
     Of sparse attention the rows say which form it is: an attention backend chooses it where the

@@ -175,7 +175,7 @@ class Identity(NamedTuple):
 
 
 UNNAMED = Identity(Namespace(""), {})
-"""What a rank has before the scheduler sends it the namespace."""
+"""A rank's identity before the scheduler sends it the namespace."""
 
 
 def engine_namespace(
@@ -223,7 +223,7 @@ def engine_namespace(
 def drafter_identity(
     vllm_config: "VllmConfig", specs: Sequence[Any], layer_groups: Sequence[LayerGroup]
 ) -> str:
-    """What tells a drafter from others of the same model, in hexadecimal; "" without layer groups.
+    """Return a drafter's identity among those of the same model, in hexadecimal; "" without layers.
 
     `specs`: vLLM's, of each layer group. What the model itself decides is in the namespace. Reads
     the drafter's files; raises OSError.
@@ -260,7 +260,7 @@ def drafter_identity(
 def model_values(
     vllm_config: "VllmConfig", weights_id: str, namespace: str, left_out: Table
 ) -> dict[str, Any]:
-    """What decides the values that a model computes: weights, files, configuration, environment.
+    """Return all that decides a model's values: weights, files, configuration, environment.
 
     An engine with a value that cannot be compared shares with no other; a warning says so. Raises
     OSError.
@@ -305,7 +305,7 @@ def model_values(
 
 
 def _name_of_engine(vllm_config: "VllmConfig") -> list[str]:
-    """What no other engine has; the first is equal in engines with data parallelism."""
+    """Return this engine's name: a part that data-parallel ranks share, and the rank's own."""
     transfer = vllm_config.kv_transfer_config or vllm_config.ec_transfer_config
     return [vllm_config.instance_id, transfer.engine_id if transfer else ""]
 
@@ -431,7 +431,7 @@ def _remote_code(model: Any, read: Any) -> dict[str, Any]:
 
 
 def _json(path: Path) -> Any:
-    """What a file says; None if it is no JSON. Raises OSError."""
+    """Return a file's JSON; None if it has none. Raises OSError."""
     try:
         return json.loads(path.read_bytes())
     except UNREADABLE:
@@ -474,7 +474,7 @@ def _content_of(path: Path) -> Any:
 
 
 def _media_of_tokenizer(model: Any) -> Any:
-    """What a tokenizer of Mistral's form says of images and audio."""
+    """Return the options about images and audio in a tokenizer of Mistral's form."""
     if model.multimodal_config is None or model.tokenizer_mode == "hf" or not model.tokenizer:
         return None
     directory = local_directory(str(model.tokenizer), model.tokenizer_revision)
@@ -553,7 +553,7 @@ def weights_identity(vllm_config: "VllmConfig", model: Any = None) -> str:
 
 
 def _random_weights(vllm_config: "VllmConfig") -> str:
-    """What decides random weights: each rank draws its part of a tensor by its size alone."""
+    """Return all that decides random weights: each rank draws its part of a tensor by size."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     tp = parallel.tensor_parallel_size
     logger.warning(

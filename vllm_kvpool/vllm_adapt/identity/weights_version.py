@@ -186,7 +186,7 @@ _cache_watchers: "WeakKeyDictionary[CacheWatcher, Any]" = WeakKeyDictionary()
 _watchers: "WeakKeyDictionary[Watcher, Model]" = WeakKeyDictionary()
 _slept: "WeakSet[Any]" = WeakSet()  # engines that were told to sleep, at any time
 _reloaded: "WeakKeyDictionary[Any, WeightSources | None]" = WeakKeyDictionary()
-"""Where an engine's weights come from since a reload; None: not known."""
+"""Sources of engines' weights since a reload; None: not known."""
 _adapters: dict[tuple[int, str], tuple[FileState, ...]] = {}
 """By id and path: the state of the files of adapters that an engine loaded before any request."""
 _num_pauses = 0
@@ -212,7 +212,7 @@ def watch_adapters(watcher: AdapterWatcher, config: Any) -> None:
 
 
 def adapter_as_loaded(adapter_id: int, path: str) -> tuple[FileState, ...] | None:
-    """What `adapter_stamp` said when an engine was told to load an adapter; None if it was not."""
+    """Return `adapter_stamp` from when an engine was told to load an adapter, or None."""
     return _adapters.get((adapter_id, path))
 
 
@@ -358,7 +358,7 @@ def _sources_of_reload(
     is_checkpoint_format: bool = True,
     **rest: Any,
 ) -> WeightSources | None:
-    """All that a reload reads; None if that is not known."""
+    """Return the sources that a reload reads; None if they are not known."""
     if weights_iterator is not None:
         return None
     config = core.vllm_config.model_config

@@ -155,7 +155,7 @@ def _derived(vllm_config: "VllmConfig", latents: Any, first: Any, name: str) -> 
 
 
 def _ratio(text: Any, name: str) -> int:
-    """How many tokens a latent of this layer is made of."""
+    """Return the number of tokens in a latent of this layer."""
     ratios = list(getattr(text, "compress_ratios", None) or ())
     layer = next((int(part) for part in name.split(".") if part.isdecimal()), len(ratios))
     if layer >= len(ratios):

@@ -108,7 +108,7 @@ class RankLayerGroup:
 
     @property
     def row_bytes(self) -> int:
-        """Of one token and head, or of a state's unit, in one layer."""
+        """Bytes of one token and head, or of a state's unit, in one layer."""
         return self.state.row_bytes if self.state is not None else compat.row_bytes(self.spec)
 
     @property
@@ -215,7 +215,7 @@ def _told_apart(layer_groups: Sequence[RankLayerGroup]) -> Iterator[RankLayerGro
 
 
 def form_of(spec: Any) -> tuple[object, ...]:
-    """What the layers of a group have in common."""
+    """Return the common form of a group's layers."""
     if isinstance(spec, MambaSpec):
         return (type(spec), spec.mamba_type, spec.shapes, spec.dtypes, spec.tp_replicated)
     return (
@@ -421,7 +421,7 @@ def is_own_layer(name: str, total_layers: int) -> bool:
 
 
 def place_of(name: str) -> tuple[int, ...]:
-    """Where a layer stands in its model: its number, and the attention's where it has several."""
+    """Return a layer's place in its model: its number, and its attention's if it has several."""
     place = tuple(int(part) for part in name.split(".") if part.isdecimal())
     if not place:
         raise ConfigError(f"layer {name!r} of this model has no number, so it cannot be shared")
@@ -479,8 +479,10 @@ def shared_layer_groups(
 
 
 def _tail_tokens(layer_group: RankLayerGroup, config: KVPoolConfig) -> int:
-    """How many tokens of a chunk's end its cells hold; 0: all. ConfigError if hits may end within
-    a chunk."""
+    """Return the number of tokens of a chunk's end that cells hold; 0: all.
+
+    Raises ConfigError if hits may end within a chunk.
+    """
     spec = layer_group.spec
     if not deepseek_v4.keeps_ends(spec) or spec.sliding_window >= config.chunk_tokens:
         return 0
@@ -558,7 +560,7 @@ def _numbers_of_heads(vllm_config: "VllmConfig") -> Iterator[int]:
 
 
 def _named_heads(values: Mapping[str, Any], num_query_heads: int) -> Iterator[int]:
-    """All numbers of KV heads in a model's configuration."""
+    """Yield all numbers of KV heads in a model's configuration."""
     for name, value in values.items():
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, Mapping):
@@ -578,7 +580,7 @@ _Stages = tuple[tuple[int, int], ...]
 def _layers_and_stages(
     vllm_config: "VllmConfig", layer_groups: Sequence[RankLayerGroup]
 ) -> list[tuple[_Layers, _Stages]]:
-    """Of each group, the layers of all pipeline ranks, and which of them each rank has.
+    """Return each group's layers over all pipeline ranks, and those of each rank.
 
     The scheduler knows one stage's layers, so the others' are derived; every rank checks its own
     (`engine_config.layer_pages`).

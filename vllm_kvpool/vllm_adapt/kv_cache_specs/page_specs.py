@@ -1,4 +1,4 @@
-"""Which of vLLM's page contents can be cut into rows, one for each token, head and layer.
+"""vLLM's page contents that can be cut into rows, one for each token, head and layer.
 
 A row must be complete: no scale of it may lie with other tokens or heads, since those are stored,
 evicted and loaded apart. Layouts of a backend's own are accepted by name only, because a size does
@@ -12,12 +12,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout import page_formats
-from vllm_kvpool.layout.pages import CellMove, LayerPages
+from vllm_kvpool.layout.pages import LayerPages, SlabMove
 from vllm_kvpool.vllm_adapt import compat
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ def form_written_by(
     stored: torch.dtype,
     value_type: torch.dtype,
 ) -> page_formats.CpuForm | None:
-    """Which known form `write` gives a block of one head; None if it is another.
+    """Return the known form that `write` gives a block of one head; None if it is another.
 
     `write(k_thd, v_thd, halves)` puts rows into the two halves of the pages. A kernel is tried, as
     its name does not say: "neon" packs bfloat16 only in builds for ARM with matrix instructions.
@@ -261,7 +262,8 @@ def form_written_by(
     write(k_thd, v_thd, pages_bhnc.view(1, 1, 2 * block, dim).chunk(2, dim=2))
     wanted = torch.cat([k_thd, v_thd], dim=-1).to(value_type).view(torch.uint8).flatten()
     found = torch.empty_like(wanted)
-    move = CellMove(found.data_ptr(), 0, 1, 0, 1, [0], 0, 0, block, 0, block)
+    address, place = np.array([found.data_ptr()]), np.array([(0, 1, 0, 1)])
+    move = SlabMove(address, place, [0], 0, 0, block, 0, block)
     for form in page_formats.CPU_FORMS:
         if not form.fits(block, dim, dim, stored.itemsize):
             continue

@@ -98,7 +98,7 @@ def _kind(spec: Any) -> _StateKind:
 
 
 def state_form(spec: Any, vllm_config: "VllmConfig") -> StateForm:
-    """What a unit has of a layer's state; the same in all engines of the model.
+    """Return a unit's part of a layer's state; the same in all engines of the model.
 
     `spec` is vLLM's `MambaSpec`, of one rank. ConfigError for what cannot be cut into units.
     """
@@ -130,7 +130,7 @@ def state_form(spec: Any, vllm_config: "VllmConfig") -> StateForm:
 
 
 def _recurrent_shape(spec: Any) -> tuple[int, ...]:
-    """Of a rank's recurrent state, head by head; () if there is none."""
+    """Return the shape of a rank's recurrent state, head by head; () if there is none."""
     return tuple(spec.shapes[-1]) if _kind(spec).has_recurrent else ()
 
 
@@ -218,7 +218,7 @@ def _dim_first() -> bool:
 
 
 def content_of(spec: Any, form: StateForm) -> dict[str, Any]:
-    """What makes the bytes of a state, for the namespace."""
+    """Return all that makes the bytes of a state, for the namespace."""
     return {
         "state": kind_of(spec),
         "dtypes": [str(dtype) for dtype in spec.dtypes],

@@ -14,7 +14,13 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from vllm_kvpool.parsing import UNREADABLE
-from vllm_kvpool.router.dataplane.responses import Count, EngineLost, Usage
+from vllm_kvpool.router.dataplane.responses import (
+    UNKNOWN,
+    Count,
+    EngineLost,
+    PromptDetails,
+    Usage,
+)
 
 DONE = b"[DONE]"
 IDS, PROMPT_IDS = b'"token_ids"', b'"prompt_token_ids"'
@@ -144,12 +150,16 @@ def end_chunk(head: bytes, is_chat: bool, text: str, ids: list[int] | None) -> b
     return _chunk(head, [choice], {})
 
 
-def usage_chunk(head: bytes, prompt_tokens: int, completion_tokens: int) -> bytes:
-    usage = {
+def usage_chunk(
+    head: bytes, prompt_tokens: int, completion_tokens: int, details: PromptDetails
+) -> bytes:
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "completion_tokens": completion_tokens,
     }
+    if details != UNKNOWN:
+        usage["prompt_tokens_details"] = details
     return _chunk(head, [], {"usage": usage})
 
 
@@ -179,27 +189,33 @@ class Patch:
     """Characters that `text_offset` has counted before."""
     prompt_tokens: int = 0
     """Of the client's prompt."""
-    max_cached_tokens: int | None = None
-    """Of the client's prompt, what was cached before a prefill replica computed it."""
+    details: PromptDetails | None = None
+    """Details of the client's prompt; None: as its engine says."""
 
 
-def has_more_cached(usage: Usage | None, most: int | None) -> bool:
-    """Return True if a usage counts more cached tokens than so many; None is no limit."""
-    details = usage.prompt_tokens_details if usage is not None else None
-    return most is not None and details is not None and (details.cached_tokens or 0) > most
+def has_other_details(told: PromptDetails | None, details: PromptDetails) -> bool:
+    """Return True if `with_details` changes a usage whose engine has told these details."""
+    return told is not None and (
+        told.cached_tokens not in (None, details.cached_tokens)
+        or told.created_cache_tokens not in (None, details.created_cache_tokens)
+    )
 
 
-def with_cached(payload: bytes, most: int) -> bytes:
-    """A chunk or whole answer whose usage counts at most so many cached tokens."""
+def with_details(payload: bytes, details: PromptDetails) -> bytes:
+    """Return a chunk or whole answer whose usage has these details of the prompt.
+
+    A count that the engine does not tell is not added. A count that is unknown becomes null.
+    """
     body: dict[str, Any] = msgspec.json.decode(payload)
-    _limit_cached(body["usage"], most)
+    _set_details(body["usage"], details)
     return msgspec.json.encode(body)
 
 
-def _limit_cached(usage: dict[str, Any], most: int) -> None:
-    details = usage.get("prompt_tokens_details") or {}
-    if details.get("cached_tokens"):
-        details["cached_tokens"] = min(details["cached_tokens"], most)
+def _set_details(usage: dict[str, Any], details: PromptDetails) -> None:
+    told = usage.get("prompt_tokens_details") or {}
+    for name, count in msgspec.structs.asdict(details).items():
+        if told.get(name) is not None:
+            told[name] = count
 
 
 def with_head(payload: bytes, own: bytes, head: bytes) -> bytes:
@@ -245,14 +261,13 @@ def _patch_choice(choice: dict[str, Any], patch: Patch) -> None:
 
 
 def _patch_usage(usage: dict[str, Any], patch: Patch) -> None:
-    if patch.max_cached_tokens is not None:
-        _limit_cached(usage, patch.max_cached_tokens)
+    if patch.details is not None:
+        _set_details(usage, patch.details)
     if not patch.earlier_tokens:
         return
     usage["prompt_tokens"] = patch.prompt_tokens
     usage["completion_tokens"] = (usage.get("completion_tokens") or 0) + patch.earlier_tokens
     usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
-    _limit_cached(usage, patch.prompt_tokens)
     details = usage.get("completion_tokens_details") or {}
     if "reasoning_tokens" in details:
         details["reasoning_tokens"] += patch.earlier_reasoning_tokens

@@ -15,7 +15,14 @@ from vllm_kvpool.router.dataplane.request_body import (
     error_body,
     scalar_of,
 )
-from vllm_kvpool.router.dataplane.responses import BAD_REQUEST, SERVER_ERROR, EngineLost, Usage
+from vllm_kvpool.router.dataplane.responses import (
+    BAD_REQUEST,
+    SERVER_ERROR,
+    UNKNOWN,
+    EngineLost,
+    PromptDetails,
+    Usage,
+)
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, Overlap, ResumePoint
 from vllm_kvpool.router.dataplane.resume.chunks import (
     DONE,
@@ -27,7 +34,7 @@ from vllm_kvpool.router.dataplane.resume.chunks import (
     Patch,
     Piece,
     end_chunk,
-    has_more_cached,
+    has_other_details,
     head_of,
     is_only_for_ids,
     is_something,
@@ -38,7 +45,7 @@ from vllm_kvpool.router.dataplane.resume.chunks import (
     read,
     text_ends,
     usage_chunk,
-    with_cached,
+    with_details,
     with_head,
 )
 from vllm_kvpool.router.dataplane.resume.policy import (
@@ -151,8 +158,12 @@ class StreamResumer:
         self.num_resumes = 0
         self.ended = False
         """True once the client has been given all of the answer, `[DONE]` included."""
-        self.max_cached_tokens: int | None = None
-        """Of the prompt, what was cached before a prefill replica computed it; None: no limit."""
+        self.details: PromptDetails | None = None
+        """Details of the prompt that the client is told; None: as the present engine says."""
+        self.awaits_details = False
+        """True while the engine that computes the prompt has not told its details: a usage with
+        details is held back for `held_usage`."""
+        self._late_usage: tuple[bytes, Chunk] | None = None
         self._request = request
         self._is_chat = request.api_path is ApiPath.CHAT
         asks_ids, logprobs = request.asks_token_ids, request.value("logprobs")
@@ -195,6 +206,21 @@ class StreamResumer:
         """Of all choices together, as the stream's usage says; None before it came."""
         return self._usage.completion_tokens if self._usage is not None else None
 
+    @property
+    def engine_details(self) -> PromptDetails:
+        """Details of the prompt as the present engine's usage says."""
+        details = self._usage.prompt_tokens_details if self._usage is not None else None
+        return details or UNKNOWN
+
+    @property
+    def holds_usage(self) -> bool:
+        """True if the stream's usage is held back."""
+        return self._late_usage is not None
+
+    def held_usage(self) -> list[bytes]:
+        """Return the usage that was held back, with the details as they are known now."""
+        return [] if self._late_usage is None else [self._outgoing(*self._late_usage)]
+
     def feed(self, payload: bytes) -> list[bytes]:
         """Return the client's payloads for one payload of the engine. Raises EngineLost."""
         assert not self.ended
@@ -219,11 +245,13 @@ class StreamResumer:
                 raise EngineLost("the engine has aborted the request")
             if self._may_be_given_back and bytes(choice.stop_reason) == _RECOMPUTED_JSON:
                 raise EngineLost("the engine has given the request back for want of blocks")
+        if self.awaits_details and not chunk.choices and self.engine_details != UNKNOWN:
+            self._late_usage = payload, chunk
+            return []
         if self._num_choices > 1:
             self._num_finished += sum(bool(each.finish_reason) for each in chunk.choices)
-            most = self.max_cached_tokens
-            if most is not None and has_more_cached(chunk.usage, most):
-                payload = with_cached(payload, most)
+            if self.details is not None and self._tells_other_details(chunk):
+                payload = with_details(payload, self.details)
             return self._tell(payload)
         if not self.answer.prompt_ids or self._stream.sent_ids:
             self._see_prompt(chunk)
@@ -399,7 +427,7 @@ class StreamResumer:
         stream = self._stream
         num_earlier = stream.start.num_tokens
         counts_on = bool(num_earlier) and (chunk.usage is not None or self._counts_chars)
-        counts_on |= has_more_cached(chunk.usage, self.max_cached_tokens)
+        counts_on |= self._tells_other_details(chunk)
         if pieces is not None or skipped or counts_on:
             patch = Patch(
                 head=self._head,
@@ -409,7 +437,7 @@ class StreamResumer:
                 earlier_reasoning_tokens=stream.earlier_reasoning_tokens,
                 earlier_chars=stream.earlier_chars,
                 prompt_tokens=self.prompt_tokens or 0,
-                max_cached_tokens=self.max_cached_tokens,
+                details=self.details,
             )
             payload = patched(payload, patch)
         elif stream.head != self._head:
@@ -419,6 +447,11 @@ class StreamResumer:
         if self._hides_ids or stream.goes_on:
             payload = nulled(payload, PROMPT_IDS)
         return payload
+
+    def _tells_other_details(self, chunk: Chunk) -> bool:
+        if chunk.usage is None or self.details is None:
+            return False
+        return has_other_details(chunk.usage.prompt_tokens_details, self.details)
 
     def _diverged(self, how: str) -> EngineLost:
         self._restart.failed(self._stream.mode)
@@ -468,11 +501,14 @@ class StreamResumer:
         if pending_text is not None:
             ids: list[int] | None = [] if request.asks_token_ids else None
             payloads.append(end_chunk(self._head, self._is_chat, pending_text, ids))
+        payloads += self.held_usage()
         options = request.members("stream_options")
         asks_usage = "include_usage" in options and bool(scalar_of(options["include_usage"]))
-        has_usage = self._has_usage or self._has_error or not asks_usage
+        has_usage = self._has_usage or self.holds_usage or self._has_error or not asks_usage
         if not has_usage and answer.has_ids and (prompt_tokens := self.prompt_tokens) is not None:
-            payloads.append(usage_chunk(self._head, prompt_tokens, self._stream.num_tokens))
+            details = self.details or UNKNOWN
+            chunk = usage_chunk(self._head, prompt_tokens, self._stream.num_tokens, details)
+            payloads.append(chunk)
         self.ended = True
         return Finish((*payloads, DONE))
 
