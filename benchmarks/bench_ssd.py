@@ -42,7 +42,7 @@ from tests.support.store_contract import key_of, new_namespace
 from vllm_kvpool.sides import BATCH_BYTES
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.storage.file.format import file_bytes
 from vllm_kvpool.storage.file.io import RING_DEPTH
@@ -103,7 +103,8 @@ class Cells:
         self._namespace = new_namespace()
         self._num_keys = 0
         self._arena = Arena((count + 8) * (cell_bytes + 4096), cell_bytes)
-        self.buffers = [self._arena.buffer(Slot(i), cell_bytes) for i in range(count)]
+        slots = [Slot(i) for i in range(count)]
+        self.buffers = self._arena.buffers(slots, [cell_bytes] * count)
 
     def fresh_keys(self) -> list[str]:
         self._num_keys += self.count
@@ -229,7 +230,7 @@ def time_opening(root: Path, count: int) -> float:
     """Seconds from opening a store of so many objects to its first hit."""
     namespace = new_namespace()
     memory = Arena(1 << 20, 4096)
-    buffer: Buffer = memory.buffer(Slot(0), 100)
+    [buffer] = memory.buffers([Slot(0)], [100])
     keys = [key_of(namespace, i) for i in range(count)]
     store = FileStore(str(root), STORE_BYTES)
     for i in range(0, count, 500):

@@ -128,7 +128,7 @@ class KVPoolConfig:
     notice_listen: str = ""
     """ZMQ endpoint (`tcp://host:port`) at which the first rank tells other engines how far the
     prompts of hand-overs are stored; other ranks use the ports after it. Empty: the host's own
-    address with a free port. `off`: other engines are told nothing."""
+    address with a free port. `off`: no endpoint; other engines ask the stores instead."""
     allowed_peers: tuple[str, ...] = ()
     """Hosts that hand prompts over to this engine, or take them over, beside this machine:
     addresses, blocks of them (`10.42.0.0/16`) or names, with ports or without. No other host is

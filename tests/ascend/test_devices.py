@@ -48,7 +48,7 @@ def test_the_arena_begins_and_ends_where_transfers_want_it(
     assert arena.whole.address % alignment == 0
     assert arena.whole.nbytes % alignment == 0
     assert npu.knows(arena.whole.address, arena.whole.nbytes) is from_runtime
-    last = arena.buffer(Slot(arena.num_slots - 1), arena.slot_bytes)
+    last = arena.buffers([Slot(arena.num_slots - 1)], [arena.slot_bytes])[0]
     last.view[:] = b"\7" * arena.slot_bytes
     where = np.frombuffer(arena.whole.view, np.uint8)
     assert last.address + last.nbytes <= arena.whole.address + arena.whole.nbytes

@@ -81,7 +81,7 @@ with torch.npu.stream(side):
 
 
 def test_memory_that_another_stream_uses_may_be_let_go() -> None:
-    """The sampler of 0.26.0rc1 draws numbers on a stream of its own, and reads them on another."""
+    """The sampler of vllm-ascend 0.26.0rc1 draws on one stream and reads on another."""
     side = npu().Stream()
     with npu().stream(side):
         drawn = torch.full((8,), 2.0, device="npu")

@@ -172,7 +172,8 @@ COUNTED: dict[str, tuple[str, Body, str]] = {
         for name, (path, body) in PASSED_ON.items()
     },
 }
-"""Requests, and whether their cached tokens are told. Scripted engines tell none when passed on."""
+"""Path, body, and the source under which the prompt counts. Scripted engines send no cached tokens
+in streams that the router passes on."""
 
 
 def prompt_tokens(rig: RouterRig) -> dict[tuple[str, str], int]:

@@ -29,7 +29,7 @@ NO_ADVICE = 9999  # what every kernel refuses
 
 
 def fill(arena: Arena, slot: int) -> None:
-    arena.buffer(Slot(slot), arena.slot_bytes).view[:] = pattern(arena, slot)
+    arena.buffers([Slot(slot)], [arena.slot_bytes])[0].view[:] = pattern(arena, slot)
 
 
 def pattern(arena: Arena, slot: int) -> bytes:
@@ -37,7 +37,7 @@ def pattern(arena: Arena, slot: int) -> bytes:
 
 
 def held(arena: Arena, slot: int) -> bytes:
-    return bytes(arena.buffer(Slot(slot), arena.slot_bytes).view)
+    return bytes(arena.buffers([Slot(slot)], [arena.slot_bytes])[0].view)
 
 
 def num_resident_pages(arena: Arena) -> int:
@@ -76,7 +76,7 @@ def test_slots_are_aligned_apart_and_large_enough(cell_bytes: int) -> None:
     assert arena.num_kept == (1 << 20) // arena.slot_bytes
     assert arena.whole.nbytes == arena.num_slots * arena.slot_bytes
     for slot in range(arena.num_slots):
-        buffer = arena.buffer(Slot(slot), cell_bytes)
+        buffer = arena.buffers([Slot(slot)], [cell_bytes])[0]
         assert buffer.nbytes == cell_bytes
         assert buffer.address == arena.whole.address + slot * arena.slot_bytes
         assert buffer.address % SLOT_ALIGNMENT == 0
@@ -88,13 +88,13 @@ def test_an_address_is_where_the_view_is() -> None:
     for slot in range(arena.num_slots):
         fill(arena, slot)
     for slot in range(arena.num_slots):
-        buffer = arena.buffer(Slot(slot), CELL_BYTES)
+        buffer = arena.buffers([Slot(slot)], [CELL_BYTES])[0]
         assert ctypes.string_at(buffer.address, CELL_BYTES) == buffer.view
         assert held(arena, slot) == pattern(arena, slot)
 
 
 def test_a_buffer_keeps_the_memory_alive() -> None:
-    view = Arena(1 << 20, CELL_BYTES).buffer(Slot(3), CELL_BYTES).view
+    view = Arena(1 << 20, CELL_BYTES).buffers([Slot(3)], [CELL_BYTES])[0].view
     view[:] = bytes([7]) * CELL_BYTES
     assert set(view) == {7}
 

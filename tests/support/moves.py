@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +20,9 @@ def template(*places: Place) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]
     return array
 
 
-def slab(addresses: Sequence[int], places: Sequence[Place], *rows: object) -> SlabMove:
+def slab(addresses: Sequence[int], places: Sequence[Place], *rows: Any) -> SlabMove:
     """The move of several pieces; `rows` are the fields that follow."""
-    return SlabMove(np.array(addresses, np.int64), template(*places), *rows)  # type: ignore[arg-type]
+    return SlabMove(np.array(addresses, np.int64), template(*places), *rows)
 
 
 def cell_move(

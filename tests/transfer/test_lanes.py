@@ -93,10 +93,10 @@ class Bench:
         return tuple(self.runner.perform(batch_of(kind, *slabs, tier=tier)))
 
     def fill(self, slot: int, payload: bytes) -> None:
-        self.arena.buffer(Slot(slot), CELL_BYTES).view[HEADER_BYTES:] = payload
+        self.arena.buffers([Slot(slot)], [CELL_BYTES])[0].view[HEADER_BYTES:] = payload
 
     def payload(self, slot: int) -> bytes:
-        return bytes(self.arena.buffer(Slot(slot), CELL_BYTES).view[HEADER_BYTES:])
+        return bytes(self.arena.buffers([Slot(slot)], [CELL_BYTES])[0].view[HEADER_BYTES:])
 
     def store_cell(self, key: str, payload: bytes, *, sealed_as: str = "", tier: int = 0) -> None:
         buffer = make_buffer(HEADER_BYTES + len(payload))
@@ -650,7 +650,7 @@ def test_cells_of_one_slab_may_have_other_sizes_than_those_beside_them() -> None
         return outcome
 
     for slot, payload in enumerate(payloads.values()):
-        whole = bench.arena.buffer(Slot(slot), CELL_BYTES).view
+        whole = bench.arena.buffers([Slot(slot)], [CELL_BYTES])[0].view
         whole[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
     for op in (OpKind.SEAL, OpKind.PUT, OpKind.GET, OpKind.CHECK):
         assert perform(op) is DONE

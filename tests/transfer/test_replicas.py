@@ -64,7 +64,7 @@ class Lender:
     def __init__(self, answer: Answer) -> None:
         self.arena = Arena(1 << 20, CELL_BYTES, shared=True)
         for slot in range(self.arena.num_slots):
-            self.arena.buffer(Slot(slot), CELL_BYTES).view[:] = bytes([slot]) * CELL_BYTES
+            self.arena.buffers([Slot(slot)], [CELL_BYTES])[0].view[:] = bytes([slot]) * CELL_BYTES
         self.exchange = ReplicaExchange(ReplicaRank(1, 0), 1)
         self.events: SimpleQueue[Lend | LoanOver] = SimpleQueue()
         self.answer = answer
@@ -139,14 +139,14 @@ class Pair:
         """Borrow `SLABS` into slots 0, 1 and 2."""
         slots = map(Slot, range(3))
         buffers = [
-            [self.arena.buffer(next(slots), nbytes) for nbytes in slab.sizes] for slab in SLABS
+            self.arena.buffers([next(slots) for _ in slab.sizes], slab.sizes) for slab in SLABS
         ]
         return self.borrower.borrow(SLABS, buffers, GENERATION)
 
     def here(self) -> list[int | None]:
         """The slots of the lender whose bytes are in slots 0, 1 and 2, or None for none."""
         cells = [
-            bytes(self.arena.buffer(Slot(place), nbytes).view)
+            bytes(self.arena.buffers([Slot(place)], [nbytes])[0].view)
             for place, nbytes in enumerate((CELL_BYTES, SMALL_BYTES, CELL_BYTES))
         ]
         return [cell[0] or None if len(set(cell)) == 1 else -1 for cell in cells]

@@ -212,12 +212,17 @@ def test_part_of_a_slab_is_not_checked_where_no_tier_is_left_for_the_rest() -> N
     assert rig.is_clean
 
 
-def test_fetch_that_keeps_slots_goes_before_those_that_wait_for_slots() -> None:
-    """Else each would wait for the other."""
+def two_fetches() -> Bench:
+    """Two slabs of three cells in four slots: the second waits for slots of the first."""
     one = LaneLimits(batches=1, batch_ops=3, batch_bytes=1 << 30, budget_bytes=1 << 30)
     rig = bench(MEMORY, DISK, slots=4, keep=0, limits=one)
     rig.load(1, "a0 a1 a2")
     rig.load(2, "b0 b1 b2")
+    return rig
+
+
+def test_fetches_that_wait_for_slots_of_each_other_end() -> None:
+    rig = two_fetches()
     lacks = {f"{chunk}1": MISSING for chunk in "ab"}
     told = rig.run(answers(get_0=lacks))
     assert {"loaded 1 to 1 done", "loaded 2 to 1 done"} <= set(told)
@@ -225,11 +230,9 @@ def test_fetch_that_keeps_slots_goes_before_those_that_wait_for_slots() -> None:
 
 
 def test_fetch_that_keeps_slots_goes_before_one_that_waits_for_them_there() -> None:
-    """The other has come to the lane first, from a tier that is down."""
-    one = LaneLimits(batches=1, batch_ops=3, batch_bytes=1 << 30, budget_bytes=1 << 30)
-    rig = bench(MEMORY, DISK, slots=4, keep=0, limits=one)
-    rig.load(1, "a0 a1 a2")
-    rig.load(2, "b0 b1 b2")
+    """When a tier goes down, the fetch without slots moves to the next tier's lane, before the
+    fetch whose first cells are still being checked."""
+    rig = two_fetches()
     assert words(rig.ends(0, DONE, MISSING, DONE)) == ["check a0 a2"]
     assert rig.health(0, up=False) == []
     assert words(rig.ends(1)) == ["get-1 a1"]
@@ -253,6 +256,14 @@ def test_tier_that_fails_once_is_asked_for_the_rest_of_a_slab() -> None:
     rig = bench(FAR, keep=0)
     rig.load(1, "a0 a1")
     assert words(rig.ends(0, DONE, UNREACHABLE)) == ["get-0 a0 a1"]
+    assert "loaded 1 to 1 done" in rig.run()
+
+
+def test_tier_that_lacks_a_slab_after_a_failed_call_is_not_asked_again() -> None:
+    rig = bench(FAR, DISK, keep=0)
+    rig.load(1, "a0 a1")
+    assert words(rig.ends(0, UNREACHABLE)) == ["get-0 a0 a1"]
+    assert words(rig.ends(1, MISSING)) == ["get-1 a0 a1"]
     assert "loaded 1 to 1 done" in rig.run()
 
 

@@ -554,9 +554,10 @@ class PoolScheduler:
         """Note the requests of the step whose answers have begun."""
         for request_id in step.scheduled.keys() & self._requests.keys():
             state = self._requests[request_id]
-            num_tokens = state.view.num_tokens
-            if state.first_answer is None and num_tokens > state.view.num_prompt_tokens:
-                state.first_answer = self._clock(), num_tokens
+            if state.first_answer is None:
+                num_tokens = state.view.num_tokens
+                if num_tokens > state.view.num_prompt_tokens:
+                    state.first_answer = self._clock(), num_tokens
 
     def _with_own_states(self, step: ScheduledStep) -> ScheduledStep:
         """The step with one offer more for each request of `_own_states`: vLLM offers no state that

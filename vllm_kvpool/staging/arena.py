@@ -115,11 +115,6 @@ class Arena:
         self._closing = False
         self._commit(count * self.slot_bytes)
 
-    def buffer(self, slot: Slot, nbytes: int) -> Buffer:
-        """The first `nbytes` of a slot."""
-        start = slot * self.slot_bytes
-        return Buffer(self.whole.address + start, self.whole.view[start : start + nbytes])
-
     def buffers(self, slots: Sequence[Slot], sizes: Sequence[int]) -> list[Buffer]:
         """The first bytes of slots, as many of each as `sizes` says."""
         address, view, step = self.whole.address, self.whole.view, self.slot_bytes

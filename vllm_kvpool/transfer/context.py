@@ -172,20 +172,12 @@ class TransferContext:
         now = self.now
         return self.breakers[tier].closed_at <= now and self.write_breakers[tier].closed_at <= now
 
-    def try_again(self, op: Op, tier: int, outcome: Outcome, lane: Lane | None = None) -> bool:
-        """Try a failed op again if that may help; `lane` is that of a get, which a check may have
-        ended."""
+    def may_retry(self, op: Op, tier: int, outcome: Outcome, *, writes: bool) -> bool:
+        """Return True if another try of a failed op on its tier may help."""
         if worst_of(outcome) not in TRANSIENT or tier < 0 or not self.tiers[tier].remote:
             return False
-        may_ask = self.tiers_up if lane is not None else self.tiers_writable
-        if op.attempts + 1 >= MAX_TRIES or tier not in may_ask(tier)[:1]:
-            return False
-        op.attempts += 1
-        get_or_put = lane or op.lane
-        assert get_or_put is not None, op
-        # A get that has slots waits for none, and those before it may wait for its own.
-        self.scheduler.move(op, get_or_put, first=lane is not None and bool(op.what.entry.slots))
-        return True
+        may_ask = self.tiers_writable if writes else self.tiers_up
+        return op.attempts + 1 < MAX_TRIES and tier in may_ask(tier)[:1]
 
     def count(self, name: str, amount: int = 1, **labels: str) -> None:
         """Increase a counter of the metrics registry at the next `fill`."""

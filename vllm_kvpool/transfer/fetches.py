@@ -162,7 +162,7 @@ class Fetches:
 
     def _next_tier(self, slab: Slab, first: int = 0) -> int | None:
         """Return the nearest tier from `first` on that can be asked for a slab."""
-        up = self._context.tiers_up(first)
+        up = self._context.tiers_up(max(0, first))  # the first after a replica is the nearest
         if not self._removing:
             return up[0] if up else None
         keys = slab.cell_keys()
@@ -203,29 +203,37 @@ class Fetches:
             self._fail(op, CellOutcome.CANCELLED)
             return
         _narrow(op, sorted(fetch.refused))
-        fetch.refused = []
+        fetch.refused, fetch.reason = [], CellOutcome.MISSING
         if fetch.cells is None or not entry.slots:
             # Others may be before it in the queue: it must not hold slots that they wait for.
             context.host_cache.release_slots(entry)
             _narrow(op, range(fetch.slab.num_cells))
-        get = context.lane(OpKind.GET, fetch.tier)
-        if not context.try_again(op, fetch.tier, outcome, get):
-            fetch.reason = CellOutcome.MISSING
+        if context.may_retry(op, fetch.tier, outcome, writes=False):
+            op.attempts += 1
+            self._move_to_tier(op)
+        else:
             self._try_next_tier(op, outcome)
 
     def _try_next_tier(self, op: Op, outcome: CellOutcome) -> None:
-        context, fetch = self._context, op.what
+        fetch: Fetch = op.what
         if fetch.trouble is CellOutcome.MISSING and fetch.tier != REPLICA:
             fetch.trouble = outcome
-        further = self._next_tier(fetch.slab, max(0, fetch.tier + 1))
+        further = self._next_tier(fetch.slab, fetch.tier + 1)
         if further is None:
             self._fail(op, fetch.trouble)
             return
         fetch.tier = further
         op.attempts = 0
-        # With slots it waits for none, and those before it may wait for its own.
-        get = context.lane(OpKind.GET, fetch.tier)
-        context.scheduler.move(op, get, first=bool(fetch.entry.slots))
+        self._move_to_tier(op)
+
+    def _move_to_tier(self, op: Op) -> None:
+        """Ask the fetch's tier for its cells.
+
+        A fetch with slots waits for none, and those before it in the lane may wait for its own.
+        """
+        fetch: Fetch = op.what
+        get = self._context.lane(OpKind.GET, fetch.tier)
+        self._context.scheduler.move(op, get, first=bool(fetch.entry.slots))
 
     def _fail(self, op: Op, outcome: CellOutcome) -> None:
         entry = op.what.entry

@@ -278,6 +278,10 @@ class Scheduler:
                 op.lane.queues[priority][op] = None
             op.priority = priority
 
+    def first_ready(self, lane: Lane) -> Op | None:
+        """The ready op of a lane with the lowest priority, the one that has waited longest."""
+        return next((op for queue in lane.queues for op in queue), None)
+
     def waiting_in(self, lane: Lane) -> list[Op]:
         """The ready ops of a lane, the lowest priority first."""
         return [op for queue in lane.queues for op in queue]

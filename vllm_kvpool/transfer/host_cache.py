@@ -244,7 +244,7 @@ class HostCache:
         return chunk.num_slabs == self._slabs_per_chunk.get(layer_group_of(chunk.chunk_id))
 
     def failed(self, entry: CacheEntry) -> None:
-        """The slab's bytes do not come: nobody may find the entry, though others still pin it."""
+        """Remove an entry from the index after its transfer has failed; its pins stay."""
         entry.op = None
         self.forget(entry)
 

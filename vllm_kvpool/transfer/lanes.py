@@ -339,14 +339,14 @@ class BatchRunner:
             else:  # optional, and it cannot be had
                 assert self.zeros is not None, slab
                 payloads = np.full(slab.num_cells, self.zeros.address, np.int64)
-            for pieces in self._pieces_of(slab.kind.cells, slab.end_tokens):
+            for pieces in self._known_pieces(slab.kind.cells, slab.end_tokens):
                 rows = self._rows(slab, pieces)
                 if rows is not None:  # this group needs the chunk
                     addresses = payloads[pieces.cells] + pieces.offsets
                     moves.append(SlabMove(addresses, pieces.places, *rows))
         return moves
 
-    def _pieces_of(self, cells: tuple[LocalCell, ...], end_tokens: int) -> list[_Pieces]:
+    def _known_pieces(self, cells: tuple[LocalCell, ...], end_tokens: int) -> list[_Pieces]:
         known = self._slabs.get((id(cells), end_tokens))
         if known is None:
             if len(self._slabs) >= MAX_TEMPLATES:

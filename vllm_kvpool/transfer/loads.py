@@ -300,7 +300,7 @@ class Loads:
         self._finish(scatter.load)
 
     def lost(self, op: Op, outcome: CellOutcome) -> None:
-        """A scatter was cancelled because its slab cannot be had."""
+        """A scatter was cancelled because the fetch or gather of its slab has failed."""
         scatter: Scatter = op.what
         if scatter.over or op is not scatter.op:
             return
@@ -316,7 +316,7 @@ class Loads:
         return self._context.scheduler.cancel(scatter.op)
 
     def _clear(self, scatter: Scatter) -> None:
-        """Fill the pages of a slab that cannot be had with zeros."""
+        """Fill the pages of an optional slab with zeros: no tier has it, or it is late."""
         self._release(scatter)
         scatter.load.cleared.add(scatter.chunk)
         self._add_op(scatter, scatter.load.fence)

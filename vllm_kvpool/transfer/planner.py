@@ -277,12 +277,8 @@ class Planner:
         stored: bool = True,
         fetcher: int | None = None,
     ) -> Slab:
-        kind, ref, sizes, nbytes = (
-            named.kind,
-            refs[named.layer_group],
-            named.kind.sizes,
-            named.nbytes,
-        )
+        kind, nbytes = named.kind, named.nbytes
+        ref, sizes = refs[named.layer_group], kind.sizes
         if end_tokens:
             sizes = tuple(self._cell_bytes(cell, end_tokens) for cell in kind.cells)
             nbytes = sum(sizes)

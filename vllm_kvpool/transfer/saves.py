@@ -248,7 +248,9 @@ class SaveManager:
     def put(self, op: Op, outcome: Outcome) -> None:
         copy, tier = op.what, tier_of(op)
         dropped = copy.save is not None and copy.save.dropped
-        if not dropped and self._context.try_again(op, tier, outcome):
+        if not dropped and self._context.may_retry(op, tier, outcome, writes=True):
+            op.attempts += 1
+            self._context.scheduler.move(op, self._context.lane(OpKind.PUT, tier))
             return
         if worst_of(outcome) in STORED and self._context.tiers[tier].durable:
             self._report(copy, outcome, tier)
@@ -274,7 +276,8 @@ class SaveManager:
         host_cache = self._context.host_cache
         if not host_cache.num_dirty:
             return False
-        short = not host_cache.has_room(SlotUse.SAVE, self._next_gather())
+        gather = self._context.scheduler.first_ready(self._gathers)
+        short = not host_cache.has_room(SlotUse.SAVE, 1 if gather is None else gather.size)
         tiers = self._context.tiers_writable()
         if self._flushing:
             # Tiers that outlive the process, if there are any.
@@ -422,18 +425,12 @@ class SaveManager:
             self._context.host_cache.failed(copy.entry)
         self.settle(copy)
 
-    def _next_gather(self) -> int:
-        """The number of slots that the first waiting gather needs."""
-        waiting = self._gathers.num_ready and self._context.scheduler.waiting_in(self._gathers)
-        return waiting[0].size if waiting else 1
-
     def watch_stall(self) -> None:
         """Drop saves that have waited too long for slots."""
         lane, host_cache = self._gathers, self._context.host_cache
         if self._stall_ends is None and not lane.num_ready:
             return
-        has_room = host_cache.has_room(SlotUse.SAVE, self._next_gather())
-        if lane.num_batches or (has_room and not lane.num_ready):
+        if lane.num_batches or (not lane.num_ready and host_cache.has_room(SlotUse.SAVE)):
             self._stall_ends = None
             return
         if not lane.num_ready:
