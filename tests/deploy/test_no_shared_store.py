@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -17,24 +18,45 @@ EXPECT_MS = 3000
 PROMPTS = 8
 
 
-def counted(front: str) -> dict[str, float]:
-    """Prompts handed over, and those that decoders found or missed, by the router's metrics."""
-    counts: dict[str, float] = {}
+class Counts(NamedTuple):
+    """Prompts by the router's metrics: by path, and those that decoders found or missed."""
+
+    paths: dict[str, float]
+    outcomes: dict[str, float]
+
+
+def counted(front: str) -> Counts:
+    counts = Counts({}, {})
     for family in text_string_to_metric_families(httpx.get(f"{front}/metrics", timeout=30).text):
         for sample in family.samples:
             if sample.name == "kvpool_router_prompts_total":
-                counts[sample.labels["path"]] = sample.value
+                counts.paths[sample.labels["path"]] = sample.value
             elif sample.name == "kvpool_router_handovers_total":
-                counts[sample.labels["outcome"]] = sample.value
+                counts.outcomes[sample.labels["outcome"]] = sample.value
     return counts
 
 
-def wait_until_counted(front: str) -> None:
-    """The router reads of an engine's misses when it next looks at its metrics."""
-    until = time.monotonic() + 30
-    while (counts := counted(front))["found"] + counts["missing"] < counts["handed_over"]:
-        assert time.monotonic() < until, counts
-        time.sleep(0.1)
+def wait_until_counted(deployment: Deployment, num_prompts: int) -> None:
+    """Wait until the router knows the path of every prompt, and of each hand-over its outcome.
+
+    It counts a path after the answer, and a miss when it next samples the decoder's metrics.
+    """
+
+    def are_counted() -> bool:
+        paths, outcomes = counted(deployment.front)
+        is_known = sum(outcomes.values()) >= paths["handed_over"]
+        return is_known and sum(paths.values()) == num_prompts
+
+    deployment.wait(are_counted, 30)
+
+
+def wait_until_sampled(deployment: Deployment) -> None:
+    """Wait for a first sample of each engine: misses that it has counted before are not known."""
+
+    def are_sampled() -> bool:
+        return all(each["sampled_at"] is not None for each in deployment.state()["replicas"])
+
+    deployment.wait(are_sampled, 30)
 
 
 def test_engines_with_files_of_their_own_stop_waiting_for_each_other(tmp_path: Path) -> None:
@@ -52,19 +74,21 @@ def test_engines_with_files_of_their_own_stop_waiting_for_each_other(tmp_path: P
         tmp_path,
     )
     try:
+        wait_until_sampled(deployment)
         waits: list[float] = []
         for number in range(PROMPTS):
             began = time.monotonic()
             told = complete(deployment.front, words(number, 150), max_tokens=2)
             waits.append(time.monotonic() - began)
             assert (told.status, told.is_done) == (200, True)
-            wait_until_counted(deployment.front)
+            wait_until_counted(deployment, number + 1)
         assert sum(each >= EXPECT_MS / 1000 for each in waits) <= APART_AFTER, waits
         health = httpx.get(f"{deployment.front}/health", timeout=30).json()
         assert health["status"] == "degraded"
         assert list(health["mismatches"].values()) == ["no_shared_store"]
-        counts = counted(deployment.front)
-        assert counts["handed_over"] == counts["missing"] == APART_AFTER, (counts, waits)
+        paths, outcomes = counted(deployment.front)
+        assert outcomes == {"found": 0, "missing": APART_AFTER}, (paths, waits)
+        assert paths["handed_over"] == APART_AFTER, (paths, waits)
         assert "share no store" in (tmp_path / "router.log").read_text()
     finally:
         deployment.stop()
