@@ -38,7 +38,7 @@ from vllm_kvpool.transfer.engine import Engine, lane_names
 from vllm_kvpool.transfer.executor import Executor
 from vllm_kvpool.transfer.graph import Batch, LaneLimits
 from vllm_kvpool.transfer.host_cache import HostCache
-from vllm_kvpool.transfer.lanes import Perform
+from vllm_kvpool.transfer.lane_pool import Perform
 from vllm_kvpool.transfer.ops import (
     CellOutcome,
     JobId,

@@ -148,7 +148,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
             *("embeds/faults.py", "embeds/dataplane/", "network/"),
             "handover/channel.py",
         ),
-        *("staging/copy_triton.py", "transfer/lanes.py", "transfer/replicas.py"),
+        *("staging/copy_triton.py", "transfer/lanes.py", "transfer/lane_pool.py"),
+        "transfer/replicas.py",
         *("transfer/executor.py", "transfer/trace.py"),
     ),
     "asyncio": (

@@ -20,7 +20,7 @@ from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.guarded import BoundedCalls, CallTimeouts, GuardedStore
 from vllm_kvpool.storage.url import parse_store_url
 from vllm_kvpool.transfer.graph import Batch, BatchDone
-from vllm_kvpool.transfer.lanes import LaneThread
+from vllm_kvpool.transfer.lane_pool import LaneThread
 from vllm_kvpool.transfer.ops import LaneName, OpKind
 
 LIMIT_S = 20.0

@@ -24,18 +24,14 @@ from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.storage.eviction import Lru
-from vllm_kvpool.transfer import executor as executor_module
+from vllm_kvpool.transfer import lane_pool
 from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.engine import Engine, lane_names
-from vllm_kvpool.transfer.executor import (
-    CALL_TIMEOUT_S,
-    LANE_JOIN_S,
-    Close,
-    Executor,
-)
+from vllm_kvpool.transfer.executor import CALL_TIMEOUT_S, Close, Executor
 from vllm_kvpool.transfer.graph import Batch, BatchDone, LaneLimits
 from vllm_kvpool.transfer.host_cache import HostCache
-from vllm_kvpool.transfer.lanes import BatchRunner, Perform
+from vllm_kvpool.transfer.lane_pool import LANE_JOIN_S, Perform
+from vllm_kvpool.transfer.lanes import BatchRunner
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
     CellOutcome,
@@ -502,7 +498,7 @@ def test_a_save_that_is_in_a_put_when_the_engine_fails_is_reported_as_lost(
 def test_a_copy_that_hangs_while_the_engine_fails_keeps_its_own_blocks_alone(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_module, "COPY_JOIN_S", 0.05)
+    monkeypatch.setattr(lane_pool, "COPY_JOIN_S", 0.05)
     rank = Rank(store)
     rank.save(1)
     rank.perform.hold("scatter")
@@ -555,7 +551,7 @@ def throw_into(thread: threading.Thread) -> None:
 
 
 def lane_thread(rank: Rank, name: str) -> threading.Thread:
-    [thread] = [lane.thread for lane in rank.executor._lanes if str(lane.lane) == name]
+    [thread] = [lane.thread for lane in rank.executor._lanes.threads if str(lane.lane) == name]
     return thread
 
 

@@ -33,10 +33,10 @@ from tests.transfer.test_executor import (
     throw_into,
 )
 from vllm_kvpool.storage import breaker
-from vllm_kvpool.transfer import executor
+from vllm_kvpool.transfer import executor, lane_pool
 from vllm_kvpool.transfer.engine import lane_names
-from vllm_kvpool.transfer.executor import LANE_JOIN_S, MAX_HUNG
 from vllm_kvpool.transfer.graph import Batch
+from vllm_kvpool.transfer.lane_pool import LANE_JOIN_S, MAX_HUNG
 from vllm_kvpool.transfer.ops import (
     CellOutcome,
     JobId,
@@ -110,12 +110,12 @@ class Ward:
     def _hung(self, lane: LaneName) -> None:
         """On the engine thread, in the middle of its look: this one is enough."""
         for rank in self._ranks:
-            rank.executor._call_timeout_s = NEVER_S
+            rank.executor._lanes.call_timeout_s = NEVER_S
         self.given_up.put(lane)
 
     def give_up(self, rank: Rank) -> LaneName:
         """Give up the first call that is found under way."""
-        rank.executor._call_timeout_s = -1.0
+        rank.executor._lanes.call_timeout_s = -1.0
         return self.given_up.get(timeout=LIMIT_S)
 
     def hang(self, rank: Rank, plan: LoadPlan | SavePlan) -> threading.Event:
@@ -146,7 +146,7 @@ def ward(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> I
 
 
 def threads_of(rank: Rank, lane: LaneName) -> list[threading.Thread]:
-    return [each.thread for each in rank.executor._lanes if each.lane == lane]
+    return [each.thread for each in rank.executor._lanes.threads if each.lane == lane]
 
 
 def level(rank: Rank, name: str) -> float | None:
@@ -169,7 +169,7 @@ def ended(threads: list[threading.Thread]) -> bool:
 
 def check_is_clean(rank: Rank) -> None:
     """When all calls have returned."""
-    wait_for(lambda: not rank.executor._hung)
+    wait_for(lambda: not rank.executor._lanes.hung)
     assert rank.close()
     rank.check_is_idle()
     slots = rank.engine.context.host_cache.slots
@@ -237,7 +237,7 @@ def test_a_call_has_so_much_time_and_a_put_is_two_calls(
 ) -> None:
     rank = ward.rank()
     ward.store.inject(Fault.BLOCKED, method)
-    rank.executor._call_timeout_s = 0.2
+    rank.executor._lanes.call_timeout_s = 0.2
     is_put = method == "put"
     began = time.monotonic()
     rank.executor.post(save_plan(1, 1) if is_put else load_plan(1, (3, 4), 0, CHUNK))
@@ -253,9 +253,9 @@ def test_lanes_of_host_memory_are_waited_for(ward: Ward) -> None:
     assert rank.perform.entered.wait(LIMIT_S)
     [gather] = threads_of(rank, LaneName(OpKind.GATHER, -1))
     looks = rank.executor._next_watch
-    rank.executor._call_timeout_s = -1.0
+    rank.executor._lanes.call_timeout_s = -1.0
     wait_for(lambda: rank.executor._next_watch > looks + 5 * executor.WATCH_S)
-    rank.executor._call_timeout_s = NEVER_S
+    rank.executor._lanes.call_timeout_s = NEVER_S
     rank.perform.release()
     assert SaveDone(JobId(1), "r1", ((DONE, CELLS_PER_CHUNK),), tiers=(0,)) in rank.reports(2)
     assert threads_of(rank, LaneName(OpKind.GATHER, -1)) == [gather]
@@ -339,7 +339,7 @@ def test_closing_does_not_wait_for_a_call_that_hangs_and_says_so(ward: Ward) -> 
     rank = ward.rank(gated=True)
     ward.gates.hangs.add(GET)
     gate = ward.hang(rank, one_cell_plan(LoadPlan, 1))
-    [left] = [lane.thread for lane in rank.executor._hung.values()]
+    [left] = [lane.thread for lane in rank.executor._lanes.hung.values()]
     began = time.monotonic()
     assert not rank.close(0.1)
     assert time.monotonic() - began < 0.1 + 2 * LANE_JOIN_S + SLACK_S
@@ -352,7 +352,7 @@ def test_closing_after_a_call_has_returned_is_as_if_it_had_never_hung(ward: Ward
     rank = ward.rank(gated=True)
     ward.gates.hangs.add(GET)
     gate = ward.hang(rank, one_cell_plan(LoadPlan, 1))
-    [left] = [lane.thread for lane in rank.executor._hung.values()]
+    [left] = [lane.thread for lane in rank.executor._lanes.hung.values()]
     gate.set()
     assert ended([left])
     check_is_clean(rank)
@@ -369,7 +369,7 @@ def test_a_thread_that_is_hit_after_it_was_left_answers_and_ends(
     rank = ward.rank(gated=True)
     ward.gates.hangs.add(GET)
     gate = ward.hang(rank, one_cell_plan(LoadPlan, 1))
-    [left] = rank.executor._hung.values()
+    [left] = rank.executor._lanes.hung.values()
     assert rank.reports(1) == [LoadDone(JobId(1), "r1", 0, TIMED_OUT)]
     if is_thrown:
         throw_into(left.thread)
@@ -378,7 +378,7 @@ def test_a_thread_that_is_hit_after_it_was_left_answers_and_ends(
     ward.gates.hangs.clear()
     gate.set()
     assert ended([left.thread])
-    wait_for(lambda: not rank.executor._hung)
+    wait_for(lambda: not rank.executor._lanes.hung)
     rank.executor.post(one_cell_plan(LoadPlan, 2))
     assert rank.reports(1) == [LoadDone(JobId(2), "r2", 1, DONE)]
     check_is_clean(rank)
@@ -393,7 +393,7 @@ def test_a_call_that_returns_while_it_is_looked_at_is_not_given_up(
 ) -> None:
     """Else its thread would go on with other batches, and nobody would know of it."""
     rank = ward.rank(gated=True)
-    [lane] = [each for each in rank.executor._lanes if each.lane == GET]
+    [lane] = [each for each in rank.executor._lanes.threads if each.lane == GET]
     ward.gates.hangs.add(GET)
     rank.executor.post(one_cell_plan(LoadPlan, 1))
     gate = ward.gates.next_gate()
@@ -406,16 +406,16 @@ def test_a_call_that_returns_while_it_is_looked_at_is_not_given_up(
             gate.set()
             wait_for(lambda: not lane._taken)
             looked.set()
-            rank.executor._call_timeout_s = -1.0
+            rank.executor._lanes.call_timeout_s = -1.0
         return busy
 
     monkeypatch.setattr(lane, "busy_since", returns_now)
     assert looked.wait(LIMIT_S)
-    rank.executor._call_timeout_s = NEVER_S
+    rank.executor._lanes.call_timeout_s = NEVER_S
     assert rank.reports(1) == [LoadDone(JobId(1), "r1", 1, DONE)]
     rank.executor.post(one_cell_plan(LoadPlan, 2))  # hangs
     gate = ward.gates.next_gate()
-    assert lane in rank.executor._lanes
+    assert lane in rank.executor._lanes.threads
     assert not rank.close(0.0)  # it is known that somebody hangs
     gate.set()
     assert ended([lane.thread])
@@ -426,7 +426,7 @@ def test_calls_may_end_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -
     threads = NewThreads()
     num_loads = 1500
     monkeypatch.setattr(executor, "WATCH_S", 0.0)
-    monkeypatch.setattr(executor, "MAX_HUNG", 50)
+    monkeypatch.setattr(lane_pool, "MAX_HUNG", 50)
     monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.0)
     chance = random.Random(0)
@@ -449,8 +449,8 @@ def test_calls_may_end_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -
         for job in range(num_loads):
             rank.executor.post(one_cell_plan(LoadPlan, job))
         reports = rank.reports(num_loads)
-        rank.executor._call_timeout_s = NEVER_S
-        wait_for(lambda: not rank.executor._hung)
+        rank.executor._lanes.call_timeout_s = NEVER_S
+        wait_for(lambda: not rank.executor._lanes.hung)
         assert len(threads_of(rank, GET)) == 2
         check_is_clean(rank)
     finally:

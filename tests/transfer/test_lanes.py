@@ -4,11 +4,9 @@
 """
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from queue import SimpleQueue
 
 import pytest
 
@@ -25,9 +23,8 @@ from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Retention, Store
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, verify, write_header
-from vllm_kvpool.transfer import lanes
-from vllm_kvpool.transfer.graph import Batch, BatchDone, Op, Owner, Priority
-from vllm_kvpool.transfer.lanes import BatchRunner, LaneThread
+from vllm_kvpool.transfer.graph import Batch, Op, Owner, Priority
+from vllm_kvpool.transfer.lanes import BatchRunner
 from vllm_kvpool.transfer.ops import (
     HOST,
     REPLICA,
@@ -499,76 +496,6 @@ def test_a_batch_that_was_ready_only_now_has_not_waited() -> None:
     bench = Bench()
     bench.runner.perform(batch_of(OpKind.SEAL, "key-a", ready_at=bench.clock() + 0.001))
     assert buckets(bench.counts("kvpool_op_wait"), ".sum") == {"lane=seal,tier=host": 0}
-
-
-# The thread of a lane
-
-
-class Deed:
-    """What a lane thread does with a batch: waits until it may end."""
-
-    def __init__(self) -> None:
-        self.entered: SimpleQueue[Batch] = SimpleQueue()
-        self.may_end: SimpleQueue[None] = SimpleQueue()
-
-    def __call__(self, batch: Batch) -> tuple[CellOutcome, ...]:
-        self.entered.put(batch)
-        self.may_end.get(timeout=LIMIT_S)
-        return ()
-
-
-BATCHES = [Batch(GET, (), 0) for _ in range(4)]
-
-
-def test_a_thread_tells_what_it_is_doing_and_takes_nothing_else_when_it_is_abandoned() -> None:
-    deed = Deed()
-    inbox: SimpleQueue[Batch | None] = SimpleQueue()
-    outbox: SimpleQueue[object] = SimpleQueue()
-    lane = LaneThread(GET, "kvpool-test", deed, inbox, outbox, MetricsRegistry())
-    assert lane.busy_since() is None
-    for number in range(3):
-        before = time.monotonic()
-        inbox.put(BATCHES[number])
-        assert deed.entered.get(timeout=LIMIT_S) is BATCHES[number]
-        busy = lane.busy_since()
-        assert busy is not None
-        assert busy[0] is BATCHES[number]
-        assert before <= busy[1] <= time.monotonic()
-        if number == 1:
-            assert not lane.abandon(BATCHES[0])  # it is past that
-        if number == 2:
-            assert lane.abandon(busy[0])
-            inbox.put(BATCHES[3])
-        deed.may_end.put(None)
-        assert outbox.get(timeout=LIMIT_S) == BatchDone(BATCHES[number], ())
-    lane.thread.join(LIMIT_S)
-    assert not lane.thread.is_alive()
-    assert lane.busy_since() is None
-    assert inbox.get_nowait() is BATCHES[3]
-
-
-def test_a_batch_that_has_only_just_been_taken_has_not_lasted_yet(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Nor as long as the one before it."""
-    looks: list[tuple[Batch, float] | None] = []
-
-    class Clock:
-        def monotonic(self) -> float:
-            looks.append(lane.busy_since())
-            return 7.0
-
-    monkeypatch.setattr(lanes, "time", Clock())
-    inbox: SimpleQueue[Batch | None] = SimpleQueue()
-    outbox: SimpleQueue[object] = SimpleQueue()
-    lane = LaneThread(GET, "kvpool-test", lambda batch: (), inbox, outbox, MetricsRegistry())
-    for number in range(3):
-        inbox.put(BATCHES[number])
-        assert outbox.get(timeout=LIMIT_S) == BatchDone(BATCHES[number], ())
-    inbox.put(None)
-    lane.thread.join(LIMIT_S)
-    assert not lane.thread.is_alive()
-    assert looks == [None] * 3
 
 
 # Cells of a drafter

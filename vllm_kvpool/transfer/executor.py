@@ -1,4 +1,4 @@
-"""The threads of the worker side: one engine thread that decides, and lanes that perform.
+"""The engine thread of the worker side: it decides, and lanes perform.
 
     model thread ──post──▶ inbox ──▶ engine thread ──Batch──▶ lane inbox ──▶ lane
          ▲────── reports (drain) ──────┘   ▲──────────── BatchDone ───────────┘
@@ -23,41 +23,30 @@ from vllm_kvpool.staging.devices import Fence
 from vllm_kvpool.transfer.drop_log import DropLog
 from vllm_kvpool.transfer.engine import Engine, Event
 from vllm_kvpool.transfer.graph import Batch, BatchDone, BatchHung
-from vllm_kvpool.transfer.lanes import LaneThread, Perform
+from vllm_kvpool.transfer.lane_pool import LANE_JOIN_S, LanePool, Perform
+from vllm_kvpool.transfer.open_jobs import OpenJobs
 from vllm_kvpool.transfer.ops import (
     NO_STORE,
-    STORED,
     CancelRequest,
-    CellOutcome,
     DropSaves,
     Flush,
     HandOverEnd,
     HandOverProgress,
-    HostCacheChange,
-    JobId,
     Landed,
     LaneName,
     Lend,
     Lent,
-    LoadDone,
     LoadJob,
     LoadPlan,
     LoanEnded,
     LoanOver,
-    OpKind,
     PrefetchPlan,
     Report,
-    SaveDone,
-    SaveGathered,
     SaveJob,
     SavePlan,
     SavesDropped,
-    SavesStalled,
-    SpanLoaded,
     TierHealth,
     TimePassed,
-    given_up,
-    lost_save,
 )
 from vllm_kvpool.transfer.planner import Planner
 from vllm_kvpool.transfer.trace import NO_TRACE, Instant, Level, RecordSpan, Trace, no_span
@@ -113,12 +102,7 @@ class Gauges:
 IDLE_TICK_S = 0.5
 WATCH_S = 0.25
 GAUGE_EVERY_S = 0.05
-LANE_JOIN_S = 0.5
-COPY_JOIN_S = 5.0  # for a batch of copies, which takes milliseconds
-MAX_HUNG = 2  # threads of a lane that are replaced while they hang in a store
 CALL_TIMEOUT_S = 10.0
-NOT_SAVED = frozenset(CellOutcome) - STORED
-CALLS_OF = {OpKind.PUT: 2}  # store calls of one batch, where not 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +144,6 @@ Post = (
 )
 
 
-@dataclass(slots=True)
-class _OpenJob:
-    """A load or save without its last report."""
-
-    plan: LoadPlan | SavePlan
-    began: float
-    uses_pages: bool = True  # a save does until it is gathered
-
-
 class Lender(Protocol):
     """Answers replicas on this host. Never blocks."""
 
@@ -192,10 +167,6 @@ class Notices(Protocol):
 class Executor:
     """Runs an engine on a thread of its own, and its lanes.
 
-    A lane thread that hangs in a store call past `call_timeout_s` is left behind, and replaced
-    while no more than `MAX_HUNG` of its lane hang. Batches of a lane without a thread fail at once.
-    The memory of a call that hangs is out of use until it returns (`engine.py: HungCalls`).
-
     `post`, `drain` and `wait` are for the model's thread and never wait for a store; `close` is
     called once. `lanes` is the number of threads of each lane; each calls `on_lane_start` first.
     `on_hung` is called on the engine thread with the lane of a call past `call_timeout_s`.
@@ -218,34 +189,22 @@ class Executor:
     ) -> None:
         self._lender = lender
         self._notices = notices
-        self._record_span = record_span
-        self._on_lane_start = on_lane_start
-        self._call_timeout_s = call_timeout_s
-        self._on_hung = on_hung
         self._engine = engine
         self._planner = planner
-        self._perform = perform
         self._registry = registry
-        self._trace = trace
         self._inbox: SimpleQueue[Post | BatchDone] = SimpleQueue()
-        self._open: dict[JobId, _OpenJob] = {}  # not reported yet; engine thread
-        self._hung: dict[Batch, LaneThread] = {}  # threads left behind
         # The engine thread appends, the model's takes, and is woken while it waits.
         self._reports: deque[Report] = deque()
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._waiting = False
         self._started: list[Batch] = []
         self._unpublished: list[Report] = []
+        self._jobs = OpenJobs(registry, trace, record_span, planner.chunk_tokens)
         self._gauges = Gauges(engine, registry, trace)
-        self._dead_lanes: set[LaneName] = set()  # without a thread
         self._next_watch = self._next_gauge = 0.0
-        self._lane_counts = lanes
-        self._lane_inboxes: dict[LaneName, SimpleQueue[Batch | None]] = {}
-        self._lanes: list[LaneThread] = []
-        for lane, count in lanes.items():
-            self._lane_inboxes[lane] = SimpleQueue()
-            for _ in range(count):
-                self._add_lane(lane)
+        self._lanes = LanePool(
+            lanes, perform, self._inbox, registry, call_timeout_s, on_hung, on_lane_start
+        )
         self._thread = threading.Thread(target=self._run, name="kvpool-engine", daemon=True)
         self._thread.start()
 
@@ -278,11 +237,7 @@ class Executor:
         """
         self._inbox.put(Close(time.monotonic() + timeout_s))
         self._thread.join(timeout_s + LANE_JOIN_S)
-        deadline = time.monotonic() + LANE_JOIN_S
-        lanes = [*self._lanes, *self._hung.values()]
-        for lane in lanes:
-            lane.thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(lane.thread.is_alive() for lane in lanes)
+        return self._lanes.join(LANE_JOIN_S)
 
     # The engine thread
 
@@ -299,10 +254,10 @@ class Executor:
                 self._lender.close()
             if self._notices is not None:
                 self._notices.close()
-            self._end_lanes()
+            self._lanes.end()
             self._serve_without_engine()
         else:
-            self._end_lanes()
+            self._lanes.end()
 
     def _serve(self) -> None:
         closing: float | None = None
@@ -310,10 +265,8 @@ class Executor:
             message = self._next_message(closing)
             match message:
                 case BatchDone(batch):
-                    if batch in self._engine.running:
+                    if batch in self._engine.running or self._lanes.has_returned(batch):
                         self._step(message)
-                    elif batch in self._hung:
-                        self._on_late_return(message)
                 case LoadPlan() | SavePlan() | PrefetchPlan():
                     self._step(self._as_job(message))
                 case Fenced():
@@ -340,29 +293,18 @@ class Executor:
         self._dispatch()
         self._gauges.update(time.monotonic())
 
-    def _end_lanes(self) -> None:
-        for lane in self._lanes:
-            self._lane_inboxes[lane.lane].put(None)
-
     def _serve_without_engine(self) -> None:
         """The engine has failed: report every job as failed, when no lane can write its pages.
 
         A copy that hangs delays the jobs of the blocks that it writes, and no others.
         """
-        hanging = self._leave_hanging_copies()
+        hanging = self._lanes.leave_copies()
         self._publish(self._unpublished)  # reports from before the failure hold
-        for job in [job for job in self._open.values() if not job.uses_pages]:
-            assert isinstance(job.plan, SavePlan), job
-            del self._open[job.plan.job_id]
-            self._publish([lost_save(job.plan, CellOutcome.FAILED)])
+        self._publish(list(self._jobs.fail_gathered()))
         while True:
             hanging = {lane: batch for lane, batch in hanging.items() if lane.thread.is_alive()}
             written = {block for batch in hanging.values() for block in _blocks_of(batch)}
-            for job in list(self._open.values()):
-                plan = job.plan
-                if not any(written.intersection(pages.block_ids) for pages in plan.pages):
-                    del self._open[plan.job_id]
-                    self._publish(given_up(plan, CellOutcome.FAILED))
+            self._publish(list(self._jobs.fail_without(written)))
             try:
                 message = self._inbox.get(timeout=WATCH_S if hanging else None)
             except Empty:
@@ -372,32 +314,9 @@ class Executor:
             if isinstance(message, Fenced):
                 message = message.plan
             if isinstance(message, LoadPlan | SavePlan):
-                self._open[message.job_id] = _OpenJob(message, time.monotonic())
+                self._jobs.open(message)
             elif isinstance(message, DropSaves) and message.generation is not None:
                 self._publish([SavesDropped(message.generation)])
-
-    def _leave_hanging_copies(self) -> dict[LaneThread, Batch]:
-        """Wait `COPY_JOIN_S` for copies into pages; returns those that have not ended.
-
-        Their threads take no other batch.
-        """
-        hanging: dict[LaneThread, Batch] = {}
-        deadline = time.monotonic() + COPY_JOIN_S
-        for lane in [lane for lane in self._lanes if lane.lane.kind is OpKind.SCATTER]:
-            lane.thread.join(max(0.0, deadline - time.monotonic()))
-            while lane.thread.is_alive() and lane not in hanging:
-                busy = lane.busy_since()
-                if busy is not None and lane.abandon(busy[0]):
-                    hanging[lane] = busy[0]
-                    logger.error(
-                        "kvpool: lane %s: a copy into pages has not ended within %g s; its blocks "
-                        "stay in use until it does",
-                        lane.lane,
-                        COPY_JOIN_S,
-                    )
-                else:
-                    lane.thread.join(LANE_JOIN_S)  # it takes the next batch, or ends
-        return hanging
 
     def _next_message(self, closing: float | None) -> Post | BatchDone | None:
         timeout_s = 0.0
@@ -415,22 +334,18 @@ class Executor:
     def _dispatch(self) -> None:
         """Start batches and publish reports: last, since threads that wake need the GIL."""
         for batch in self._started:
-            if batch.lane in self._dead_lanes:
-                self._fail(batch)
-            else:
-                self._lane_inboxes[batch.lane].put(batch)
+            self._lanes.start(batch)
         self._started.clear()
-        if self._unpublished:
-            self._publish(self._unpublished)
-            self._unpublished = []
+        self._publish(self._unpublished)
+        self._unpublished.clear()
 
     def _as_job(self, plan: Plan) -> Event:
         match plan:
             case LoadPlan():
-                self._open[plan.job_id] = _OpenJob(plan, time.monotonic())
+                self._jobs.open(plan)
                 return self._planner.begin_load(plan)
             case SavePlan():
-                self._open[plan.job_id] = _OpenJob(plan, time.monotonic())
+                self._jobs.open(plan)
                 return self._planner.begin_save(plan)
             case PrefetchPlan():
                 return self._planner.prefetch(plan)
@@ -447,117 +362,23 @@ class Executor:
                     self._notices.tell(*action)
             else:
                 self._unpublished.append(action)
-                self._account(action)
-
-    def _account(self, report: Report) -> None:
-        match report:
-            case SaveDone():
-                now, job = time.monotonic(), self._open.pop(report.job_id)
-                if report.outcomes and not report.lost:
-                    self._registry.observe("kvpool_save_seconds", now - job.began)
-                self._span_of_save(job, report, now)
-                for outcome, count in report.outcomes:
-                    if outcome in NOT_SAVED:
-                        self._registry.add("kvpool_failures", count, kind=f"save_{outcome.value}")
-                self._trace.add(Instant(now, "save done", report.job_id, report.request_id))
-            case LoadDone():
-                now = time.monotonic()
-                began = self._open.pop(report.job_id).began
-                self._registry.observe("kvpool_load_seconds", now - began)
-                name = f"load {report.reason.value}"
-                self._trace.add(Instant(now, name, report.job_id, report.request_id))
-            case SaveGathered():
-                self._open[report.job_id].uses_pages = False
-            case HostCacheChange() | SavesDropped() | SavesStalled() | SpanLoaded():
-                pass
-
-    def _span_of_save(self, job: _OpenJob, done: SaveDone, now: float) -> None:
-        if isinstance(job.plan, SavePlan) and job.plan.trace_headers and done.outcomes:
-            attributes = {
-                "kvpool.tokens": len(job.plan.hashes) * self._planner.chunk_tokens,
-                "kvpool.stored_cells": sum(n for each, n in done.outcomes if each in STORED),
-                "kvpool.lost_cells": sum(n for each, n in done.outcomes if each in NOT_SAVED),
-            }
-            self._record_span(job.plan.trace_headers, "kvpool.save", now - job.began, attributes)
+                self._jobs.account(action)
 
     def _publish(self, reports: Sequence[Report]) -> None:
         self._reports.extend(reports)
-        if self._waiting:
+        if self._waiting and reports:
             self._wake.put(None)
-
-    # Lanes
-
-    def _add_lane(self, lane: LaneName) -> None:
-        name = f"kvpool-{lane}-{sum(other.lane == lane for other in self._lanes)}"
-        queues = self._lane_inboxes[lane], self._inbox
-        self._lanes.append(
-            LaneThread(lane, name, self._perform, *queues, self._registry, self._on_lane_start)
-        )
 
     def _watch(self) -> None:
         """Find hanging lanes every `WATCH_S`, update gauges every `GAUGE_EVERY_S`."""
         now = time.monotonic()
         if now >= self._next_watch:
             self._next_watch = now + WATCH_S
-            for lane in [x for x in self._lanes if x.lane.tier >= 0]:
-                self._check_timeouts(lane, now)
+            for batch in self._lanes.leave_hung(self._engine.running, now):
+                self._step(BatchHung(batch))
         if now >= self._next_gauge:
             self._next_gauge = now + GAUGE_EVERY_S
             self._gauges.update(now)
-
-    def _check_timeouts(self, lane: LaneThread, now: float) -> None:
-        """Leave a thread behind that hangs in a store call."""
-        busy = lane.busy_since()
-        limit_s = self._call_timeout_s * CALLS_OF.get(lane.lane.kind, 1)
-        if busy is None or now - busy[1] <= limit_s:
-            return
-        batch, began = busy
-        if batch not in self._engine.running or not lane.abandon(batch):
-            return
-        self._lanes.remove(lane)
-        self._hung[batch] = lane
-        self._registry.add("kvpool_failures", kind="store_stuck")
-        logger.warning(
-            "kvpool: lane %s: a store call runs for %.1f s, past call_timeout_s=%g; its cells "
-            "count as failed, its memory stays reserved until it returns",
-            lane.lane,
-            now - began,
-            self._call_timeout_s,
-        )
-        self._on_hung(lane.lane)
-        if sum(other.lane == lane.lane for other in self._hung.values()) <= MAX_HUNG:
-            self._add_lane(lane.lane)
-        else:
-            self._close_if_empty(lane.lane)
-        self._step(BatchHung(batch))
-
-    def _on_late_return(self, done: BatchDone) -> None:
-        """A call that hung has returned."""
-        lane = self._hung.pop(done.batch).lane
-        logger.info(
-            "kvpool: lane %s: a call past call_timeout_s=%g has returned",
-            lane,
-            self._call_timeout_s,
-        )
-        if sum(other.lane == lane for other in self._lanes) < self._lane_counts[lane]:
-            self._dead_lanes.discard(lane)
-            self._add_lane(lane)
-        self._step(done)
-
-    def _close_if_empty(self, name: LaneName) -> None:
-        """If a lane has no thread left, fail the batches that wait for one."""
-        if any(lane.lane == name for lane in self._lanes):
-            return
-        self._dead_lanes.add(name)
-        inbox = self._lane_inboxes[name]
-        while not inbox.empty():
-            batch = inbox.get()
-            if batch is not None:
-                self._fail(batch)
-
-    def _fail(self, batch: Batch) -> None:
-        """Answer a batch that no lane will."""
-        self._inbox.put(BatchDone(batch, [CellOutcome.FAILED] * len(batch.ops)))
 
 
 def _blocks_of(batch: Batch) -> set[int]:

@@ -1,4 +1,4 @@
-"""The work of a lane on a batch of slabs, and the lane's thread.
+"""The work of a lane on a batch of slabs.
 
 A lane performs and reports; it never decides. `BatchRunner.perform` may be called by several lanes
 at once: the gather lane and the scatter lane have a copier each, and the slots of a batch are its
@@ -8,13 +8,12 @@ own.
 import logging
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, islice, pairwise, repeat, starmap
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -27,13 +26,12 @@ from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import MAX_TEMPLATES, Copier
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, CellFault, verify, write_header
-from vllm_kvpool.transfer.graph import Batch, BatchDone
+from vllm_kvpool.transfer.graph import Batch
 from vllm_kvpool.transfer.ops import (
     COPIES,
     NO_STORE,
     REPLICA,
     CellOutcome,
-    LaneName,
     OpKind,
     Outcome,
     Part,
@@ -50,89 +48,6 @@ if TYPE_CHECKING:
     from vllm_kvpool.storage.contents.encryption import EncryptedCells
 
 logger = logging.getLogger(__name__)
-
-Perform = Callable[[Batch], Sequence[Outcome]]
-
-
-class LaneThread:
-    """Performs the batches of its inbox one by one.
-
-    Whatever ends a batch, a SystemExit or what was thrown into the thread from outside as well, its
-    cells have failed and the thread goes on. It calls `on_start` first; if that fails, so does each
-    batch until it succeeds. A thread that is abandoned ends after it has reported its batch.
-    """
-
-    def __init__(
-        self,
-        lane: LaneName,
-        name: str,
-        perform: Perform,
-        inbox: SimpleQueue[Batch | None],
-        outbox: SimpleQueue[Any],
-        registry: MetricsRegistry,
-        on_start: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.lane = lane
-        self._lock = threading.Lock()  # held to end a batch and to abandon the thread
-        self._abandoned = False
-        self._since: float | None = None  # when the present batch began
-        self._taken: deque[Batch | None] = deque()  # the present batch
-        self._inbox = starmap(inbox.get, repeat(()))
-        self._perform = perform
-        self._outbox = outbox
-        self._registry = registry
-        self._on_start: Callable[[], None] | None = on_start
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
-
-    def busy_since(self) -> tuple[Batch, float] | None:
-        """The present batch and when it began (monotonic seconds); any thread may call."""
-        with self._lock:
-            batch, since = self._taken[0] if self._taken else None, self._since
-        return None if batch is None or since is None else (batch, since)
-
-    def abandon(self, batch: Batch) -> bool:
-        """End the thread after this batch; False if it has already done it."""
-        with self._lock:
-            if not self._taken or self._taken[0] is not batch:
-                return False
-            self._abandoned = True
-        return True
-
-    def _run(self) -> None:
-        while True:
-            try:
-                self._serve()
-                return
-            except BaseException:
-                self._registry.add("kvpool_failures", kind="lane")
-                logger.exception("kvpool: lane %s: a batch failed; the lane goes on", self.lane)
-                if (batch := self._take()) is None:
-                    return
-                self._end(batch, [CellOutcome.FAILED] * len(batch.ops))
-
-    def _serve(self) -> None:
-        if self._on_start is not None:
-            self._on_start()
-            self._on_start = None
-        while not self._abandoned and (batch := self._take()) is not None:
-            self._since = time.monotonic()
-            self._end(batch, self._perform(batch))
-
-    def _take(self) -> Batch | None:
-        """The present batch, or else the next one; None to end."""
-        if not self._taken:
-            # One call into C: an exception thrown into this thread comes before or after it, so a
-            # batch is in the inbox or in `_taken`.
-            self._taken.extend(islice(self._inbox, 1))
-        return self._taken[0]
-
-    def _end(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
-        self._outbox.put(BatchDone(batch, outcomes))
-        with self._lock:
-            self._since = None
-            self._taken.clear()
-
 
 _GOT = {
     GetOutcome.OK: CellOutcome.DONE,

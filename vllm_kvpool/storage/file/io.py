@@ -7,7 +7,7 @@ is an `IOQueue`: an io_uring or a few threads; `choose_disk` tries which works i
 
 Invariants: a transfer is reported once; error 0 means that every byte was moved; after `run` has
 ended or was closed, no memory is accessed any more. So it takes as long as the disk does: who calls
-it limits the time (`transfer/executor.py`).
+it limits the time (`transfer/lane_pool.py`).
 """
 
 import contextlib
