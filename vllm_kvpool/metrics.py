@@ -1,10 +1,10 @@
 """The table of metrics, and the registry that has their values.
 
-Names are those of vLLM's `/metrics` (prefix `vllm:`) and of `stats_file`. A sample is `name` or
+Names are those of vLLM's `/metrics` (prefix `vllm:`) and of `stats_file`. Between processes go
+`Samples`, which add up over ranks and intervals. `stats_file` has a number for each sample:
 `name{label=value,…}`, labels in the table's order; in values `,`, `=`, `{`, `}` and `%` are written
-as in URLs. A histogram has two samples for each bucket that a value fell into,
-`name{…,le=bound}.count` and `.sum`. They are not cumulative, so they add up over ranks and
-intervals as counters do.
+as in URLs. A histogram has two for each bucket that a value fell into, `name{…,le=bound}.count` and
+`.sum`, which are not cumulative.
 
 A registry may be used from any thread. `StatsFile` writes one to a file on a thread of its own.
 """
@@ -13,13 +13,10 @@ import logging
 import stat
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple
-from urllib.parse import unquote
 
 import msgspec
 
@@ -35,7 +32,6 @@ SECONDS = (
     *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
-CACHED_NAMES = 4096  # more than a process has samples
 STATS_EVERY_S = 1.0
 STATS_CLOSE_S = 1.0
 MAX_STATS_BYTES = 16 << 20
@@ -60,19 +56,11 @@ class Metric:
     lowest: bool = False  # a gauge of which the lowest rank's value counts, not the highest
 
 
-class Bucket(NamedTuple):
-    """The bucket of a histogram's sample."""
-
-    number: int  # index of its bound; the number of bounds for values above the last
-    part: Literal["count", "sum"]
-
-
-class ParsedSample(NamedTuple):
-    """The parts of a sample's name."""
-
-    metric: Metric
-    labels: tuple[str, ...]  # values, in the table's order
-    bucket: Bucket | None = None
+Buckets = dict[int, tuple[int, float]]
+"""How many values fell into a histogram's buckets, and their sum; by the index of the bucket's
+bound, or the number of bounds for values above the last. Empty buckets are left out."""
+Samples = dict[str, dict[tuple[str, ...], float | Buckets]]
+"""Values by metric, then by its labels' values in the table's order."""
 
 
 MAX_TENANTS = 64  # with a label of their own
@@ -277,21 +265,30 @@ METRICS = {
 }
 
 
-def sample_name(name: str, labels: Mapping[str, str], bucket: Bucket | None = None) -> str:
-    """The name of a sample; the labels must be the table's. Only histograms have a bucket."""
-    metric = METRICS[name]
-    assert set(labels) == set(metric.labels), (name, labels)
-    assert (bucket is None) == (metric.kind is not MetricKind.HISTOGRAM), (name, bucket)
-    pairs = [(label, labels[label]) for label in metric.labels]
-    if bucket is None:
-        return _series(name, pairs)
-    pairs.append(("le", _bound_name(metric.bounds, bucket.number)))
-    return f"{_series(name, pairs)}.{bucket.part}"
+def named_values(samples: Samples) -> Iterator[tuple[str, float]]:
+    """Each sample under its name in `stats_file`: by name and labels, from the lowest bucket on."""
+    for name in sorted(samples):
+        metric = METRICS[name]
+        for labels, value in sorted(samples[name].items(), key=_labels_of):
+            pairs = [
+                f"{label}={text.translate(_ESCAPES)}"
+                for label, text in zip(metric.labels, labels, strict=True)
+            ]
+            if not isinstance(value, dict):
+                yield _named(name, pairs), value
+                continue
+            for number, (count, total) in sorted(value.items()):
+                series = _named(name, [*pairs, f"le={_bound_name(metric.bounds, number)}"])
+                yield f"{series}.count", count
+                yield f"{series}.sum", total
 
 
-def _series(name: str, pairs: Iterable[tuple[str, str]]) -> str:
-    inside = ",".join(f"{label}={value.translate(_ESCAPES)}" for label, value in pairs)
-    return f"{name}{{{inside}}}" if inside else name
+def _labels_of(item: tuple[tuple[str, ...], object]) -> tuple[str, ...]:
+    return item[0]
+
+
+def _named(name: str, pairs: list[str]) -> str:
+    return f"{name}{{{','.join(pairs)}}}" if pairs else name
 
 
 def _bound_name(bounds: tuple[float, ...], index: int) -> str:
@@ -299,130 +296,174 @@ def _bound_name(bounds: tuple[float, ...], index: int) -> str:
     return f"{bounds[index]:.9f}".rstrip("0").rstrip(".") if index < len(bounds) else "inf"
 
 
-@lru_cache(maxsize=CACHED_NAMES)
-def parse_sample(sample: str) -> ParsedSample:
-    """The reverse of `sample_name`."""
-    name, _, rest = sample.partition("{")
-    metric = METRICS[name]
-    inside, _, part = rest.rpartition("}")
-    values = [unquote(pair.partition("=")[2]) for pair in inside.split(",")] if inside else []
-    if metric.kind is not MetricKind.HISTOGRAM:
-        return ParsedSample(metric, tuple(values))
-    index = bisect_left(metric.bounds, float(values.pop()))
-    return ParsedSample(
-        metric, tuple(values), Bucket(index, "count" if part == ".count" else "sum")
-    )
+class Series:
+    """A metric under one set of labels. Counters and buckets only grow, gauges are set.
+
+    Any thread may call; `MetricsRegistry.series` makes it.
+    """
+
+    __slots__ = ("_changed", "_lock", "labels", "metric", "reported", "value")
+
+    def __init__(
+        self,
+        metric: Metric,
+        labels: tuple[str, ...],
+        lock: threading.Lock,
+        changed: dict["Series", None],
+    ) -> None:
+        self.metric = metric
+        self.labels = labels
+        self.value: float | Buckets = {} if metric.kind is MetricKind.HISTOGRAM else 0
+        self.reported: float | Buckets | None = None
+        self._lock = lock
+        self._changed = changed
+
+    def add(self, amount: float = 1) -> None:
+        """Grow a counter."""
+        assert self.metric.kind is _C, self.metric.name
+        with self._lock:
+            self.value += amount  # type: ignore[operator]
+            self._changed[self] = None
+
+    def set(self, value: float) -> None:
+        """Set a gauge."""
+        assert self.metric.kind is _G, self.metric.name
+        with self._lock:
+            self.value = value
+            self._changed[self] = None
+
+    def observe(self, value: float) -> None:
+        """Put a value, not negative, into its bucket of a histogram."""
+        assert value >= 0, (self.metric.name, value)
+        number = bisect_left(self.metric.bounds, value)
+        with self._lock:
+            buckets = self.value
+            assert isinstance(buckets, dict), self.metric.name
+            count, total = buckets.get(number, _EMPTY)
+            buckets[number] = count + 1, total + value
+            self._changed[self] = None
 
 
-@lru_cache(maxsize=CACHED_NAMES)
-def _sample_name(name: str, labels: tuple[tuple[str, str], ...]) -> str:
-    return sample_name(name, dict(labels))
-
-
-@lru_cache(maxsize=CACHED_NAMES)
-def _bucket_names(
-    name: str, labels: tuple[tuple[str, str], ...]
-) -> tuple[tuple[float, ...], tuple[tuple[str, str], ...]]:
-    """A series' bounds, and the names of each bucket's count and sum."""
-    metric = METRICS[name]
-    assert metric.kind is MetricKind.HISTOGRAM, name
-    given = dict(labels)
-    return metric.bounds, tuple(
-        (sample_name(name, given, Bucket(i, "count")), sample_name(name, given, Bucket(i, "sum")))
-        for i in range(len(metric.bounds) + 1)
-    )
+_EMPTY = (0, 0.0)
 
 
 class MetricsRegistry:
-    """Values by sample name: counters and buckets only grow, gauges are set."""
+    """Values of metrics under their labels, which must be exactly the table's."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values: dict[str, float] = {}
-        self._reported: dict[str, float] = {}
-        # Samples changed since the last `take_changes`; whether there are any is read without lock.
-        self._changed: dict[str, None] = {}
+        self._series: dict[tuple[object, ...], Series] = {}  # labels in any order
+        self._changed: dict[Series, None] = {}  # since the last `take_changes`, in order
+
+    def series(self, name: str, **labels: str) -> Series:
+        """The series of a metric under these labels; for what is counted often."""
+        series = self._series.get((name, *labels.items()))
+        return series or self._new_series(METRICS[name], labels)
+
+    def _new_series(self, metric: Metric, labels: Mapping[str, str]) -> Series:
+        assert set(labels) == set(metric.labels), (metric.name, labels)
+        in_order = {label: labels[label] for label in metric.labels}
+        with self._lock:
+            key = (metric.name, *in_order.items())
+            series = self._series.get(key)
+            if series is None:
+                values = tuple(in_order.values())
+                series = Series(metric, values, self._lock, self._changed)
+                self._series[key] = series
+            self._series[metric.name, *labels.items()] = series
+        return series
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         """Grow a counter."""
-        sample = _sample_name(name, tuple(labels.items()))
-        with self._lock:
-            self._values[sample] = self._values.get(sample, 0) + amount
-            self._changed[sample] = None
+        self.series(name, **labels).add(amount)
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
-        sample = _sample_name(name, tuple(labels.items()))
-        with self._lock:
-            self._values[sample] = value
-            self._changed[sample] = None
+        self.series(name, **labels).set(value)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Put a value, not negative, into its bucket of a histogram."""
-        assert value >= 0, (name, value)
-        bounds, names = _bucket_names(name, tuple(labels.items()))
-        count, total = names[bisect_left(bounds, value)]
-        with self._lock:
-            self._values[count] = self._values.get(count, 0) + 1
-            self._values[total] = self._values.get(total, 0) + value
-            self._changed[count] = self._changed[total] = None
+        self.series(name, **labels).observe(value)
 
     def snapshot(self) -> dict[str, float]:
-        """Return all values since the start."""
-        with self._lock:
-            return dict(self._values)
+        """All values since the start, by their names in `stats_file`."""
+        return dict(named_values(self.samples()))
 
-    def take_changes(self) -> dict[str, float]:
+    def samples(self) -> Samples:
+        """All values since the start."""
+        samples: Samples = {}
+        with self._lock:
+            for each in self._series.values():
+                value = dict(each.value) if isinstance(each.value, dict) else each.value
+                samples.setdefault(each.metric.name, {})[each.labels] = value
+        return samples
+
+    def take_changes(self) -> Samples:
         """The changes since the last call: growth of counters and buckets, values of gauges.
 
-        Called in every step; its cost is that of the changes.
+        Called in every step, by one thread; its cost is that of the changes.
         """
-        if not self._changed:
+        if not self._changed:  # read without the lock: what comes now is of the next step
             return {}
         with self._lock:
-            changed, self._changed = self._changed, {}
-            values = {sample: self._values[sample] for sample in changed}
-        reported = self._reported  # only one thread calls this
-        growth = {
-            sample: value - reported.get(sample, 0) if adds_up(sample) else value
-            for sample, value in values.items()
-            if reported.get(sample) != value
+            changed = [
+                (each, dict(each.value) if isinstance(each.value, dict) else each.value)
+                for each in self._changed
+            ]
+            self._changed.clear()
+        samples: Samples = {}
+        for series, value in changed:
+            growth = _growth(series, value)
+            series.reported = value
+            if growth is not None:
+                samples.setdefault(series.metric.name, {})[series.labels] = growth
+        return samples
+
+
+def _growth(series: Series, value: float | Buckets) -> float | Buckets | None:
+    """What has changed since a series was reported; None: nothing."""
+    before = series.reported
+    if isinstance(value, dict):
+        was: Buckets = before if isinstance(before, dict) else {}
+        return {
+            number: (count - was.get(number, _EMPTY)[0], total - was.get(number, _EMPTY)[1])
+            for number, (count, total) in value.items()
+            if was.get(number) != (count, total)
         }
-        reported.update(values)
-        return growth
+    if value == before:
+        return None
+    is_gauge = series.metric.kind is MetricKind.GAUGE
+    return value if is_gauge or not isinstance(before, int | float) else value - before
 
 
-@lru_cache(maxsize=CACHED_NAMES)
-def adds_up(sample: str) -> bool:
-    """Return True if a sample is summed over ranks and intervals."""
-    return METRICS[sample.partition("{")[0]].kind is not MetricKind.GAUGE
-
-
-def merge_samples(into: dict[str, float], more: Mapping[str, float]) -> None:
+def merge_samples(into: Samples, more: Samples) -> None:
     """Add another process's or interval's samples: counters and buckets are summed; of a gauge's
     values the highest counts, or the lowest (`Metric.lowest`)."""
-    for sample, value in more.items():
-        metric = METRICS[sample.partition("{")[0]]
-        if metric.kind is not MetricKind.GAUGE:
-            into[sample] = into.get(sample, 0) + value
-        else:
-            choose = min if metric.lowest else max
-            into[sample] = choose(into.get(sample, value), value)
-
-
-def _reading_order(sample: str) -> tuple[str, tuple[str, ...], Bucket]:
-    """Sort key: by name and labels, buckets from the lowest bound on."""
-    metric, labels, bucket = parse_sample(sample)
-    return metric.name, labels, bucket or Bucket(0, "count")
+    for name, series in more.items():
+        metric, known = METRICS[name], into.setdefault(name, {})
+        for labels, value in series.items():
+            before = known.get(labels)
+            if before is None:
+                known[labels] = dict(value) if isinstance(value, dict) else value
+            elif isinstance(before, dict):
+                assert isinstance(value, dict), name
+                for number, (count, total) in value.items():
+                    counted, summed = before.get(number, _EMPTY)
+                    before[number] = counted + count, summed + total
+            else:
+                assert not isinstance(value, dict), name
+                if metric.kind is not MetricKind.GAUGE:
+                    known[labels] = before + value
+                else:
+                    known[labels] = (min if metric.lowest else max)(before, value)
 
 
 def write_stats(path: Path, samples: Mapping[str, float]) -> bool:
     """Replace the file by the samples as a JSON object; False, with a warning, if it fails or if
     the file has something else."""
-    ordered = {sample: samples[sample] for sample in sorted(samples, key=_reading_order)}
     try:
         _check_stats(path)
-        replace_file(path, msgspec.json.format(msgspec.json.encode(ordered)))
+        replace_file(path, msgspec.json.format(msgspec.json.encode(samples)))
     except OSError as error:
         logger.warning("kvpool: stats_file %s: %s; it is not written any more", path, error)
         return False

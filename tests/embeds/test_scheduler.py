@@ -30,6 +30,7 @@ from vllm_kvpool.embeds.scheduler import (
     ItemLoad,
     StepMeta,
 )
+from vllm_kvpool.metrics import named_values
 
 STEP = 100  # tokens
 ROWS = 10
@@ -800,9 +801,9 @@ def test_numbers_of_workers_and_its_own_are_handed_on_once() -> None:
     view = request("r", "a", media=True)
     rig.ensure(view)
     rig.channel.failed("a", 0)
-    rig.channel.say(MetricSamples({'kvpool_ec_events{event="x"}': 2.0}))
+    rig.channel.say(MetricSamples({"kvpool_ec_events": {("consumer", "items"): 2.0}}))
     rig.ensure(view)
-    numbers = rig.scheduler.take_samples()
+    numbers = dict(named_values(rig.scheduler.take_samples()))
     assert sum(numbers.values()) >= 4 + 2  # of two workers; a failure and a local encode
     assert rig.scheduler.take_samples() == {}
 

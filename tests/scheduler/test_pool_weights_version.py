@@ -25,7 +25,6 @@ from tests.support.invariants import check
 from vllm_kvpool.config import KVPoolConfig, KVRole, read_config
 from vllm_kvpool.identity.keys import with_weights
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
-from vllm_kvpool.metrics import sample_name
 from vllm_kvpool.scheduler.messages import StepReport
 from vllm_kvpool.sides import ModelShape, SchedulerSide
 from vllm_kvpool.storage.base import ChunkRef
@@ -459,11 +458,8 @@ def test_the_epoch_that_an_engine_starts_with_is_the_first(first_weights_version
     for weights_version in (NEW, NEWER, NEW):
         side.weights_changed(weights_version)
         heard.append(side.scheduler.weights_version)
-        counted = side.registry.snapshot()
-        shown = [name for name in counted if name.startswith("kvpool_info{") and counted[name]]
+        infos = side.registry.samples()["kvpool_info"]
         own = with_weights(NAMES.namespace, side.scheduler.weights_version)
-        assert shown == [
-            sample_name("kvpool_info", {"namespace": own, "chunk_tokens": str(config.chunk_tokens)})
-        ]
+        assert [name for name, shown in infos.items() if shown] == [(own, str(config.chunk_tokens))]
     side.close()
     assert heard == ([FIRST, NEWER, FIRST] if first_weights_version else [NEW, NEWER, NEW])

@@ -35,7 +35,7 @@ from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
-from vllm_kvpool.metrics import merge_samples
+from vllm_kvpool.metrics import merge_samples, named_values
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.request import ScheduledStep
 from vllm_kvpool.sides import ModelShape, RankPlace, SchedulerSide, WorkerSide
@@ -205,10 +205,10 @@ class Engine:
 
     def counted(self) -> dict[str, float]:
         """What both sides have counted since they were made."""
-        total = self._scheduler_side.registry.snapshot()
+        total = self._scheduler_side.registry.samples()
         for rank in self._ranks:
-            merge_samples(total, rank.side.registry.snapshot())
-        return total
+            merge_samples(total, rank.side.registry.samples())
+        return dict(named_values(total))
 
     def close(self) -> None:
         """End both sides."""

@@ -14,7 +14,7 @@ from tests.support.fakes import FakeClock
 from tests.support.invariants import check
 from vllm_kvpool.identity.keys import HeadShard, LayerSpan
 from vllm_kvpool.layout.topology import LocalCell
-from vllm_kvpool.metrics import MetricsRegistry, sample_name
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.slots import Slot, SlotPool
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import POLICIES
@@ -342,7 +342,9 @@ class Bench:
 
     def counted(self, name: str, **labels: str) -> int:
         self.engine.context.fill(self.registry)
-        return int(self.registry.snapshot().get(sample_name(name, labels), 0))
+        value = self.registry.samples().get(name, {}).get(tuple(labels.values()), 0)
+        assert not isinstance(value, dict), name
+        return int(value)
 
     @property
     def is_clean(self) -> bool:

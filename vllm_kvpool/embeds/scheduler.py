@@ -30,7 +30,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     WeightsChanged,
 )
 from vllm_kvpool.embeds.worker_channel import WorkerChannel
-from vllm_kvpool.metrics import MetricsRegistry, merge_samples
+from vllm_kvpool.metrics import MetricsRegistry, Samples, merge_samples
 from vllm_kvpool.network.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class EmbedsScheduler:
         self._are_workers_lost = False
         self._weights = FIRST_WEIGHTS  # the last message
         self.registry = MetricsRegistry()
-        self._from_workers: dict[str, float] = {}
+        self._from_workers: Samples = {}
 
     # From the engine
 
@@ -548,7 +548,7 @@ class EmbedsScheduler:
     def _count(self, event: str) -> None:
         self.registry.add("kvpool_ec_events", 1, side="scheduler", event=event)
 
-    def take_samples(self) -> dict[str, float]:
+    def take_samples(self) -> Samples:
         """Metric samples of this side and of the workers since the last call."""
         numbers, self._from_workers = self._from_workers, {}
         merge_samples(numbers, self.registry.take_changes())

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
@@ -21,7 +21,7 @@ from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import key_digest
 from vllm_kvpool.layout.pages import SlabMove
 from vllm_kvpool.layout.topology import LocalCell
-from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.metrics import MetricsRegistry, Series
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import MAX_TEMPLATES, Copier
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
@@ -32,6 +32,7 @@ from vllm_kvpool.transfer.ops import (
     NO_STORE,
     REPLICA,
     CellOutcome,
+    LaneName,
     OpKind,
     Outcome,
     Part,
@@ -107,6 +108,56 @@ def _by_part(outcomes: Sequence[CellOutcome], parts: Sequence[Part]) -> list[Out
     return [outcome_of(outcomes[start:stop]) for start, stop in pairwise(stops)]
 
 
+class _LaneMetrics:
+    """The metrics of a lane's batches. All threads of the lane count."""
+
+    def __init__(self, registry: MetricsRegistry, kind: OpKind, tier: str) -> None:
+        self._registry = registry
+        self._lane = {"lane": kind.value, "tier": tier}
+        self._op_seconds = registry.series("kvpool_op_seconds", **self._lane)
+        self._wait_seconds = registry.series("kvpool_op_wait_seconds", **self._lane)
+        self._store: dict[str, str] = {}
+        self._cells: dict[CellOutcome, Series] = {}
+        self._seconds: Series | None = None
+        self._bytes: Series | None = None
+        if kind in COPIES:
+            self._seconds = registry.series("kvpool_copy_seconds", direction=kind.value)
+            self._bytes = registry.series("kvpool_copy_bytes", direction=kind.value)
+        elif kind in _DIRECTION:
+            self._store = {"direction": _DIRECTION[kind], "store": tier}
+            self._seconds = registry.series("kvpool_seconds", **self._store)
+            if kind is not OpKind.REMOVE:
+                self._bytes = registry.series("kvpool_bytes", **self._store)
+
+    def count(
+        self,
+        batch: Batch,
+        counts: Mapping[CellOutcome, int],
+        nbytes: int,
+        start: float,
+        end: float,
+    ) -> None:
+        """Count a batch: its cells by outcome, their bytes, and its time."""
+        self._op_seconds.observe(end - start)
+        self._wait_seconds.observe(max(0.0, start - batch.ready_at))
+        if batch.attempt > 1:
+            self._registry.add("kvpool_retries", 1, **self._lane)
+        if self._seconds is not None:
+            self._seconds.add(end - start)
+        if self._bytes is not None:
+            self._bytes.add(nbytes)
+        if self._store:
+            for outcome, number in counts.items():
+                self._series_of(outcome).add(number)
+
+    def _series_of(self, outcome: CellOutcome) -> Series:
+        series = self._cells.get(outcome)
+        if series is None:
+            labels = {**self._store, "outcome": outcome.value}
+            series = self._cells[outcome] = self._registry.series("kvpool_cells", **labels)
+        return series
+
+
 @dataclass(frozen=True, slots=True)
 class BatchRunner:
     """Performs batches; `names` are the labels of `stores` in metrics."""
@@ -128,6 +179,7 @@ class BatchRunner:
         default_factory=dict, init=False
     )
     """By the id of a slab's cells, which are kept here, and a prompt's end."""
+    _metrics: dict[LaneName, _LaneMetrics] = field(default_factory=dict, init=False)
 
     def perform(self, batch: Batch) -> Sequence[Outcome]:
         """Perform a batch; one outcome per op."""
@@ -301,11 +353,10 @@ class BatchRunner:
                 counts.update(each)
                 done = zip(part.sizes(), each, strict=True)
                 nbytes += sum(size for size, one in done if one is CellOutcome.DONE)
-        waited = max(0.0, start - batch.ready_at)
-        self.registry.observe("kvpool_op_seconds", end - start, lane=kind.value, tier=tier_name)
-        self.registry.observe("kvpool_op_wait_seconds", waited, lane=kind.value, tier=tier_name)
-        if batch.attempt > 1:
-            self.registry.add("kvpool_retries", lane=kind.value, tier=tier_name)
+        metrics = self._metrics.get(batch.lane)
+        if metrics is None:
+            metrics = self._metrics[batch.lane] = _LaneMetrics(self.registry, kind, tier_name)
+        metrics.count(batch, counts, nbytes, start, end)
         if self.trace.on:
             self.trace.add(
                 Span(
@@ -322,17 +373,3 @@ class BatchRunner:
                     batch.attempt,
                 )
             )
-        if kind in COPIES:
-            self.registry.add("kvpool_copy_bytes", nbytes, direction=kind.value)
-            self.registry.add("kvpool_copy_seconds", end - start, direction=kind.value)
-            return
-        direction = _DIRECTION.get(kind)
-        if direction is None:
-            return
-        for outcome, count in counts.items():
-            self.registry.add(
-                "kvpool_cells", count, direction=direction, store=tier_name, outcome=outcome.value
-            )
-        self.registry.add("kvpool_seconds", end - start, direction=direction, store=tier_name)
-        if kind is not OpKind.REMOVE:
-            self.registry.add("kvpool_bytes", nbytes, direction=direction, store=tier_name)

@@ -6,8 +6,9 @@ scheduler's.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Self
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -20,12 +21,11 @@ from vllm_kvpool.metrics import (
     EMBEDS_PREFIX,
     METRICS,
     PREFIX,
-    Bucket,
-    Metric,
+    Buckets,
     MetricKind,
     MetricsRegistry,
+    Samples,
     merge_samples,
-    parse_sample,
 )
 from vllm_kvpool.transfer.ops import LoadPlan
 from vllm_kvpool.vllm_adapt import compat
@@ -48,7 +48,7 @@ _LOGGED = {
 }
 
 
-def log_values(samples: Mapping[str, float]) -> dict[str, int | float]:
+def log_values(samples: Samples) -> dict[str, int | float]:
     """Return an interval's log line: sums over stores and ranks, mean times, tiers down.
 
     Misses that the engine's own prefix cache made up for do not count. Zeros are left out. All
@@ -56,20 +56,19 @@ def log_values(samples: Mapping[str, float]) -> dict[str, int | float]:
     """
     sums: dict[str, float] = defaultdict(float)
     lookup_s = load_s = loads = 0.0
-    for sample in sorted(samples):
-        metric, labels, bucket = parse_sample(sample)
-        value = samples[sample]
-        if metric.name == "kvpool_miss_tokens" and labels == ("not_needed",):
+    for name, labels, value in sorted(_rows(samples), key=itemgetter(0, 1)):
+        if isinstance(value, dict):
+            if name == "kvpool_load_seconds":
+                loads += sum(count for count, _ in value.values())
+                load_s += sum(total for _, total in value.values())
+        elif name == "kvpool_miss_tokens" and labels == ("not_needed",):
             continue
-        if metric.name in _LOGGED:
-            name, unit = _LOGGED[metric.name]
-            sums[name.format(*labels)] += value / unit
-        elif metric.name == "kvpool_lookup_seconds":
+        elif name in _LOGGED:
+            logged, unit = _LOGGED[name]
+            sums[logged.format(*labels)] += value / unit
+        elif name == "kvpool_lookup_seconds":
             lookup_s += value
-        elif metric.name == "kvpool_load_seconds" and bucket is not None:
-            loads += value if bucket.part == "count" else 0
-            load_s += value if bucket.part == "sum" else 0
-        elif metric.name == "kvpool_tier_up" and not value:
+        elif name == "kvpool_tier_up" and not value:
             sums[f"down_{labels[0]}"] = 1
     if needed := sums["hit_tokens"] + sums["miss_tokens"]:
         sums = {"hit_percent": 100 * sums["hit_tokens"] / needed, **sums}
@@ -84,10 +83,16 @@ def log_values(samples: Mapping[str, float]) -> dict[str, int | float]:
     }
 
 
+def _rows(samples: Samples) -> Iterator[tuple[str, tuple[str, ...], float | Buckets]]:
+    for name, series in samples.items():
+        for labels, value in series.items():
+            yield name, labels, value
+
+
 class TableStats:
     """Statistics of either connector; a subclass inherits from vLLM's class, too."""
 
-    data: dict[str, float]
+    data: Samples
 
     def reset(self) -> None:
         self.data = {}
@@ -107,7 +112,7 @@ class TableStats:
 
 @dataclass
 class KVPoolStats(TableStats, KVConnectorStats):
-    """`data` is sample name -> value; counters and buckets hold growth since the last report."""
+    """`data` is `Samples`; counters and buckets hold growth since the last report."""
 
     @classmethod
     def since_last(cls, registry: MetricsRegistry) -> "KVPoolStats | None":
@@ -115,7 +120,7 @@ class KVPoolStats(TableStats, KVConnectorStats):
         changes = registry.take_changes()
         return cls(changes) if changes else None
 
-    def __getitem__(self, name: str) -> dict[str, float]:
+    def __getitem__(self, name: str) -> Samples:
         """For MultiConnector of vLLM 0.27.1, which reads `stats["data"]` of what may be an object:
         in an engine whose scheduler and client are one process."""
         assert name == "data", name
@@ -147,21 +152,19 @@ class BucketReplay:
     def add(
         self,
         series: tuple[Any, ...],
-        metric: Metric,
-        bucket: Bucket,
-        value: float,
+        bounds: Sequence[float],
+        growth: Buckets,
         observe: Callable[[float], None],
     ) -> None:
-        """Add the growth of a bucket's count or sum; `series` names its histogram."""
-        backlog = self._backlogs.get((*series, bucket.number))
-        if backlog is None:
-            bounds = (0.0, *metric.bounds, math.inf)
-            backlog = _Backlog(observe, bounds[bucket.number], bounds[bucket.number + 1])
-            self._backlogs[*series, bucket.number] = backlog
-        if bucket.part == "count":
-            backlog.count += round(value)
-        else:
-            backlog.total += value
+        """Add the growth of a histogram's buckets; `series` names it."""
+        for number, (count, total) in growth.items():
+            backlog = self._backlogs.get((*series, number))
+            if backlog is None:
+                edges = (0.0, *bounds, math.inf)
+                backlog = _Backlog(observe, edges[number], edges[number + 1])
+                self._backlogs[*series, number] = backlog
+            backlog.count += count
+            backlog.total += total
 
     def replay(self, at_most: int) -> None:
         """Observe up to `at_most` values, the oldest first."""
@@ -219,12 +222,11 @@ class TableProm:
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one step's numbers."""
         engine = self.per_engine_labelvalues[engine_idx]
-        for sample, value in transfer_stats_data.items():
-            metric, labels, bucket = parse_sample(sample)
-            child = self._metrics[metric.name].labels(*engine, *labels)
-            if bucket is not None:
-                series = (metric.name, engine_idx, labels)
-                self._replay.add(series, metric, bucket, value, child.observe)
+        for name, labels, value in _rows(transfer_stats_data):
+            metric, child = METRICS[name], self._metrics[name].labels(*engine, *labels)
+            if isinstance(value, dict):
+                series = (name, engine_idx, labels)
+                self._replay.add(series, metric.bounds, value, child.observe)
             elif metric.kind is MetricKind.COUNTER:
                 child.inc(value)
             else:

@@ -16,6 +16,7 @@ from msgspec import Meta
 from vllm_kvpool.config import MAX_HEARTBEAT_S, MAX_ITEM_NAME
 from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape
 from vllm_kvpool.errors import ProtocolError
+from vllm_kvpool.metrics import Samples
 from vllm_kvpool.parsing import UNREADABLE
 
 VERSION: Final = 4
@@ -312,7 +313,7 @@ class HeldBytes(msgspec.Struct, frozen=True, gc=False, tag="held"):
 class MetricSamples(msgspec.Struct, frozen=True, gc=False, tag="metrics"):
     """C→S, P→S: metric samples counted since the last time."""
 
-    samples: dict[str, float]
+    samples: Samples
 
 
 class Requested(msgspec.Struct, frozen=True, gc=False, tag="requested"):
