@@ -364,9 +364,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         """KV cache groups whose blocks a load fills, every layer of them: none.
 
-        A drafter's layers are in the same blocks, and its cells may be missing. vLLM zeroes the
-        blocks of all other groups where they may hold bytes of another type (recurrent states,
-        mixed types), before it starts the step's loads; scatters wait for that (`Copier.fence`).
+        A drafter's layers are in the same blocks, and the drafter's cells may be missing. vLLM
+        zeroes the blocks of all other groups if these may hold bytes of another type (recurrent
+        states, mixed types). It does so before the step's loads; scatters wait (`Copier.fence`).
         """
         return ()
 

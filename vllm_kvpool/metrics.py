@@ -57,8 +57,8 @@ class Metric:
 
 
 Buckets = dict[int, tuple[int, float]]
-"""How many values fell into a histogram's buckets, and their sum; by the index of the bucket's
-bound, or the number of bounds for values above the last. Empty buckets are left out."""
+"""Number and sum of the values in each bucket of a histogram, by the index of the bucket's bound.
+The bucket above the last bound has the number of bounds as index. Empty buckets are left out."""
 Samples = dict[str, dict[tuple[str, ...], float | Buckets]]
 """Values by metric, then by its labels' values in the table's order."""
 
@@ -386,11 +386,11 @@ class MetricsRegistry:
         self.series(name, **labels).observe(value)
 
     def snapshot(self) -> dict[str, float]:
-        """All values since the start, by their names in `stats_file`."""
+        """Return every value since the start, by its name in `stats_file`."""
         return dict(named_values(self.samples()))
 
     def samples(self) -> Samples:
-        """All values since the start."""
+        """Return every value since the start."""
         samples: Samples = {}
         with self._lock:
             for each in self._series.values():
@@ -421,7 +421,7 @@ class MetricsRegistry:
 
 
 def _growth(series: Series, value: float | Buckets) -> float | Buckets | None:
-    """What has changed since a series was reported; None: nothing."""
+    """Return the change of a series since its last report; None if it has not changed."""
     before = series.reported
     if isinstance(value, dict):
         was: Buckets = before if isinstance(before, dict) else {}

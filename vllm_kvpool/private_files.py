@@ -1,8 +1,8 @@
 """Files that hold secrets, and files that are written under names that others can guess.
 
-A secret is read from a file of our own, or of `root`, that others cannot read or replace. What is
-written goes into a new file, or over one of our own, never through a link or into a FIFO that
-somebody has put there. Between a look and its use only the file's owner could change something.
+A secret is read from a file of our own, or of `root`, that others cannot read or replace. Writing
+makes a new file or replaces one of our own; it never follows a link, and never opens a FIFO.
+Between the check of a file and its use only the file's owner could change the file.
 """
 
 import errno

@@ -1,8 +1,9 @@
 """The worker side: a step's plan to the executor, the executor's reports to what vLLM asks for.
 
-Owned by the model's thread; nothing here calls a store. On a CPU, and in an in-process engine,
-which may have no later step to release blocks in, the gather of a step's saves ends inside the step
-(`finish_in_step`); gathers that wait for a store to take earlier cells go on after it. Layered
+Owned by the model's thread; nothing here calls a store. On a CPU the gather of a step's saves ends
+inside the step (`finish_in_step`). So it does in an in-process engine, which may make no later step
+to release blocks in. A gather that waits until a store has taken earlier cells goes on after the
+step. Layered
 loads end in their own step: each layer waits for its span (`wait_for_layer`), the end of the step
 for the rest, and only invalid blocks are reported to vLLM.
 """

@@ -1,5 +1,8 @@
-"""`kvpool explain`: why two namespaces share nothing, by their manifests, and why a request's
-tokens were taken from the pool or not, by what its engine has logged (`log_requests`)."""
+"""`kvpool explain`: why two namespaces share nothing, or why a request hit the pool or missed it.
+
+Namespaces are compared by their manifests. A request is explained from its engine's log
+(`log_requests`).
+"""
 
 import re
 from collections import Counter

@@ -1,10 +1,10 @@
 """The identity of weights: a sample of their files.
 
 Two models of one name and one shape must never share KV, so their weights' identity is part of the
-namespace. Reading all of a large model would take minutes; for every tensor of every safetensors
-file a few short pieces are read instead, of embeddings a piece of every row and of experts in one
-tensor pieces of each, since some trainings change a few tokens or experts alone, and of other files
-pieces at equal distances. LoRA adapters are small and are read whole. Weights are a directory, or
+namespace. Reading a large model whole would take minutes, so a few short pieces of every tensor of
+every safetensors file are read. Some trainings change a few tokens or experts alone: of embeddings
+a piece of every row is read, and of experts in one tensor pieces of each expert. Other files are
+sampled at equal distances. LoRA adapters are small and are read whole. Weights are a directory, or
 one file with those that it is split into.
 """
 
@@ -181,8 +181,8 @@ def _rows(file: BinaryIO, span: _Span) -> Iterator[bytes | memoryview]:
 def known_sample(path: Path, clock_ns: Callable[[], int] = time.time_ns) -> str | None:
     """Return `sample_weights` of files; unchanged files are read once in a process.
 
-    A file counts as unchanged if size, times and inode are the same, and if it was not written to
-    within `SETTLED_NS` before it was read: a later write might not change its times.
+    A file counts as unchanged if size, times and inode are the same, unless the last write before
+    the read was less than `SETTLED_NS` ago: a later write might not change the file's times.
     """
     began_ns = clock_ns()
     state = tuple(map(FileState.of, [*weight_files(path), *_index_files(path)]))

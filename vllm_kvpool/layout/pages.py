@@ -76,12 +76,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer's pages on this rank. `owner` keeps the memory alive and names the device; `group`
-    is the KV cache group whose block table names its blocks.
+    """The pages of a layer on this rank.
 
-    A manager block (the scheduler's id) is `blocks_per_id` consecutive kernel blocks of
-    `tokens_per_block` tokens. With n = tokens_per_block and r = blocks_per_id, token t of a request
-    lies in kernel block `ids[t // (n * r)] * r + t // n % r`.
+    `owner` keeps the memory alive and names the device. `group` is the KV cache group whose block
+    table names the layer's blocks. A manager block (the scheduler's id) is `blocks_per_id`
+    consecutive kernel blocks of `tokens_per_block` tokens. Let n be tokens_per_block and r be
+    blocks_per_id: token t of a request lies in kernel block `ids[t // (n * r)] * r + t // n % r`.
     """
 
     runs: tuple[Run, ...]
@@ -112,7 +112,7 @@ class SlabMove(NamedTuple):
     """
 
     addresses: "Int64s"
-    """Of each piece's payload in staging memory, `[pieces]`."""
+    """The address of each piece's payload in staging memory, `[pieces]`."""
     places: "Int64s"
     """A template, `[pieces, 4]`: layer_start, layer_stop, head_start, head_stop; local, half open.
     All chunks have the same array object, which is never modified: copiers keep what they derive

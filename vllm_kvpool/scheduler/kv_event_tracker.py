@@ -53,7 +53,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """These blocks have left the medium."""
+    """Blocks that have left a medium."""
 
     medium: Medium
     blocks: tuple[Hashable, ...]
@@ -61,7 +61,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """All announced blocks are removed, in all media."""
+    """Every announced block has left every medium."""
 
 
 Announcement = BlocksStored | BlocksRemoved | Cleared
@@ -171,7 +171,7 @@ class KVEventTracker:
     # Media
 
     def stored(self, chunk: str, medium: Medium) -> None:
-        """All cells of the chunk are in the medium."""
+        """Note that a medium has all cells of a chunk."""
         blocks = self._chunks.get(chunk)
         content = self._media.setdefault(medium, _Content())
         if blocks is None or chunk in content.chunks:

@@ -1,9 +1,9 @@
 """Loads on the scheduler's side: whether one pays, and those in progress.
 
 A request runs in the step in which its layered load begins: vLLM counts its blocks as computed and
-offers them to other requests. Until every rank has reported the load as whole nothing of the
-request is saved, and no other that would read its blocks is scheduled (`RequestLoads.would_share`).
-If a load fails, its blocks leave the prefix cache and the request computes them again.
+offers them to other requests. Until every rank has reported the load as whole, the request is not
+saved, and a request that would read its blocks is not scheduled (`RequestLoads.would_share`). If a
+load fails, its blocks leave the prefix cache and the request computes them again.
 Scheduler's thread.
 """
 
@@ -108,7 +108,7 @@ class RequestLoad:
     """Chunks before it are stored, as far as the workers know; None: the load does not stream."""
     tokens: Sequence[int] = ()
     table: tuple[int, ...] = ()
-    """Of a layered load: the request's tokens, and its only block table."""
+    """The request's only block table. Both it and `tokens` are empty unless the load is layered."""
 
     @property
     def is_whole(self) -> bool:

@@ -433,8 +433,8 @@ class _OpenLookup:
 
 Present = list[bool] | None
 Value = list[bool] | list[bytes | None] | None
-"""What a call has returned: whether each key is stored, its object (None if there is no sound one),
-or nothing for a removal; None if it has failed."""
+"""The result of a call: for each key whether it is stored, or its object (None if no sound object
+is stored). A removal has no result, and a call that has failed returns None."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -655,8 +655,7 @@ class LookupCore:
     def _wanted_chunks(
         self, lookup: Lookup, chain: ChunkChain, end: bytes | None
     ) -> tuple[int, int, int]:
-        """How many chunks are looked for, for how many the lookup waits, and for how many of
-        attention alone.
+        """Return the number of chunks to look for, to wait for, and to wait for in attention alone.
 
         A load of recurrent states ends at a boundary and leaves a token to compute: no rows of a
         loaded block can be computed again from a state after it. Where the boundary that is

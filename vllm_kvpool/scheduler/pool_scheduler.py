@@ -1,12 +1,14 @@
 """The scheduler side of the connector: what vLLM's calls mean for lookups, loads and saves.
 
 Owned by the scheduler's thread. A request's life, in the states of `states.py`:
+
     add -> lookup pending -> answered -> (offer -> load planned -> load ended) -> saving -> finish
+
 * `match` may be called any number of times; only `allocated` turns an offer into a load.
 * A request that expects tokens of a producer is offered them before they are stored, a promise.
   Its load streams (`Landed`): chunks that never come end it as a lost cell does.
-* After a load that stopped early the request is offered no more than was loaded (`limit_tokens`),
-  but once, for which all cells are asked for (`_ask`).
+* After a load that stopped early the request is offered the tokens that were loaded, and no more
+  (`limit_tokens`). The next lookup asks for every cell (`_ask`) and may offer more, once.
 * KV of old weights is never saved under new ones.
 """
 
@@ -192,8 +194,8 @@ class PoolScheduler:
     def _chunks_to_offer(self, state: RequestState, num_computed: int) -> int | None:
         """Return how many chunks to offer a request now; None if it waits for its lookup.
 
-        Before the lookup ends these are the chunks that the producer has promised, once the first
-        is stored, and as long as blocks for promises are left. One request may always have more.
+        While the lookup waits, the chunks that the producer has promised are offered, once the
+        first chunk is stored. Blocks for promises are limited; one request may always have more.
         """
         answer = state.lookup.answer
         if state.lookup.state is not _PENDING:

@@ -5,9 +5,9 @@ one cell each of the first and up to `SAMPLES` chunks between; the second for al
 chunks between the last sample found and the first missing. So two batched `exists` suffice for up
 to 900 chunks. Eviction can leave a hole that no question meets; loads verify.
 
-Layers that read only the last tokens need only the chunks of those. So the prefix that the other
-layers have is cut to the longest one before which these chunks are all stored, and, with recurrent
-states, to the largest boundary that has a state of every layer.
+Layers that read only the last tokens need only the last chunks. So a prefix counts if the other
+layers have all its chunks and these layers have the last ones; the longest such prefix is the hit.
+With recurrent states the hit is cut to the largest boundary that has a state of every layer.
 """
 
 import math
@@ -295,14 +295,15 @@ class HitSearch:
         return Question(chunk, self._states[0], whole=False)
 
     def _unknown_states(self) -> list[Question]:
-        """What is not known of the states at the bound."""
+        """Return the questions about states at the bound that have no answer yet."""
         if not self._bound:
             return []
         wanted = [Question(self._bound - 1, layer_group) for layer_group in self._states]
         return [question for question in wanted if question not in self._known]
 
     def _state_questions(self) -> tuple[Question, ...]:
-        """All cells of the states at the bound; one each at earlier boundaries, once."""
+        """Return questions for every state at the bound, and once for a state at earlier
+        boundaries."""
         unknown = self._unknown_states()
         if not unknown:
             return ()

@@ -143,7 +143,7 @@ class RequestLookup:
     asked_at: float = 0.0
     deadline: float = 0.0
     num_preemptions: int = 0
-    """Of the request, when the lookup was asked."""
+    """Preemptions of the request before the lookup was asked."""
     state: LookupState = LookupState.ENDED
 
 

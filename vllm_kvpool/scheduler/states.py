@@ -32,7 +32,7 @@ class AdmissionState(Enum):
 
 
 class RetryState(Enum):
-    """What follows a failed load of the request."""
+    """The state of a request's second try after a failed load."""
 
     NONE = "none"
     LIMITED = "limited"

@@ -1,7 +1,8 @@
 """Validity of KV: which of the engine's blocks may be saved, and which stored cells may be loaded.
 
-Neither holds of KV that other weights than the engine's have computed, of blocks that another
-connector was to fill, nor of cells that a reset removes. Scheduler's thread.
+Three kinds of KV are neither saved nor loaded: KV that other weights than the engine's have
+computed, blocks that another connector was to fill, and cells that a reset removes. Scheduler's
+thread.
 """
 
 import logging

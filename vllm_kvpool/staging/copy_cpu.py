@@ -70,7 +70,7 @@ class CpuCopier:
         _move_slabs(True, self._runs, self._layer_table, no_groups, entries, no_ids)
 
     def fence(self) -> None:
-        """Nothing: on the host a computation has ended when its call returns."""
+        """Do nothing: on the host a computation has ended when its call returns."""
 
     def gather(self, moves: Sequence[SlabMove]) -> None:
         self._run(moves, is_gather=True)

@@ -271,7 +271,10 @@ def _word_bytes(run: Run, row_bytes: int, address: int) -> int:
 
 
 def _strided_view(pages: LayerPages, run: Run, word_bytes: int, tiles: _Tiles) -> torch.Tensor:
-    """Those elements of the run, `[B, H, tiles, N, elements, words]`, over the owner's storage."""
+    """Return a run's elements in these tiles as a view of the owner's storage.
+
+    Shape: `[B, H, tiles, N, elements, words]`.
+    """
     owner, storage = _owner_of(pages, run)
     size = (
         owner.shape[0],

@@ -1,11 +1,12 @@
 """Gather and scatter for pages on an NVIDIA GPU: one Triton kernel, many cells a launch.
 
-    gather    pages ─kernel→ buffer ─copy→ slots          each buffer has a stream of its own, so
-    scatter   slots ─copy→ buffer ─kernel→ pages          that rounds in different ones overlap
+    gather    pages ─kernel→ buffer ─copy→ slots
+    scatter   slots ─copy→ buffer ─kernel→ pages
 
-The GPU's copy engine does the copies, which are large and contiguous; a kernel that wrote over PCIe
-itself would hold multiprocessors that the model needs. Slots should be page-locked: copies to
-pageable memory are correct but slow.
+Each buffer has a stream of its own, so that rounds in two buffers overlap. The GPU's copy engine
+does the copies, which are large and contiguous; a kernel that wrote over PCIe itself would hold
+multiprocessors that the model needs. Slots should be page-locked: copies to pageable memory are
+correct but slow.
 """
 
 import threading
@@ -67,7 +68,7 @@ class DeviceStream(Protocol):
 
 
 class Streams(Protocol):
-    """One device."""
+    """A device's streams and memory."""
 
     def enter_thread(self) -> None:
         """Every thread calls it before it uses streams."""

@@ -1,7 +1,7 @@
 """Many copies between host and GPU by one call of the CUDA driver, or by a compiled loop.
 
-Torch takes 10 us of Python for each copy, and gives up the GIL each time, for which the thread then
-waits where the model's thread computes. One driver call a copy loses 4.8 us of a GPU's link, one
+Torch takes 10 us of Python for each copy and gives up the GIL each time; the thread then waits for
+the GIL while the model's thread computes. One driver call a copy loses 4.8 us of a GPU's link, one
 call for a list 0.5 (fits over rows that an H200 gave).
 """
 
@@ -41,8 +41,8 @@ BATCH_ARGUMENTS = (
     *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
     *(ctypes.c_void_p, ctypes.c_void_p),
 )
-"""Of `cuMemcpyBatchAsync` as CUDA 12.8 introduced it: targets, sources, sizes, their number;
-attributes, the copies from which each holds, their number; the copy that failed; stream."""
+"""Arguments of `cuMemcpyBatchAsync` as CUDA 12.8 introduced it: targets, sources, sizes, their
+number; attributes, the copies from which each holds, their number; the copy that failed; stream."""
 
 
 @cache

@@ -164,7 +164,7 @@ class Round(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """What a call does, but for addresses and block ids. Arrays are shared and never modified."""
+    """A call's work without addresses and block ids. Its arrays are shared and never modified."""
 
     rows: "Int64s"  # of the kernel's table; `address` counts from the buffer's start
     copies: "Int64s"  # target, source, bytes; addresses count from the payload's and buffer's start

@@ -52,9 +52,9 @@ class Lru:
 class Lrfu:
     """Evicts the chunk with the least use, where a use loses half its weight in `HALF_LIFE_NS`.
 
-    This is LRFU (Lee et al., IEEE Transactions on Computers 50, 2001). Its value of a chunk, the
-    sum of `0.5 ** (age / HALF_LIFE_NS)` over its uses, falls for all chunks alike, so their order
-    changes at uses only: the score is the time at which the value is, or was, that of one use now.
+    This is LRFU (Lee et al., IEEE Transactions on Computers 50, 2001). A chunk's value is the sum
+    of `0.5 ** (age / HALF_LIFE_NS)` over its uses. Values fall alike, so the order of chunks
+    changes at uses only. The score is the time at which the value is, or was, that of a single use.
     A first use scores `now`, a second at once one half-life more, and one long after the first
     hardly more than `now`.
     """

@@ -1,4 +1,4 @@
-"""The engine thread of the worker side: it decides, and lanes perform.
+"""The engine thread of the worker side; it decides, lanes perform.
 
     model thread ──post──▶ inbox ──▶ engine thread ──Batch──▶ lane inbox ──▶ lane
          ▲────── reports (drain) ──────┘   ▲──────────── BatchDone ───────────┘

@@ -151,8 +151,8 @@ class Scheduler:
     """Cuts batches from the ready ops of all graphs.
 
     An op waits for its predecessors, is ready, runs as part of a batch, and ends once: done, failed
-    or cancelled. It counts the predecessors that it waits for, so the end of an op costs the number
-    of its successors, however many ops and graphs there are. A failed or cancelled op cancels its
+    or cancelled. Each op counts its open predecessors, so the end of an op costs the number of its
+    successors and no more. A failed or cancelled op cancels its
     successors, but for those added with `always`, which only wait for its end.
 
     Ready ops of one lane and priority form one queue over all graphs. The lowest `Priority` goes

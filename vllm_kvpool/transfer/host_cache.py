@@ -75,8 +75,8 @@ class HostCache:
     """The slabs in host memory; `slabs_per_chunk` of this rank make a chunk of a layer group.
 
     Unpinned slabs wait in heaps, dirty ones and clean ones of each tenant, by rank. Scores only
-    rise, so a place in a heap may be out of date: a slab whose chunk was used since is pushed again
-    when it is popped, and a place whose slab was pinned or has gone is skipped.
+    rise, so a place in a heap may be out of date. If the slab's chunk was used since, the slab is
+    pushed again. If the slab was pinned or has gone, its place is skipped.
 
     Invariants (`check`): a slot belongs to at most one entry; an unpinned entry is present, and
     clean ones have at most `capacity` slots; only the newest entry of a slab is indexed, and is

@@ -31,9 +31,10 @@ Perform = Callable[[Batch], Sequence[Outcome]]
 class LaneThread:
     """Performs the batches of its inbox one by one.
 
-    Whatever ends a batch, a SystemExit or what was thrown into the thread from outside as well, its
-    cells have failed and the thread goes on. It calls `on_start` first; if that fails, so does each
-    batch until it succeeds. A thread that is abandoned ends after it has reported its batch.
+    Whatever exception ends a batch, its cells have failed and the thread goes on: a SystemExit,
+    too, or an exception that was thrown into the thread from outside. It calls `on_start` first; if
+    that fails, so does each batch until it succeeds. A thread that is abandoned ends after it has
+    reported its batch.
     """
 
     def __init__(

@@ -116,8 +116,8 @@ class Planner:
     _slabs: list[tuple[LocalCell, ...]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
-    """This rank's cells of a chunk, cut into slabs: the same tuples under every version, since
-    lanes keep what they know of a slab's pages by its tuple."""
+    """The cells of each slab of a chunk on this rank. All versions share the tuples, since lanes
+    keep tables of a slab's pages by its tuple."""
 
     def named(self, namespace: Namespace, drafter: str = "") -> Self:
         """A planner of the same cells in another namespace, those of drafts by this drafter."""
@@ -208,8 +208,8 @@ class Planner:
     def save(self, plan: SavePlan) -> SaveJob:
         """Return this rank's slabs of the chunks that it stores or keeps, without those with gaps.
 
-        A slab of recurrent states is whole if every KV cache group of its layers has a page, one of
-        a drafter if its chunk is before the plan's `draft_stop`.
+        A slab of recurrent states is whole if every KV cache group of its layers has a page. A
+        drafter's slab is whole if its chunk is before the plan's `draft_stop`.
         """
         pages = self._local(plan.pages)
         has_gaps = [NULL_BLOCK in each.block_ids for each in pages]

@@ -1,8 +1,8 @@
 """Differences between releases of vLLM (0.23 to 0.33), and vLLM's own wrong computations.
 
-No other module knows releases. A feature is looked for by its name in vLLM, not by a version, so
-releases between and after those two work as long as the names do. `DEFECTS` has the combinations
-that vLLM is known to compute wrongly; docs/failures.md and tests have the same rows.
+No other module knows releases. A feature is looked for by its name in vLLM, not by a version. So
+other releases work as long as they have the names. `DEFECTS` has the combinations that vLLM is
+known to compute wrongly; docs/failures.md and tests have the same rows.
 """
 
 import functools
@@ -725,8 +725,8 @@ def state_offers(output: "SchedulerOutput") -> Mapping[str, Sequence[tuple[int, 
     """By request: KV cache group, block and tokens of the recurrent states that are complete when
     the step ends. Older releases offer none.
 
-    None is of a draft: vLLM offers states of tokens that it knows. But of requests with drafts in
-    the step a state is copied into its block once the drafts are accepted, and by then a runner may
+    vLLM offers states of tokens that it knows, never of drafts. If a request has drafts in the
+    step, its state is copied into the block after the drafts are accepted. By then a runner may
     have asked for the results.
     """
     state = getattr(output, "kv_connector_block_state", None)

@@ -39,9 +39,10 @@ class AdapterDigests:
 
     Owned by the thread that reads adapters. Keyed by the adapter's id too: another content at the
     same path comes with another id, or says `load_inplace`. An adapter whose files have changed
-    since has no digest: the engine keeps the old weights in memory, until it lets them go for want
-    of places (`max_cpu_loras`) or by `remove_lora`, and then reads the new ones under the same id.
-    Nor has one whose id another has had: the engine computes with what it has under that id.
+    since has no digest. The engine keeps the old weights until it drops them for want of places
+    (`max_cpu_loras`) or by `remove_lora`; then it reads the new files under the same id. An adapter
+    under the former id of another adapter has no digest either: the engine may compute with that
+    one.
     """
 
     def __init__(self) -> None:
@@ -197,11 +198,13 @@ class _EngineState:
 class RequestReader:
     """Makes the pool's views of vLLM's requests. Scheduler's thread.
 
-    `media_are_named` is False where vLLM numbers media instead of naming them, `has_own_cache`
-    where it has no prefix cache of its own, `has_adapters` where it takes none, and
-    `adapts_encoders` where LoRA adapters leave the encoders of media alone. `defects`: what it
-    computes wrongly.
-    `on_replaced`: called when an adapter is loaded in place, or read again from now on.
+    Args:
+        media_are_named: vLLM names media by content; False if it numbers them.
+        has_own_cache: vLLM's own prefix cache is on.
+        has_adapters: vLLM takes LoRA adapters.
+        adapts_encoders: LoRA adapters change the encoders of media, too.
+        defects: computations of this engine that vLLM is known to get wrong.
+        on_replaced: called when an adapter is loaded in place, or will be read again.
     """
 
     def __init__(
@@ -352,7 +355,7 @@ class VllmRequest:
         return int(self._request.num_preemptions)
 
     def tokens(self) -> Sequence[int]:
-        """All known tokens; the prompt's own list while it has all, since it hashes faster."""
+        """Return all known tokens, as the prompt's own list if it has all: a list hashes faster."""
         request = self._request
         prompt: list[int] | None = request.prompt_token_ids
         if prompt is not None and request.prompt_embeds is None and len(prompt) == self.num_tokens:

@@ -1,9 +1,9 @@
 """An alias: an object that leads from a prompt that ends inside a chunk to a stored chunk (pure).
 
-A cell's first n rows are right for every prompt that shares the first n tokens of its chunk, but
-the chunk's hash names all tokens. So aliases lie under the hash of the prompt at every `step`
-tokens of the chunk. Readers hash the tokens in an alias themselves, so no alias needs trust. It may
-be out of date: `exists` of the chunk's cells decides.
+A cell's first n rows are right for every prompt that shares the first n tokens of the chunk. The
+chunk's hash, however, names all tokens of the chunk. So aliases lie under the hash of the prompt at
+every `step` tokens of the chunk. Readers hash the tokens in an alias themselves, so no alias needs
+trust. It may be out of date: `exists` of the chunk's cells decides.
 
 An object of `alias_bytes`: a cell's header and, little endian:
     chunk hash 20 | number of tokens u32 (fewer than a chunk's in an end) | token ids u32 | zeros

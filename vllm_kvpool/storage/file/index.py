@@ -449,8 +449,11 @@ class FileIndex:
         cells: Sequence[StoredCell],
         size_bytes: int,
     ) -> None:
-        """Add cells. A chunk that had none gets its first score, or counts as hit if its last
-        eviction is remembered, and the time to live of its first writer."""
+        """Add cells.
+
+        A chunk without cells gets a first score, or the score of a hit if its last eviction is
+        remembered. It also gets the time to live of its first writer.
+        """
         now_ns = self._clock_ns()
         first = {cell.chunk: cell for cell in reversed(cells)}
         owners = {name: rows.owner(name) for name in {cell.owner for cell in cells}}

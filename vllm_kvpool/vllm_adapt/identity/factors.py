@@ -1,13 +1,14 @@
 """Parts of vLLM's configuration and environment that change the values that an engine computes.
 
-Every field of every configuration object counts, and every environment variable of vLLM that is
-set, except those that a table leaves out with a reason. So a new release of vLLM can cost hits,
-never give wrong bytes. `tests/vllm_adapt/identity/test_factors.py` walks all fields and variables
-of both tested releases.
+Every field of every configuration object counts, and so does every environment variable of vLLM
+that is set. A table names the exceptions, each with a reason. So a new release of vLLM can cost
+hits, never give wrong bytes. `tests/vllm_adapt/identity/test_factors.py` walks all fields and
+variables of both tested releases.
 
-A field with a value that `NEUTRAL` knows is left out of the result, so that a field of one release
-alone keeps no engines apart. Defaults are not taken from the running release: a new default keeps
-engines apart until the table knows it. Values have a form that depends on no release (`canonical`).
+A field whose value is in `NEUTRAL` is left out of the result: it would keep an engine apart from
+the releases that lack the field. Defaults are not taken from the running release: a new default
+keeps engines apart until the table knows it. Values have a form that depends on no release
+(`canonical`).
 """
 
 import hashlib

@@ -4,9 +4,9 @@ A plugin may replace any part of vLLM, so each counts by name and version, but f
 A model's class counts by the source of its package, since users register classes without a plugin,
 too, and work on them under one version; whatever its architecture, since models consist of others.
 
-Code in development (an editable install, a folder on the path) counts by its source, with what it
-imports that is no part of Python or vLLM: code in development likewise, releases by their version.
-What a release imports is not followed. Nothing is imported for that. Models that transformers
+Code in development (an editable install, a folder on the path) counts by its source. Its imports
+outside Python and vLLM count, too: code in development by its source, releases by their version.
+Imports of a release are not followed. Nothing is imported for that. Models that transformers
 computes count by its release.
 """
 

@@ -1,8 +1,8 @@
 """DeepSeek V4's caches: latents for one, 4 or 128 tokens, an indexer, inputs of compressors.
 
-A compressor makes one latent of 4 or 128 tokens. vLLM keeps its inputs, a row for each token, in a
-sliding window of as many tokens as one latent is made of (`CompressorStateCache`), so at the end of
-a chunk everything is whole: all latents before it, and the windows that later ones begin with.
+A compressor makes one latent of 4 or 128 tokens. vLLM keeps the compressor's inputs, a row for each
+token, in a sliding window of as many tokens (`CompressorStateCache`). So at the end of a chunk all
+latents before it are whole, and so are the windows that later latents begin with.
 
 vLLM's scheduler knows the spec of one layer of each KV cache group; those of the others follow from
 the model's configuration.
