@@ -152,7 +152,7 @@ def index_costs(num_cells: int, rounds: int, path: str) -> Row:
         cells = cells_of_round(number)
         while (made := index.reserve("w", cells, size_bytes)) is not None:
             made.stored.update(cell.name for cell in made.cells)
-            index.settle(made, 0)
+            index.close_reservation(made, 0)
             if made.room_bytes >= 0:
                 return
         raise AssertionError("no room")

@@ -430,7 +430,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """`request_finished` with one block table for each KV cache group."""
-        self._block_tables.forget(request.request_id)
+        self._block_tables.drop_request(request.request_id)
         if self._events is not None:
             self._events.finished(request.request_id)
         answer = self._scheduler.finish(request.request_id, block_ids)

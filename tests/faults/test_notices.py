@@ -117,7 +117,7 @@ def test_prompt_that_the_pool_has_already_is_told_whole(watcher: Watcher) -> Non
     watcher.run()
     assert watcher.hears_end() == (CHUNKS, CHUNKS)
     watcher.rig.reset()
-    watcher.client.forget(watcher.topic)
+    watcher.client.unwatch(watcher.topic)
     watcher.hand_over()
     watcher.run()
     watcher.client.watch(watcher.endpoints, watcher.topic)

@@ -27,9 +27,9 @@ class Client:
             self._hear,
             lambda topic: self._heard.put((topic, LOST)),
         )
-        self.watch, self.forget, self.close = (
+        self.watch, self.unwatch, self.close = (
             self.client.watch,
-            self.client.forget,
+            self.client.unwatch,
             self.client.close,
         )
 

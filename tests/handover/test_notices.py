@@ -67,7 +67,7 @@ def test_decode_hears_every_change_of_what_it_waits_for(client: Client) -> None:
         assert client.hears() == (TOPIC, 2, None)
         one.tell(TOPIC, 3, 3)
         assert client.hears() == (TOPIC, 3, 3)
-        client.forget(TOPIC)
+        client.unwatch(TOPIC)
         wait_for(lambda: not one._state.num_watches)
         one.tell(TOPIC, 4, 4)
         assert client.hears_nothing()
@@ -281,7 +281,7 @@ def test_connections_are_bounded_and_idle_ones_make_room(
         wait_for(lambda: client.count("refused") == 1)
         assert len(client.client._used_at) == 2
         for _ in servers:
-            client.forget(TOPIC)
+            client.unwatch(TOPIC)
         monkeypatch.setattr(consumer, "RETRY_S", 0.0)
         client.client._retry_at.clear()
         client.watch([servers[2].endpoint], OTHER)
@@ -296,9 +296,9 @@ def test_connection_that_nothing_is_watched_at_is_closed(
         one.tell(TOPIC, 1)
         client.watch([one.endpoint], TOPIC)
         client.hears()
-        client.forget(TOPIC)
+        client.unwatch(TOPIC)
         monkeypatch.setattr(consumer, "IDLE_S", 0.0)
-        client.forget(OTHER)  # a turn
+        client.unwatch(OTHER)  # a turn
         wait_for(lambda: not client.client._used_at)
 
 

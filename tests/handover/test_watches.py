@@ -49,7 +49,7 @@ def test_notice_of_an_endpoint_that_is_not_watched_is_a_stray() -> None:
     watches.watch([A], TOPIC)
     assert watches.notice(B, Notice(TOPIC, 9, 9)) is None
     assert watches.notice(A, Notice(OTHER, 9, 9)) is None
-    watches.forget(TOPIC)
+    watches.unwatch(TOPIC)
     assert watches.notice(A, Notice(TOPIC, 9, 9)) is None
 
 
@@ -58,10 +58,10 @@ def test_second_request_is_told_what_is_known_and_the_last_ends_the_watch() -> N
     watches.watch([A], TOPIC)
     said(watches, A, 2)
     assert watches.watch([A], TOPIC) == [Progress(TOPIC, 2, None)]
-    assert watches.forget(TOPIC) == []
+    assert watches.unwatch(TOPIC) == []
     assert said(watches, A, 3) == [Progress(TOPIC, 3, None)]
-    assert watches.forget(TOPIC) == [Send(A, Unwatch(TOPIC))]
-    assert watches.forget(TOPIC) == [], "one too many"
+    assert watches.unwatch(TOPIC) == [Send(A, Unwatch(TOPIC))]
+    assert watches.unwatch(TOPIC) == [], "one too many"
     assert not list(watches.topics_at(A))
 
 
@@ -100,7 +100,7 @@ def test_watch_without_endpoints_waits_for_nobody() -> None:
     watches = Watches()
     assert watches.watch([], TOPIC) == []
     check(watches)
-    assert watches.forget(TOPIC) == []
+    assert watches.unwatch(TOPIC) == []
 
 
 ENDPOINTS = (A, B, C)
@@ -140,7 +140,7 @@ def test_invariants_hold_and_stored_only_grows_in_any_order_of_events(
         elif event == "forget":
             counts[topic] = max(0, counts[topic] - 1)
             stored[topic] = stored[topic] if counts[topic] else 0
-            actions = watches.forget(topic)
+            actions = watches.unwatch(topic)
         elif event == "lost":
             assert isinstance(what, str)
             actions = watches.lost(what)
@@ -159,5 +159,5 @@ def test_invariants_hold_and_stored_only_grows_in_any_order_of_events(
                 assert counts[action.topic]
     for topic, count in counts.items():
         for _ in range(count):
-            watches.forget(topic)
+            watches.unwatch(topic)
     assert not any(list(watches.topics_at(endpoint)) for endpoint in ENDPOINTS)

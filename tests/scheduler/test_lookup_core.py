@@ -691,7 +691,7 @@ def test_whatever_comes_everybody_is_told_once(messages: list[str]) -> None:
         if message == "ask":
             world.ask(number, expect=number, expect_s=0.2 * (number % 2))
         elif message == "forget":
-            world.core.forget(number - 1)
+            world.core.cancel(number - 1)
         elif message == "remove":
             world.core.remove_all(removed.append, ("",), world.now)
         elif message == "host":

@@ -281,7 +281,7 @@ class FakeNotices:
         self.watched[topic] += 1
         self.endpoints.append(tuple(endpoints))
 
-    def forget(self, topic: bytes) -> None:
+    def unwatch(self, topic: bytes) -> None:
         self.watched[topic] -= 1
 
     def close(self) -> None:
@@ -341,7 +341,7 @@ def test_lookup_that_is_forgotten_watches_no_longer(
 ) -> None:
     pool, made = noticed
     notices, topic = begun(pool, made)
-    pool.service.forget(0)
+    pool.service.cancel(0)
     notices.on_notice(topic, 5, None)
     pool.ask(2, search=False, notices=("tcp://127.0.0.1:1",))
     pool.answers()
@@ -463,8 +463,8 @@ def test_closing_does_not_wait_for_those_that_wait() -> None:
 
 def test_what_is_forgotten_is_not_asked_any_more(pool: Pool) -> None:
     pool.ask(1, expect_chunks=5)
-    pool.service.forget(1)
-    pool.service.forget(99)
+    pool.service.cancel(1)
+    pool.service.cancel(99)
     pool.ask(2, search=False)
     assert set(pool.answers()) == {2}
     assert pool.service.core.num_open == 0

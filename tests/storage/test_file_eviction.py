@@ -176,7 +176,7 @@ def index_of(path: Path, chunks: int) -> FileIndex:
         held = index.reserve("w", rows, chunks * FILE)
         assert held is not None
         held.stored.update(row.name for row in rows)
-        index.settle(held)
+        index.close_reservation(held)
     return index
 
 
@@ -198,7 +198,7 @@ def test_room_costs_the_same_however_much_is_stored(tmp_path: Path) -> None:
         assert held is not None
         assert len(held.evicted) == 1
         held.stored.add(row.name)
-        index.settle(held)
+        index.close_reservation(held)
         plans.append(steps)
         index.close()
     assert plans[1] <= plans[0] + 3, f"hundreds of steps of SQLite: {plans}"
@@ -498,14 +498,24 @@ def transactions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, list[s
 MOST_CHANGES = 4 * MAX_ROWS
 TRANSACTIONS = frozenset(
     {
-        *("reserve", "hold", "settle", "remove_writer", "write_hits", "remove_cells", "add_found"),
+        *(
+            "reserve",
+            "hold",
+            "close_reservation",
+            "remove_writer",
+            "write_hits",
+            "remove_cells",
+            "add_found",
+        ),
         *("remove_namespace", "left_by", "complete", "check_after_power_loss"),
         *("pin", "expire"),
     }
 )
 
 
-MAY_ASK = frozenset({"settle", "remove_cells", "remove_namespace"})  # whether files are gone
+MAY_ASK = frozenset(
+    {"close_reservation", "remove_cells", "remove_namespace"}
+)  # whether files are gone
 
 
 def test_a_transaction_touches_no_file_and_changes_a_bounded_number_of_rows(

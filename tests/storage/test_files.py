@@ -304,7 +304,7 @@ sys.stdin.read()
 @pytest.mark.parametrize(
     "where",
     [
-        *("space.rename_new", "os.close", "index.FileIndex.settle", "space.create_file"),
+        *("space.rename_new", "os.close", "index.FileIndex.close_reservation", "space.create_file"),
         *("space.FileSpace.delete", "stores.write_tail", "io.Ring.wait"),
     ],
 )
@@ -537,9 +537,9 @@ def test_files_under_way_count_on_a_disk_smaller_than_the_size(
     one, other = (FileSpace(str(root), MIB, POLICIES["lru"], time.time_ns) for _ in range(2))
     held = reserve(one, *range(6))
     assert other.reserve(cells_for(*range(6, 12)), [FILE] * 6) is None
-    other.settle(reserve(other, 6, 7, 8))
-    one.settle(held)  # nothing was written
-    other.settle(reserve(other, *range(6, 12)))
+    other.close_reservation(reserve(other, 6, 7, 8))
+    one.close_reservation(held)  # nothing was written
+    other.close_reservation(reserve(other, *range(6, 12)))
     one.close()
     other.close()
 
@@ -771,7 +771,7 @@ def test_of_two_writers_of_one_key_the_first_to_finish_wins(root: Path, renames_
         os.close(fd)
         published.append(space.publish(temp_path, str(path)))
         reservation.stored.add(reservation.cells[0].name)
-        space.settle(reservation)
+        space.close_reservation(reservation)
     assert published == [True, False]
     assert path.read_bytes() == b"a" * FILE
     assert used_bytes(root) == disk_bytes(root) == FILE
@@ -822,7 +822,7 @@ def test_a_writer_that_gives_up_ends_no_charge_of_one_that_was_killed_after_publ
     first, second = (space.reserve([cell], [FILE]) for space in (killed, other))
     assert first is not None
     assert second is not None
-    other.settle(second)  # it has not written the cell
+    other.close_reservation(second)  # it has not written the cell
     fd, temp_path = killed.open_temp(FILE, 0)
     os.write(fd, bytes(FILE))
     os.close(fd)
@@ -854,7 +854,7 @@ def test_an_eviction_counts_what_others_are_writing(root: Path) -> None:
     kept = len(object_files(root)) + len(recycled_files(root))
     assert used_bytes(root) == (8 + kept) * FILE <= 16 * FILE
     for reservation in reservations:
-        other.settle(reservation)
+        other.close_reservation(reservation)
     assert_counted(root)
     other.close()
     store.close()

@@ -168,7 +168,7 @@ class FakePins:
         assert min(self.references.values(), default=0) >= 0, self.references
         self.references += Counter()  # drops zeros
 
-    def forget(self, block_ids: Sequence[int]) -> None:
+    def evict(self, block_ids: Sequence[int]) -> None:
         self.forgotten += block_ids
 
     def check(self) -> None:

@@ -210,7 +210,7 @@ def test_a_hit_of_what_is_not_here_says_nothing() -> None:
     host_cache = host()
     bring(host_cache, "a", hold=True)
     old = entry(host_cache, "a")
-    host_cache.forget(old)
+    host_cache.unindex(old)
     host_cache.hit("a", now_ns())
     bring(host_cache, "a b c")
     assert keys(host_cache) == "b c"
@@ -360,7 +360,7 @@ def test_the_heaps_do_not_grow_with_cells_that_come_and_are_forgotten() -> None:
         bring(host_cache, key, dirty=number % 2 == 0)
         passing = entry(host_cache, key)
         host_cache.pin(passing)
-        host_cache.forget(passing)
+        host_cache.unindex(passing)
         host_cache.unpin(passing)
     check(host_cache)
     assert sum(map(len, [host_cache._dirty, *host_cache._clean.values()])) <= 2 * (

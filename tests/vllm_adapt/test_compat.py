@@ -68,8 +68,8 @@ def test_a_resumed_request_has_a_table_of_its_own() -> None:
 def test_a_request_that_has_ended_leaves_nothing() -> None:
     tables = BlockTables()
     tables.of_step(step(new={"a": [1]}))
-    tables.forget("a")
-    tables.forget("a")
+    tables.drop_request("a")
+    tables.drop_request("a")
     assert tables.of_step(step())("a") == ()
 
 

@@ -429,11 +429,11 @@ def test_blocks_that_are_forgotten_are_found_no_more_and_stay_their_requests() -
         block.set_block_hash(name)
         pool.cached_block_hash_to_block.insert(name, block)
     pins = engine_config.PoolPins(pool, [].append)
-    pins.forget([block.block_id for block in blocks[1:]])
+    pins.evict([block.block_id for block in blocks[1:]])
     found = [pool.get_cached_block(BlockHash(bytes([i])), [0]) for i in range(3)]
     assert found == [[blocks[0]], None, None]
     assert [block.ref_cnt for block in blocks] == [1, 1, 1]
-    pins.forget([blocks[1].block_id])  # again, or of one that never was to be found
+    pins.evict([blocks[1].block_id])  # again, or of one that never was to be found
 
 
 # Loads layer by layer

@@ -62,13 +62,13 @@ class NoticeClient(Channel):
 
     def watch(self, endpoints: Iterable[str], topic: bytes) -> None:
         """A request waits for the prompt that the engine with these endpoints, one of each rank,
-        computes. `forget` follows once for each call."""
+        computes. `unwatch` follows once for each call."""
         ranks = tuple(endpoints)
         self._post(lambda: self._perform(self._watches.watch(ranks, topic)))
 
-    def forget(self, topic: bytes) -> None:
+    def unwatch(self, topic: bytes) -> None:
         """The request waits no more."""
-        self._post(lambda: self._perform(self._watches.forget(topic)))
+        self._post(lambda: self._perform(self._watches.unwatch(topic)))
 
     # The client's thread
 

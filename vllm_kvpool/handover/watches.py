@@ -83,7 +83,7 @@ class Watches:
         sends = self._send_changes(topic, state)
         return [*sends, *self._progress(topic, state, is_new=True)]
 
-    def forget(self, topic: bytes) -> list[Action]:
+    def unwatch(self, topic: bytes) -> list[Action]:
         """Remove a request that waits for the prompt."""
         state = self._topics.get(topic)
         if state is None:

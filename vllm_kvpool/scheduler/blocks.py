@@ -22,7 +22,7 @@ class BlockPins(Protocol):
 
     def pin(self, block_ids: Sequence[int]) -> None: ...
     def unpin(self, block_ids: Sequence[int]) -> None: ...
-    def forget(self, block_ids: Sequence[int]) -> None:
+    def evict(self, block_ids: Sequence[int]) -> None:
         """Take them out of the engine's own prefix cache."""
 
 

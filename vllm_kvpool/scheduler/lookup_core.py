@@ -524,10 +524,10 @@ class LookupCore:
         )
         self._open[lookup.lookup_id] = opened
         self._try_tiers(opened, now)
-        self._settle(opened, now)
+        self._advance(opened, now)
 
-    def forget(self, lookup_id: int) -> None:
-        """The answer is not wanted any more."""
+    def cancel(self, lookup_id: int) -> None:
+        """Drop a lookup whose answer nobody waits for."""
         self._open.pop(lookup_id, None)
 
     def remove_all(
@@ -540,7 +540,7 @@ class LookupCore:
         for opened in list(self._open.values()):  # cells that it has found may be removed by now
             opened.search = opened.new_search(self._usable(now))
             opened.tail = None
-            self._settle(opened, now)
+            self._advance(opened, now)
         namespaces = tuple(self._names.with_weights(each).namespace for each in weights_versions)
         confirmed: list[bool] = []
 
@@ -589,7 +589,7 @@ class LookupCore:
             opened.answer_by = min(opened.answer_by, now + patience_s)
         opened.is_hinted = True
         opened.poll_at = math.inf
-        self._settle(opened, now)
+        self._advance(opened, now)
 
     def _look_again(self, opened: _OpenLookup, now: float) -> None:
         """Ask once more for the chunks that were missing."""
@@ -755,7 +755,7 @@ class LookupCore:
                     keys.append(key)
             # A reset may have begun another search meanwhile.
             if opened.tail is tail and opened.lookup.lookup_id in self._open:
-                self._settle(opened, now)
+                self._advance(opened, now)
 
     def _tail_of(self, chain: ChunkChain, tail: _OpenTail, end: int, alias: Alias) -> Tail | None:
         """Return the chunk that an alias leads to.
@@ -771,7 +771,7 @@ class LookupCore:
         is_whole = len(other) == self._chunk_tokens
         return Tail(tail.index, alias.chunk_hash, common, 0 if is_whole else len(other))
 
-    def _settle_tail(self, opened: _OpenLookup, tail: _OpenTail, now: float) -> None:
+    def _advance_tail(self, opened: _OpenLookup, tail: _OpenTail, now: float) -> None:
         """Answer once it is known which of the candidates are stored."""
         if tail.unread:
             return
@@ -827,19 +827,19 @@ class LookupCore:
             return
         if now >= opened.poll_at:
             self._look_again(opened, now)
-            self._settle(opened, now)
+            self._advance(opened, now)
         elif now >= opened.defer_at:
             # The tier that is asked instead may be late as well.
             is_late = bool(opened.waits_for)
             opened.defer_at = now + self._timeout_s * PUT_OFF_SHARE if is_late else math.inf
             opened.asking.defer()
-            self._settle(opened, now)
+            self._advance(opened, now)
 
-    def _settle(self, opened: _OpenLookup, now: float) -> None:
+    def _advance(self, opened: _OpenLookup, now: float) -> None:
         """Answer if the search has ended, or search again later if more is expected."""
         lookup, search = opened.lookup, opened.search
         if opened.tail is not None:
-            self._settle_tail(opened, opened.tail, now)
+            self._advance_tail(opened, opened.tail, now)
             return
         expects_more = opened.expects_more(now)
         if search.done and not expects_more:
@@ -853,7 +853,7 @@ class LookupCore:
             return
         if search.done and opened.is_hinted:
             self._look_again(opened, now)
-            self._settle(opened, now)
+            self._advance(opened, now)
             return
         # Once the producer has ended, each further search begins after the one before.
         if opened.poll_at == math.inf and (search.done or opened.looks_left == math.inf):
@@ -992,4 +992,4 @@ class LookupCore:
                 search.take_answer(number, present[start:stop])
             start = stop
             if opened.asking is search and opened.lookup.lookup_id in self._open:
-                self._settle(opened, now)
+                self._advance(opened, now)

@@ -58,7 +58,7 @@ class Notices(Protocol):
     """Tells what other engines have stored of prompts (`NoticeClient`)."""
 
     def watch(self, endpoints: Sequence[str], topic: bytes) -> None: ...
-    def forget(self, topic: bytes) -> None: ...
+    def unwatch(self, topic: bytes) -> None: ...
     def close(self) -> None: ...
 
 
@@ -137,9 +137,9 @@ class LookupService:
         else:
             self._post_lookup(lookup, lambda: self._begin(lookup, _identity_of(lookup)))
 
-    def forget(self, lookup_id: int) -> None:
+    def cancel(self, lookup_id: int) -> None:
         """The request has ended; its answer may still come."""
-        self._inbox.put(_Task(partial(self._forget, lookup_id), _nothing))
+        self._inbox.put(_Task(partial(self._cancel, lookup_id), _nothing))
 
     def remove_all(
         self, done: Callable[[bool], None], weights_versions: tuple[str, ...] = ("",)
@@ -253,17 +253,17 @@ class LookupService:
         self.core.open(lookup, chain, time.monotonic(), end)
 
     def _refuse(self, lookup: Lookup) -> None:
-        self.core.forget(lookup.lookup_id)
+        self.core.cancel(lookup.lookup_id)
         self.core.results.append(lookup.nothing_found(None, LookupOutcome.UNSHAREABLE))
 
-    def _forget(self, lookup_id: int) -> None:
+    def _cancel(self, lookup_id: int) -> None:
         self._unwatch(lookup_id)
-        self.core.forget(lookup_id)
+        self.core.cancel(lookup_id)
 
     def _unwatch(self, lookup_id: int) -> None:
         topic = self._topics.pop(lookup_id, None)
         if topic is not None and self._notices is not None:
-            self._notices.forget(topic)
+            self._notices.unwatch(topic)
 
     def _on_notice(self, topic: bytes, stored: int, ended: int | None) -> None:
         """Take a notice, on the thread of the notices."""

@@ -221,7 +221,7 @@ class HitSearch:
         self._bound: int | None = None if self._anchors else num_chunks
         self._attention: int | None = None  # chunks, once the windows are known, too
         self._scan = False
-        self._settle()
+        self._narrow()
 
     @property
     def found(self) -> int:
@@ -261,9 +261,9 @@ class HitSearch:
             there = [all(present[i : i + width]) for i in range(0, len(present), width)]
             self._prefix.answer(questions[::width], there)
         self._known.update(zip(questions, present, strict=True))
-        self._settle()
+        self._narrow()
 
-    def _settle(self) -> None:
+    def _narrow(self) -> None:
         if self._bound is None:
             if not self._prefix.done:
                 return

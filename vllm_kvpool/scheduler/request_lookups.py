@@ -129,7 +129,7 @@ class RequestLookups:
         """End a lookup whose answer has no use any more."""
         state.has_expected |= state.lookup.state is LookupState.PENDING
         if self._close(state.lookup):
-            self._service.forget(state.answer.lookup_id)
+            self._service.cancel(state.answer.lookup_id)
 
     def finish(self, state: RequestState) -> None:
         """The request has ended. A hand-over still waits for the name of its prompt."""

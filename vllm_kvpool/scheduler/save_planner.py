@@ -424,7 +424,7 @@ class SavePlanner:
             self._late += saves
             return
         if self.ledger.pins is not None:
-            self.ledger.pins.forget(lost_blocks)
+            self.ledger.pins.evict(lost_blocks)
         for save in saves:
             self._drop(save)
 

@@ -327,7 +327,7 @@ async def _stop(tasks: "set[asyncio.Task[T]]") -> None:
         await asyncio.wait(tasks)
 
 
-async def settle(works: Iterable[Work[T]], timeout_s: float) -> list[T | S3Error]:
+async def run_all(works: Iterable[Work[T]], timeout_s: float) -> list[T | S3Error]:
     """Run all concurrently; the result or error of each. None continues afterwards."""
     tasks = [asyncio.ensure_future(work) for work in works]
     late: set[asyncio.Task[T]] = set()
@@ -520,11 +520,11 @@ class S3Store(Store):
         timeout_s: float,
         max_requests: int = MAX_TRANSFERS,
     ) -> list[T | S3Error]:
-        async def settled() -> list[T | S3Error]:
-            return await settle(works(Call(self._clients, max_requests)), timeout_s)
+        async def run() -> list[T | S3Error]:
+            return await run_all(works(Call(self._clients, max_requests)), timeout_s)
 
         with asyncio.Runner() as runner:
-            return runner.run(settled())
+            return runner.run(run())
 
     def _raise_if_any_lost(self, results: Sequence[T | S3Error]) -> None:
         for failure in results:

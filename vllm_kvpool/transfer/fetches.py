@@ -114,7 +114,7 @@ class Fetches:
         fetch, host_cache = op.what, self._context.host_cache
         entry = fetch.entry
         if fetch.slab.fetcher is not None and host_cache.capacity:
-            host_cache.forget(entry)  # another rank's host tier keeps it
+            host_cache.unindex(entry)  # another rank's host tier keeps it
         host_cache.arrived(entry, self._context.now_ns)
         if fetch.tier > 0:
             nearer = [t for t in range(fetch.tier) if self._context.is_writable(t)]

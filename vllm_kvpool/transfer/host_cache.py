@@ -246,7 +246,7 @@ class HostCache:
     def failed(self, entry: CacheEntry) -> None:
         """Remove an entry from the index after its transfer has failed; its pins stay."""
         entry.op = None
-        self.forget(entry)
+        self.unindex(entry)
 
     def pin(self, entry: CacheEntry) -> None:
         """Pin the entry for another transfer."""
@@ -265,7 +265,7 @@ class HostCache:
             while self.num_idle > self.capacity and self._drop_one():
                 pass
         else:
-            self.forget(entry)
+            self.unindex(entry)
             self._release(entry)
 
     def _count_idle(self, entry: CacheEntry, num_slots: int) -> None:
@@ -289,7 +289,7 @@ class HostCache:
         """Forget every slab; pinned ones are freed with their last pin."""
         for entry in list(self._index.values()):
             if entry.pins:
-                self.forget(entry)
+                self.unindex(entry)
             else:
                 self._drop(entry)
 
@@ -388,10 +388,10 @@ class HostCache:
 
     def _drop(self, entry: CacheEntry) -> None:
         self._count_idle(entry, -entry.num_cells)
-        self.forget(entry)
+        self.unindex(entry)
         self._release(entry)
 
-    def forget(self, entry: CacheEntry) -> None:
+    def unindex(self, entry: CacheEntry) -> None:
         """`get` does not find the entry any more; it is freed with its last pin."""
         if not entry.indexed:
             return

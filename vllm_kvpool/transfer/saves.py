@@ -222,7 +222,7 @@ class SaveManager:
             context.host_cache.failed(copy.entry)
             copy.outcome = CellOutcome.CANCELLED if copy.save.dropped else outcome
             context.scheduler.fail(op)
-        self.settle(copy)
+        self.finish_if_done(copy)
 
     def _all_gathered(self, save: _Save) -> None:
         """Note that all gathers of a save have ended: its pages may be reused."""
@@ -243,7 +243,7 @@ class SaveManager:
         else:
             copy.outcome = outcome
             self._context.scheduler.fail(op)
-        self.settle(copy)
+        self.finish_if_done(copy)
 
     def put(self, op: Op, outcome: Outcome) -> None:
         copy, tier = op.what, tier_of(op)
@@ -303,7 +303,7 @@ class SaveManager:
         copy = Copy(entry.slab, entry)
         self._copies[copy] = None
         self._add_puts(Owner(Priority.COPY), copy, tiers, ())
-        self.settle(copy)
+        self.finish_if_done(copy)
 
     def _end(self, op: Op, copy: Copy, outcome: Outcome) -> None:
         if worst_of(outcome) in STORED:
@@ -315,20 +315,20 @@ class SaveManager:
                     if each not in STORED:
                         self._context.drops[tier, each] += 1
             self._context.scheduler.fail(op)
-        self.settle(copy)
+        self.finish_if_done(copy)
 
     def lost(self, op: Op, outcome: CellOutcome) -> None:
         """An op was cancelled since one before it has failed: a gather since its fence has.
 
-        Later ops of a copy end with the failure of the op before them, which settles the copy.
+        Later ops of a copy end with the failure of the op before them, which finishes the copy.
         """
         copy: Copy = op.what
         if copy in self._copies:
             self._context.host_cache.failed(copy.entry)
             copy.outcome = outcome
-            self.settle(copy)
+            self.finish_if_done(copy)
 
-    def settle(self, copy: Copy) -> None:
+    def finish_if_done(self, copy: Copy) -> None:
         """If the last op of a copy has ended, unpin its entry."""
         if copy not in self._copies or not OVER.issuperset([op.state for op in copy.ops]):
             return
@@ -423,7 +423,7 @@ class SaveManager:
         is_arriving = copy.entry.state is CacheEntryState.ARRIVING
         if is_arriving and copy.ops[0].state is OpState.CANCELLED:
             self._context.host_cache.failed(copy.entry)
-        self.settle(copy)
+        self.finish_if_done(copy)
 
     def watch_stall(self) -> None:
         """Drop saves that have waited too long for slots."""

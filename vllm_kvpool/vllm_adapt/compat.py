@@ -684,7 +684,7 @@ class BlockTables:
     """The block tables of requests. Scheduler's thread.
 
     vLLM 0.30 and newer resolve them on demand; for older releases, which tell of some requests
-    alone, they are collected from the steps, until `forget`.
+    alone, they are collected from the steps, until `drop_request`.
     """
 
     def __init__(self) -> None:
@@ -702,7 +702,7 @@ class BlockTables:
             return self._table
         return lambda request_id: find(request_id) or ()
 
-    def forget(self, request_id: str) -> None:
+    def drop_request(self, request_id: str) -> None:
         """The request has ended."""
         self._tables.pop(request_id, None)
 

@@ -413,7 +413,7 @@ class PoolPins:
         """Drop the references; last block first, so that a prefix is evicted last."""
         self._pool.free_blocks(self._pool.blocks[i] for i in reversed(block_ids))
 
-    def forget(self, block_ids: Sequence[int]) -> None:
+    def evict(self, block_ids: Sequence[int]) -> None:
         """Take blocks out of the prefix cache; requests that hold them keep them."""
         self._pool.evict_blocks(set(block_ids))
 

@@ -72,7 +72,7 @@ class IndexBusy(StoreError):
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Space for one round of a put, from `reserve` to `settle`; one thread at a time."""
+    """Space for one round of a put, from `reserve` to `close_reservation`; one thread at a time."""
 
     writer: str
     round: int = 0
@@ -82,7 +82,7 @@ class Reservation:
     evicted: tuple[StoredCell, ...] = ()
     """Cells whose files the caller must delete before it writes."""
     room_bytes: int = 0
-    """Free space after `cells`. If negative, nothing was charged: settle and reserve again."""
+    """Free space after `cells`. If negative, nothing was charged: close and reserve again."""
     stored: set[bytes] = field(default_factory=set)
     """Names of the cells whose file exists, whichever writer wrote it."""
     undeleted: set[bytes] = field(default_factory=set)
@@ -153,11 +153,11 @@ class FileIndex:
         """Hold the chunks of up to `MAX_ROWS` cells, evict and charge; None if the store is full.
 
         The cells have one owner; what is evicted is of the owner who uses the most. The caller
-        deletes the files of `evicted`, writes its own and settles. If one transaction
-        cannot evict enough (`room_bytes` < 0), the caller settles and calls again.
+        deletes the files of `evicted`, writes its own and closes the reservation. If one
+        transaction cannot evict enough (`room_bytes` < 0), the caller closes it and calls again.
         `recycled_bytes` are those of files that the writer keeps, `disk_bytes` what the disk has
-        for more files (below 0: it needs some of what is here). While the index is incomplete,
-        new chunks may take `SOFT_SHARE` of the size and are evicted for each other only.
+        for more files (below 0: it needs some of what is here). While the index is incomplete, new
+        chunks may take `SOFT_SHARE` of the size and are evicted for each other only.
         """
         assert len(cells) <= MAX_ROWS, len(cells)
         if sum(cell.nbytes for cell in cells) > size_bytes:
@@ -186,7 +186,7 @@ class FileIndex:
         return None
 
     def hold(self, writer: str, chunks: Sequence[bytes], recycled_bytes: int) -> Reservation:
-        """Protect up to `MAX_ROWS` stored chunks from eviction until `settle`."""
+        """Protect up to `MAX_ROWS` stored chunks from eviction until `close_reservation`."""
         assert len(chunks) <= MAX_ROWS, len(chunks)
         with self._writing() as rows:
             rows.set_recycled(writer, recycled_bytes)
@@ -195,7 +195,9 @@ class FileIndex:
                 chunk.holders += 1
             return Reservation(writer, rows.add_round(writer, held, ()), self._opened)
 
-    def settle(self, reservation: Reservation, recycled_bytes: int | None = None) -> None:
+    def close_reservation(
+        self, reservation: Reservation, recycled_bytes: int | None = None
+    ) -> None:
         """End a round whose writes have ended and whose evicted files are deleted."""
         stored = [cell for cell in reservation.cells if cell.name in reservation.stored]
         with self._writing() as rows:
@@ -225,7 +227,7 @@ class FileIndex:
     def expire(self, writer: str) -> Reservation | None:
         """Evict up to `MAX_EVICTED` chunks whose time to live has ended; None if there are none.
 
-        The caller deletes the files of `evicted` and settles.
+        The caller deletes the files of `evicted` and closes the reservation.
         """
         now_ns = self._clock_ns()
         with self._reading() as db:
@@ -263,10 +265,10 @@ class FileIndex:
         return count
 
     def left_by(self, writer: str) -> Reservation | None:
-        """A round that a killed writer has not settled; None if there is none left.
+        """Return a round that a killed writer has left open; None if none is left.
 
         Its `cells` are those that no other writer holds. The caller deletes the files of `evicted`
-        and settles.
+        and closes the reservation.
         """
         with self._writing() as rows:
             number = rows.round_of(writer)
@@ -277,7 +279,7 @@ class FileIndex:
             return Reservation(writer, number, self._opened, begun, rows.cells_of(evicted))
 
     def remove_writer(self, writer: str) -> None:
-        """Forget a writer that has settled all rounds, and its recycled files."""
+        """Remove a writer whose rounds are all closed, and its recycled files."""
         with self._writing() as rows:
             rows.remove_writer(writer)
 
@@ -328,7 +330,7 @@ class FileIndex:
         return found
 
     # Removals: the callers have deleted the files. Charges of chunks that a writer holds stay until
-    # the writer settles them or the chunk is evicted.
+    # the writer closes their round or the chunk is evicted.
 
     def remove_cells(self, cells: Sequence[StoredCell]) -> None:
         """Remove cells that have no file any more."""
@@ -503,8 +505,8 @@ class FileIndex:
     ) -> tuple[list[ChunkRow], int]:
         """Evict up to `MAX_EVICTED` leaves until there is room for cells; _NoRoom if too few.
 
-        Returns them, and the free space after `cells`. Their rows stay until `settle`, and then as
-        many as the policy asks for, to remember their scores.
+        Returns them, and the free space after `cells`. Their rows stay until `close_reservation`,
+        and then as many as the policy asks for, to remember their scores.
         """
         if rows.incomplete_since:
             size_bytes = min(rows.found_bytes, size_bytes) + int(size_bytes * SOFT_SHARE)

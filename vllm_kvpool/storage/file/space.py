@@ -1,11 +1,12 @@
 """The space of a `file://` store: reserving it, temporary files, publishing, deleting; thread-safe.
 
 Owns in `{root}/kvpool-v4` `index` (index.py), `objects/` (names are store.py's), `writers/{id}/`
-(one for each open store: its temporary and recycled files, and a lock held meanwhile) and locks.
-A put reserves, deletes the files of what was evicted for it, writes, publishes and settles; no lock
-is held while a file is written, read or deleted. Evicted files are kept and written over, as that
-takes a fifth of the time of deleting and creating. A reader with an open file checks after the read
-that the name still leads to this file; the check is reliable on file systems of one host only.
+(one for each open store: its temporary and recycled files, and a lock held meanwhile) and locks. A
+put reserves, deletes the files of what was evicted for it, writes, publishes and closes the
+reservation; no lock is held while a file is written, read or deleted. Evicted files are kept and
+written over, as that takes a fifth of the time of deleting and creating. A reader with an open file
+checks after the read that the name still leads to this file; the check is reliable on file systems
+of one host only.
 
 One thread writes hits, finishes what killed writers began and rebuilds the index; `close` ends it.
 """
@@ -164,7 +165,7 @@ class WriterDirectory:
         return f"{self.path}/{next(self._names)}"
 
     def close(self) -> None:
-        """Remove the directory; every reservation must be settled."""
+        """Remove the directory; every reservation must be closed."""
         _remove_writer(self.path)
         os.close(self._lock_fd)
 
@@ -231,7 +232,7 @@ class FileSpace:
         self._own: list[WriterDirectory] = []
         self._is_local = file_system_of(root).is_local
         self._recycled = RecycledFiles(int(size_bytes * RECYCLED_SHARE), self.unit_bytes)
-        self._unsettled: deque[Reservation] = deque()
+        self._unclosed: deque[Reservation] = deque()
         self._has_quota = False  # as far as is known
         self._closing = threading.Event()
         self._woken = threading.Event()
@@ -283,14 +284,14 @@ class FileSpace:
         return self._index
 
     def close(self) -> None:
-        """Remove the writer's directory; all reservations must be settled."""
+        """Remove the writer's directory; all reservations must be closed."""
         self._closing.set()
         self._woken.set()
         if self._thread is not None:
             self._thread.join(END_S)
         if self._index is not None:
             with contextlib.suppress(OSError, StoreError):
-                self._settle_all()
+                self._close_reservations()
                 self._index.write_hits()
                 for writer in self._own:
                     self._reclaim_writer(writer.path)
@@ -332,7 +333,7 @@ class FileSpace:
         """The path of a cell's file."""
         return cell_path(self.objects, cell)
 
-    # Writing: reserve; per object open a temporary file, then publish or discard it; settle.
+    # Writing: reserve; per object open a temporary file, then publish or discard it; close.
 
     def reserve(
         self, cells: Sequence[StoredCell], sizes: Sequence[int], *, was_refused: bool = False
@@ -344,7 +345,7 @@ class FileSpace:
         for attempt in range(RESERVE_ATTEMPTS):
             try:
                 DirectoryGuard(self.root).check(f"{self.own_directory}/")
-                self._settle_all()
+                self._close_reservations()
                 if not self._own[-1].is_usable:
                     raise FileNotFoundError(
                         errno.ENOENT, "the directory of this writer was removed"
@@ -385,7 +386,7 @@ class FileSpace:
             if reservation is None:
                 return None
             with contextlib.ExitStack() as undo:
-                undo.callback(self.settle, reservation)
+                undo.callback(self.close_reservation, reservation)
                 self._delete_evicted(reservation, frozenset(sizes))
                 self._recycled.trim(reservation.room_bytes, sizes)
                 if reservation.room_bytes >= 0:
@@ -438,7 +439,7 @@ class FileSpace:
                 for i in range(0, len(chunks), MAX_ROWS):
                     part = chunks[i : i + MAX_ROWS]
                     held = self.index.hold(self._own[-1].name, part, recycled_bytes)
-                    ends.callback(self.settle, held)
+                    ends.callback(self.close_reservation, held)
             yield
 
     def open_temp(self, nbytes: int, flags: int) -> tuple[int, str]:
@@ -468,26 +469,26 @@ class FileSpace:
         raise FileNotFoundError(errno.ENOENT, "its directory is removed again and again", temp_path)
 
     def discard(self, temp_path: str) -> None:
-        """Delete a temporary file; `settle` returns its charge."""
+        """Delete a temporary file; `close_reservation` returns its charge."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temp_path)
 
-    def settle(self, reservation: Reservation) -> None:
+    def close_reservation(self, reservation: Reservation) -> None:
         """End a reservation whose files are all published or discarded.
 
         If the index cannot be written, as its disk is full, this is repeated later.
         """
-        self._unsettled.append(reservation)
-        self._settle_all()
+        self._unclosed.append(reservation)
+        self._close_reservations()
 
-    def _settle_all(self) -> None:
-        while self._unsettled:
-            ended = self._unsettled.popleft()
+    def _close_reservations(self) -> None:
+        while self._unclosed:
+            ended = self._unclosed.popleft()
             try:
-                self.index.settle(ended, self._recycled.charged_bytes())
+                self.index.close_reservation(ended, self._recycled.charged_bytes())
             except (OSError, StoreError) as error:
-                self._unsettled.append(ended)
-                logger.debug("file store %s: a round is settled later: %s", self.root, error)
+                self._unclosed.append(ended)
+                logger.debug("file store %s: a reservation is closed later: %s", self.root, error)
                 return
 
     def delete(
@@ -574,7 +575,7 @@ class FileSpace:
                 logger.warning(
                     "file store %s: an evicted file cannot be deleted: %s", self.root, error
                 )
-            self.index.settle(left)
+            self.index.close_reservation(left)
         self.index.remove_writer(name)
 
     def _dead_writers(self) -> Iterator[tuple[str, HeldLock]]:
@@ -595,7 +596,7 @@ class FileSpace:
         next_scan_at = 0.0
         while not self._closing.is_set():
             try:
-                self._settle_all()
+                self._close_reservations()
                 self.index.write_hits()
                 if time.monotonic() >= next_scan_at or self._woken.is_set():
                     self._woken.clear()
@@ -637,7 +638,7 @@ class FileSpace:
             if reservation is None:
                 return
             with contextlib.ExitStack() as ends:
-                ends.callback(self.settle, reservation)
+                ends.callback(self.close_reservation, reservation)
                 self._delete_evicted(reservation)
 
     def _rebuild(self) -> None:

@@ -415,7 +415,7 @@ class _PutBatch(_FileBatch):
     def close(self) -> None:
         with contextlib.ExitStack() as ends:
             for reservation in self._reservations:
-                ends.callback(self._space.settle, reservation)
+                ends.callback(self._space.close_reservation, reservation)
             super().close()
             for file in self._open.values():
                 self._space.discard(file.path)
