@@ -2,7 +2,10 @@
 
     python benchmarks/bench_trace.py --trace conversation_trace.jsonl --json trace.json
 
-The trace is the one of bench_eviction.py; any file in its format will do. Each request goes in the
+The trace is Mooncake's (`FAST25-release/traces/conversation_trace.jsonl`, published with its paper
+at FAST'25): 12,031 requests of a production chat service in an hour, each with the ids of its
+prompt's blocks of 512 tokens. It is not part of this project; `CONVERSATION_TRACE` names it to
+run_all.py, and any file in its format will do. Each request goes in the
 trace's order through vLLM's real scheduler and a real connector (benchmarks/model_free_engine.py),
 each side in a process of its own, over a store that starts empty. A block of the trace, 512 tokens,
 is replayed as 64 tokens of 4 KiB each, so that 256 KiB stand for it; an answer has two tokens. The
@@ -41,9 +44,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench_eviction import VARIABLE, read_trace
 from benchmarks.common import LIMITED_BY, Child, Result, Row, run_script, spread
-from benchmarks.eviction_policies import Belady, Request, Unbounded, play
 from benchmarks.limits import Meter
 from benchmarks.model_free_engine import (
     GATHER,
@@ -52,9 +53,11 @@ from benchmarks.model_free_engine import (
     ModelFreeEngine,
     mooncake_environment,
 )
+from benchmarks.trace_caches import found_by_clairvoyance, found_without_bounds, read_trace
 from tests.support.models import LlamaShape, make_model
 from tests.support.mooncake_master import MooncakeMaster
 
+VARIABLE = "CONVERSATION_TRACE"
 BLOCKS, TRACE_BLOCK = (16, 32, 64), 64  # tokens
 SHAPE = LlamaShape(layers=4, heads=1, kv_heads=1, head_dim=128, max_position=20_480)
 TOKEN_BYTES = SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim * 2 * 4
@@ -310,13 +313,12 @@ def measure_side(
 
 def simulated(prompts: Sequence[tuple[int, ...]], capacities: Sequence[int]) -> list[Row]:
     """What an unbounded cache, and the best of each size, would have found."""
-    requests = [Request(number, blocks) for number, blocks in enumerate(prompts)]
     nothing: Row = {LIMITED_BY: ""}  # of these, nothing is timed
-    found = play(Unbounded(), requests).ratio
+    found = found_without_bounds(prompts)
     rows: list[Row] = [{"side": "unbounded, simulated", "found": found} | nothing]
     for nbytes in capacities:
-        best = Belady((nbytes // TOKEN_BYTES + OWN_TOKENS) // TRACE_BLOCK, requests)
-        found = play(best, requests).ratio
+        blocks = (nbytes // TOKEN_BYTES + OWN_TOKENS) // TRACE_BLOCK
+        found = found_by_clairvoyance(prompts, blocks)
         row: Row = {"side": "clairvoyant, simulated", "store MiB": nbytes >> 20, "found": found}
         rows.append(row | nothing)
     return rows
@@ -328,8 +330,7 @@ def measure(quick: bool, trace: str) -> Result:
     if not path:
         result.notes.append(f"no trace: name it with --trace or {VARIABLE}")
         return result
-    requests = read_trace(Path(path))[: QUICK_REQUESTS if quick else REQUESTS]
-    prompts = [request.chunks for request in requests]
+    prompts = read_trace(Path(path))[: QUICK_REQUESTS if quick else REQUESTS]
     capacities = QUICK_CAPACITIES if quick else CAPACITIES
     with tempfile.TemporaryDirectory(prefix="bench") as directory:
         model = make_model(Path(directory), SHAPE)

@@ -94,10 +94,6 @@ def headline(kept: Kept) -> list[dict[str, Any]]:
         tiers: kept("chat", tiers=tiers)["turn 3 ms"]
         for tiers in ("host + SSD + Mooncake", "no pool")
     }
-    found = {
-        policy: kept("eviction", traffic="trace", policy=policy)["5000"]
-        for policy in ("lrfu (default)", "lru")
-    }
     moved, moved_theirs = (
         kept("mooncake_transfer", block=16, side=side) for side in ("kvpool", "in-tree, 64 keys")
     )
@@ -149,12 +145,6 @@ def headline(kept: Kept) -> list[dict[str, Any]]:
             f"{number(chat['host + SSD + Mooncake'])} ms",
             f"no pool {number(chat['no pool'])} ms",
             chat["no pool"] / chat["host + SSD + Mooncake"],
-        ),
-        (
-            "Share of prompts found in 5,000 blocks, an hour of a production chat service",
-            f"{found['lrfu (default)']:.3f}",
-            f"LRU {found['lru']:.3f}",
-            found["lrfu (default)"] / found["lru"],
         ),
         *(
             (
@@ -368,21 +358,6 @@ def traffic(kept: Kept) -> list[Figure]:
             times(offloading[cost] / host[cost], offloading["held mean us"] / host["held mean us"]),
         ),
     ]
-    sizes = ("1000", "5000", "30000")
-    found = {
-        policy: [kept("eviction", traffic="trace", policy=policy)[size] for size in sizes]
-        for policy in ("lrfu (default)", "lru", "clairvoyant")
-    }
-    lrfu, lru = found["lrfu (default)"], found["lru"]
-    rows.append(
-        Figure(
-            "Real traffic, an hour of a chat service: share of prompts found in 1,000, 5,000, "
-            "30,000 blocks of 512 tokens",
-            each(*lrfu),
-            f"LRU {each(*lru)}; clairvoyant {each(*found['clairvoyant'])}",
-            times(*(a / b for a, b in zip(lrfu, lru, strict=True))),
-        )
-    )
     return rows
 
 
@@ -476,13 +451,17 @@ def handover(kept: Kept) -> list[Figure]:
 def transfer(kept: Kept) -> list[Figure]:
     """And staging."""
     rows = []
-    for case, what in (
-        ("S1 graphs in flight", "Completion of an op, 2,048 graphs in flight"),
-        ("S2 ops in one graph", "The same in one graph of 2,048 ops"),
-    ):
-        row = kept("scheduler", case=case, size=2048)
-        beside = f"FlexKV's scheduler {number(row['dirty set us'])} µs"
-        rows.append(Figure(what, f"{number(row['ours us'])} µs", beside, times(row["ratio"])))
+    few, many = (
+        [kept("scheduler", case=case, size=size)["op us"] for size in sizes]
+        for case, sizes in (
+            ("S1 graphs in flight", (1, 2048)),
+            ("S2 ops in one graph", (64, 65_536)),
+        )
+    )
+    rows += [
+        Figure("Completion of an op, 1 graph in flight, 2,048 graphs", f"{each(*few)} µs"),
+        Figure("The same in one graph of 64 ops, of 65,536 ops", f"{each(*many)} µs"),
+    ]
     trip = kept("engine", graph="one op")["p50 us"]
     lane = kept("engine", graph="1000 saves, lane killed")["seconds to the last"]
     wanted = f"wanted {number(WANTED_ROUND_TRIP_US)} µs"
@@ -913,10 +892,6 @@ def beside_others(kept: Kept) -> list[dict[str, Any]]:
         return f"{times(theirs / ours)} x"
 
     first = [kept("ttft", model="Llama", side=side)["warm ms"] for side in ("kvpool", "in-tree")]
-    graphs = [
-        times(kept("scheduler", case=case, size=2048)["ratio"])
-        for case in ("S1 graphs in flight", "S2 ops in one graph")
-    ]
     large, small = (
         kept("ssd", cell=cell, side="store, 32 MiB") for cell in ("1024 KiB", "256 KiB")
     )
@@ -953,11 +928,6 @@ def beside_others(kept: Kept) -> list[dict[str, Any]]:
         (
             "MooncakeStoreConnector with `store_tp_size=2`",
             "TP 1 wrote, TP 2 read 896 of 900 tokens: it works on CPUs too",
-        ),
-        (
-            "FlexKV's scheduler, without its data path",
-            f"{graphs[0]} x as fast with 2,048 graphs in flight, {graphs[1]} x in one graph of "
-            "2,048 operations",
         ),
         (
             "fio with io_uring, cells of 1 MiB; of 256 KiB",

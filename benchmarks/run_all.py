@@ -7,8 +7,8 @@ else; under `perf` where that can record, for the libraries in which its process
 `results/{name}.json` keeps what it measured, and on what; `results/SUMMARY.md` has all that is
 kept: tables, what limits them, and each target with the ratio that was reached. A script that fails
 or takes too long keeps its former results and makes the exit status 1; a missed target does not.
-`CONVERSATION_TRACE` names a chat trace, `VLLM_ROUTER` the program of vllm-router in an environment,
-`FLEXKV_SRC` a checkout of FlexKV; `fio` is a program of the system. Without them rows are missing.
+`CONVERSATION_TRACE` names a chat trace, `VLLM_ROUTER` the program of vllm-router in an environment;
+`fio` is a program of the system. Without them rows are missing.
 SmolLM2 (`requirements/demo.txt`) and NIXL (`requirements/nixl.txt`) are installed beside the
 environment by the scripts that need them.
 """

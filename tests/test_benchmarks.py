@@ -14,6 +14,7 @@ import pytest
 from benchmarks.common import Row, missing, spread
 from benchmarks.limits import FULL, HAND_OVERS, Meter, Usage, limited_by
 from benchmarks.run_all import HERE, RESULTS, markdown, summary
+from benchmarks.trace_caches import found_by_clairvoyance, found_without_bounds
 
 FREE = Usage(wall_s=10.0, cores_s=20.0)
 
@@ -171,6 +172,7 @@ def test_a_script_that_is_ended_leaves_no_process(number: signal.Signals, tmp_pa
     """Its children end with it while they work, and so does what they forked."""
     script = tmp_path / "script.py"
     script.write_text("""
+from benchmarks.trace_caches import found_by_clairvoyance, found_without_bounds
 from benchmarks.common import Child, run_script
 from tests.test_benchmarks import Leader
 
@@ -194,3 +196,19 @@ if __name__ == "__main__":
         process.send_signal(number)
         _, alive = psutil.wait_procs(started, 30)
         assert not alive
+
+
+@pytest.mark.parametrize(
+    ("prompts", "capacity", "found"),
+    [
+        ([(1, 2), (1, 2)], 2, 0.5),
+        ([(1, 2), (3, 2)], 3, 0.0),  # without its beginning a prompt is computed
+        ([(1,), (2,), (3,), (1,)], 2, 0.25),
+        ([(1,), (2,), (1,), (2,)], 1, 0.25),
+    ],
+)
+def test_clairvoyance_on_small_traces_finds_the_most(
+    prompts: list[tuple[int, ...]], capacity: int, found: float
+) -> None:
+    assert found_by_clairvoyance(prompts, capacity) == found
+    assert found <= found_without_bounds(prompts)
