@@ -106,9 +106,7 @@ def examine_pool(transfer_config: str, say: Callable[[str], None]) -> PoolSetup:
             if finding.status is Status.FAILED:
                 raise ConfigError(f"{finding.check}: {finding.text}")
             say(f"{finding.check}: {finding.text}")
-    sizes = [
-        spec.options.size_bytes for spec in tiers.stores if isinstance(spec.options, FileOptions)
-    ]
+    files = [spec.options for spec in tiers.stores if isinstance(spec.options, FileOptions)]
     return PoolSetup(
         config.chunk_tokens,
         is_auto=config.load_policy is LoadPolicy.AUTO,
@@ -145,14 +143,14 @@ def measure(trial: Trial, directory: Path, say: Callable[[str], None]) -> Measur
         with _engines(trial, directory, say) as engines:
             longest = engines[WITHOUT].read_model()
             if workload is None:
-                workload = _workload(trial, engines[WITHOUT], longest, seed)
+                workload = _workload(trial, engines[WITHOUT], longest, seed, say)
                 warm_up = workload.before[0].new_tokens[::-1]
                 total = len(workload.before) + len(workload.after)
             for engine in engines.values():
                 engine.ask(warm_up, answer_tokens=2)  # the first pass of an engine is slow
             time.sleep(SETTLE_S)
             for request in workload[life]:
-                order = SIDES if len(turns) % 2 else SIDES[::-1]
+                order = SIDES[::-1] if len(turns) % 2 else SIDES
                 turn = _take_turn(engines, request, stories, order)
                 turns.append(turn)
                 say(
@@ -298,11 +296,17 @@ def _reporter(text: str, say: Callable[[str], None]) -> Callable[[float], None]:
     return report
 
 
-def _workload(trial: Trial, engine: _Engine, longest: int, seed: int) -> Workload:
+def _workload(
+    trial: Trial, engine: _Engine, longest: int, seed: int, say: Callable[[str], None]
+) -> Workload:
     words = sorted(set(tokenize(TEXT, engine.url)))
-    if trial.trace:
-        return of_trace(trial.trace, words, longest, seed)
-    return conversations(words, longest, trial.chunk_tokens, random.Random(seed))
+    if not trial.trace:
+        return conversations(words, longest, trial.chunk_tokens, random.Random(seed))
+    workload = of_trace(trial.trace, words, longest, seed)
+    left_out = len(trial.trace) - sum(map(len, workload))
+    if left_out:
+        say(f"{left_out} requests of the trace are left out: longer than --max-model-len {longest}")
+    return workload
 
 
 def _take_turn(
@@ -325,7 +329,7 @@ def _take_turn(
         msgspec.structs.replace(answers[side], cpu_s=engines[side].cpu_seconds() - cpu[side])
         for side in SIDES
     )
-    return Turn(request.kind, prompt_tokens, known_tokens, without, pool)
+    return Turn(request.kind, prompt_tokens, known_tokens, without, pool, order[0])
 
 
 def _counts(lives: Sequence[Samples]) -> PoolCounts:

@@ -66,7 +66,9 @@ def try_command(
         _exits_by_signal(),
         tempfile.TemporaryDirectory(prefix="kvpool-try-") as directory,
     ):
-        own_store = f"file://{quote(directory)}/pool?size={DEFAULT_STORE_SIZE}"
+        pool = Path(directory, "pool")
+        pool.mkdir()
+        own_store = f"file://{quote(str(pool))}?size={DEFAULT_STORE_SIZE}"
         arguments, transfer_config = try_model.split_pool(engine, urls, own_store)
         setup = try_model.examine_pool(transfer_config, say)
         trial = try_model.Trial(model, arguments, transfer_config, setup.chunk_tokens, requests)
