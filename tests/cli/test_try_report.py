@@ -7,11 +7,11 @@ import pytest
 from msgspec.structs import replace
 
 from vllm_kvpool.cli.try_report import (
-    Answer,
     Comparison,
     Kind,
     PoolCounts,
     PoolSetup,
+    TimedAnswer,
     Turn,
     advice,
     as_text,
@@ -31,8 +31,8 @@ def turn(kind: Kind, *, ratio: float, speed: float = 1.0, **values: Any) -> Turn
         kind,
         prompt_tokens=2_000,
         known_tokens=known,
-        without=Answer(1.0, 20.0, found[0], 2.0),
-        pool=Answer(1.0 / ratio, 20.0 * speed, found[1], 3.0),
+        without=TimedAnswer(1.0, 20.0, found[0], 2.0),
+        pool=TimedAnswer(1.0 / ratio, 20.0 * speed, found[1], 3.0),
     )
 
 

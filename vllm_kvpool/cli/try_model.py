@@ -6,7 +6,6 @@ leaves the stores.
 """
 
 import contextlib
-import itertools
 import json
 import random
 import signal
@@ -16,7 +15,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -30,8 +28,14 @@ from vllm_kvpool.cli.common.engine_server import EngineServer
 from vllm_kvpool.cli.common.start_line import TRANSFER_CONFIG, option_of, without_option
 from vllm_kvpool.cli.common.tokenizer import tokenize
 from vllm_kvpool.cli.doctor import Status, examine_store
-from vllm_kvpool.cli.try_report import POOL, WITHOUT, Answer, PoolCounts, PoolSetup, Turn
-from vllm_kvpool.cli.try_workload import Request, TraceRequest, Workload, conversations, of_trace
+from vllm_kvpool.cli.try_report import POOL, WITHOUT, PoolCounts, PoolSetup, TimedAnswer, Turn
+from vllm_kvpool.cli.try_workload import (
+    TraceRequest,
+    TrialRequest,
+    Workload,
+    conversations,
+    of_trace,
+)
 from vllm_kvpool.config import LoadPolicy, environment, read_engine_config
 from vllm_kvpool.direct_http import open_directly, read_whole
 from vllm_kvpool.errors import ConfigError
@@ -44,7 +48,6 @@ API_KEY_VARIABLE = "VLLM_API_KEY"  # the engines are asked without a key
 REQUEST_TIMEOUT_S = 600.0
 MAX_ERROR_BYTES = 500
 SETTLE_S = 1.0  # from the last answer until its saves have ended
-STILL_EVERY_S = 30.0
 SIDES = (WITHOUT, POOL)
 EXITS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TEXT = (
@@ -117,14 +120,14 @@ def examine_pool(transfer_config: str, say: Callable[[str], None]) -> PoolSetup:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """All answers, and the counters of the engine with the pool."""
 
     turns: list[Turn]
     counts: PoolCounts
 
 
-def measure(trial: Trial, directory: Path, say: Callable[[str], None]) -> Measured:
+def measure(trial: Trial, directory: Path, say: Callable[[str], None]) -> Measurement:
     """Start both engines, ask them, start them again, and ask what they were asked before.
 
     Args:
@@ -161,7 +164,7 @@ def measure(trial: Trial, directory: Path, say: Callable[[str], None]) -> Measur
             lives.append(scrape(engines[POOL].url))
         if not life:
             say("both engines were stopped; their own caches are gone, the stores are not")
-    return Measured(turns, _counts(lives))
+    return Measurement(turns, _counts(lives))
 
 
 class _Engine(EngineServer):
@@ -177,7 +180,7 @@ class _Engine(EngineServer):
         self._name = card["id"]
         return int(card["max_model_len"])
 
-    def ask(self, prompt: Sequence[int], answer_tokens: int) -> tuple[Answer, list[int]]:
+    def ask(self, prompt: Sequence[int], answer_tokens: int) -> tuple[TimedAnswer, list[int]]:
         """Return an answer without its CPU time, and its tokens. Blocks.
 
         Raises:
@@ -208,7 +211,7 @@ class _Engine(EngineServer):
             raise self.failure("an answer of the engine ended without tokens or without usage")
         found = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         speed = (len(tokens) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
-        return Answer(times[0] - began, speed, found), tokens
+        return TimedAnswer(times[0] - began, speed, found), tokens
 
     def _call(self, path: str, body: Mapping[str, Any] | None) -> Any:
         with self._errors(), self._open(path, body) as answer:
@@ -239,10 +242,14 @@ def _engines(
     """Start both engines, one after the other, and stop them at the end, whatever happens."""
     with contextlib.ExitStack() as stack:
         engines = {}
-        for side in SIDES:
+        for number, side in enumerate(SIDES):
             say(f"{side}: starting the engine")
-            engines[side] = _start(trial, side, directory / f"{side}.log", stack)
-            engines[side].wait_ready(_reporter(f"{side}: the engine still starts", say))
+            engines[side] = _start(trial, side, directory / f"engine-{number}.log", stack)
+            engines[side].wait_ready(
+                lambda waited_s, side=side: say(
+                    f"{side}: the engine still starts ({waited_s:.0f} s)"
+                )
+            )
             engines[side].read_model()
         yield engines
         say("stopping both engines")
@@ -282,20 +289,6 @@ def _exits_held() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def _reporter(text: str, say: Callable[[str], None]) -> Callable[[float], None]:
-    """Return a function of the seconds waited that says `text` every `STILL_EVERY_S`."""
-    marks = itertools.count(1)
-    due = next(marks)
-
-    def report(waited_s: float) -> None:
-        nonlocal due
-        if waited_s >= due * STILL_EVERY_S:
-            say(f"{text} ({waited_s:.0f} s)")
-            due = next(marks)
-
-    return report
-
-
 def _workload(
     trial: Trial, engine: _Engine, longest: int, seed: int, say: Callable[[str], None]
 ) -> Workload:
@@ -311,7 +304,7 @@ def _workload(
 
 def _take_turn(
     engines: Mapping[str, _Engine],
-    request: Request,
+    request: TrialRequest,
     stories: Mapping[str, dict[int, list[int]]],
     order: Sequence[str],
 ) -> Turn:
@@ -337,20 +330,17 @@ def _counts(lives: Sequence[Samples]) -> PoolCounts:
     grown = [Growth({}, samples, 1.0) for samples in lives]
 
     def total(name: str, **labels: str) -> float:
-        return sum(each.total(name, **labels) for each in grown)
+        return sum(each.total(f"{name}_total", **labels) for each in grown)
 
     def by(name: str, label: str) -> dict[str, float]:
-        found: Counter[str] = Counter()
-        for each in grown:
-            found.update(each.by(name, label))
-        return dict(found)
+        labels = {value for each in grown for value in each.by(f"{name}_total", label)}
+        return {value: total(name, **{label: value}) for value in sorted(labels)}
 
     missed = grown[-1].by("miss_tokens_total", "reason")
-    missed.pop("not_needed", None)
     return PoolCounts(
-        total("saved_tokens_total") + total("host_saved_tokens_total"),
-        total("bytes_total", direction="save", store="file"),
-        missed,
-        by("unsaved_tokens_total", "reason"),
-        by("failures_total", "kind"),
+        total("saved_tokens") + total("host_saved_tokens"),
+        total("bytes", direction="save", store="file"),
+        {reason: tokens for reason, tokens in missed.items() if reason != "not_needed"},
+        by("unsaved_tokens", "reason"),
+        by("failures", "kind"),
     )

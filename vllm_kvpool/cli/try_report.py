@@ -33,7 +33,7 @@ class Kind(Enum):
     RESTARTED = "seen before a restart"
 
 
-class Answer(msgspec.Struct, frozen=True):
+class TimedAnswer(msgspec.Struct, frozen=True):
     """One engine's answer to a prompt."""
 
     ttft_s: float
@@ -52,8 +52,8 @@ class Turn(msgspec.Struct, frozen=True):
     prompt_tokens: int
     known_tokens: int
     """Leading tokens of the prompt that were computed before."""
-    without: Answer
-    pool: Answer
+    without: TimedAnswer
+    pool: TimedAnswer
     first: str = WITHOUT
     """The side that was asked first."""
 
@@ -165,7 +165,7 @@ def rows_of(turns: Sequence[Turn]) -> list[Row]:
     return rows
 
 
-def _figures(turns: Sequence[Turn], side: Callable[[Turn], Answer]) -> SideFigures:
+def _figures(turns: Sequence[Turn], side: Callable[[Turn], TimedAnswer]) -> SideFigures:
     answers = [side(turn) for turn in turns]
     first = [answer.ttft_s for answer in answers]
     speeds = [answer.tokens_per_s for answer in answers if answer.tokens_per_s]
@@ -181,7 +181,7 @@ def _figures(turns: Sequence[Turn], side: Callable[[Turn], Answer]) -> SideFigur
 
 def _comparison(ratios: Sequence[float]) -> Comparison:
     if len(ratios) == 1:
-        return Comparison(*ratios * 3)
+        return Comparison(ratios[0], ratios[0], ratios[0])
     low, median, high = quantiles(ratios, n=4, method="inclusive")
     return Comparison(median, low, high)
 

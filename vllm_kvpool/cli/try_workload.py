@@ -18,7 +18,7 @@ TRACE_BLOCK_TOKENS = 512
 MAX_TRACE_ANSWER_TOKENS = 64
 
 
-class Request(NamedTuple):
+class TrialRequest(NamedTuple):
     """A prompt: what was said in its session before, and new tokens behind that."""
 
     session: int
@@ -32,8 +32,8 @@ class Request(NamedTuple):
 class Workload(NamedTuple):
     """Requests in order: those before the engines restart, and those behind it."""
 
-    before: list[Request]
-    after: list[Request]
+    before: list[TrialRequest]
+    after: list[TrialRequest]
 
 
 def conversations(
@@ -56,11 +56,11 @@ def conversations(
             f"a chunk (chunk_tokens={chunk_tokens}): raise --max-model-len"
         )
 
-    def turn(number: int) -> list[Request]:
+    def turn(number: int) -> list[TrialRequest]:
         kind = {0: Kind.NEW, TURNS: Kind.RESTARTED}.get(number, Kind.SEEN)
         length = QUESTION_TOKENS + (0 if number else document)
         return [
-            Request(session, chance.choices(words, k=length), ANSWER_TOKENS, kind)
+            TrialRequest(session, chance.choices(words, k=length), ANSWER_TOKENS, kind)
             for session in range(CONVERSATIONS)
         ]
 
@@ -123,7 +123,7 @@ def of_trace(
             f"{max_tokens}, and two are needed"
         )
     half = len(fitting) // 2
-    lives: tuple[list[Request], list[Request]] = ([], [])
+    lives: tuple[list[TrialRequest], list[TrialRequest]] = ([], [])
     ever: set[int] = set()
     sessions = itertools.count()
     for life, part in zip(lives, (fitting[:half], fitting[half:]), strict=True):
@@ -139,7 +139,7 @@ def of_trace(
             tokens = [token for block in blocks for token in block][: each.input_length]
             answer = min(each.output_length, MAX_TRACE_ANSWER_TOKENS)
             known_tokens = min(known * TRACE_BLOCK_TOKENS, each.input_length)
-            life.append(Request(next(sessions), tokens, answer, kind, known_tokens))
+            life.append(TrialRequest(next(sessions), tokens, answer, kind, known_tokens))
             here.update(each.hash_ids)
             ever.update(each.hash_ids)
     return Workload(*lives)

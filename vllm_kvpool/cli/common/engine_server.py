@@ -15,6 +15,7 @@ START_LIMIT_S = 1800.0  # large weights come over a network
 STOP_LIMIT_S = 20.0
 POLL_S = 0.2
 HEALTH_TIMEOUT_S = 2.0
+REPORT_EVERY_S = 30.0
 MAX_TAIL_LINES = 25
 _TICKS = os.sysconf("SC_CLK_TCK")
 _ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception): ")
@@ -39,20 +40,22 @@ class EngineServer:
         self._is_running = is_running
         self._log = log
 
-    def wait_ready(self, on_poll: Callable[[float], None] = lambda _: None) -> None:
-        """Wait until the server answers; call `on_poll` with the seconds waited. Blocks.
+    def wait_ready(self, on_wait: Callable[[float], None] = lambda _: None) -> None:
+        """Wait until the server answers. Blocks; calls `on_wait` now and then with the seconds.
 
         Raises:
             EngineFailed: The server ended, or did not answer within `start_limit_s`.
         """
-        began = time.monotonic()
+        began, report_s = time.monotonic(), REPORT_EVERY_S
         while not self._answers():
             waited_s = time.monotonic() - began
             if not self._is_running():
                 raise self.failure("the engine ended while it started")
             if waited_s > self.start_limit_s:
                 raise self.failure(f"the engine did not answer within {self.start_limit_s:g} s")
-            on_poll(waited_s)
+            if waited_s > report_s:
+                on_wait(waited_s)
+                report_s += REPORT_EVERY_S
             time.sleep(POLL_S)
 
     def _answers(self) -> bool:
