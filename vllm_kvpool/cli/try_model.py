@@ -1,8 +1,8 @@
-"""`kvpool try`: one model in two engines, without and with the pool, asked the same in turns.
+"""The run of `kvpool try`: a model in two engines, without and with the pool.
 
-Both engines run at the same time and get one request at a time, so that a ratio compares answers of
-the same minute. Halfway they are stopped and started again, which empties vLLM's own caches and
-leaves the stores.
+Both engines run at the same time and get the same requests in turns, so that a ratio compares
+answers of the same minute. Halfway both are stopped and started again: this empties vLLM's own
+caches and leaves the stores.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ TEXT = (
 
 @dataclass(frozen=True)
 class Trial:
-    """One model to try: how its engines start, and what they are asked."""
+    """A model to try: how its engines start, and the requests that they get."""
 
     model: str
     arguments: Sequence[str]
@@ -119,16 +120,10 @@ def examine_pool(transfer_config: str, say: Callable[[str], None]) -> PoolSetup:
     )
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """All answers, and the counters of the engine with the pool."""
-
-    turns: list[Turn]
-    counts: PoolCounts
-
-
-def measure(trial: Trial, directory: Path, say: Callable[[str], None]) -> Measurement:
-    """Start both engines, ask them, start them again, and ask what they were asked before.
+def measure(
+    trial: Trial, directory: Path, say: Callable[[str], None]
+) -> tuple[list[Turn], PoolCounts]:
+    """Start both engines, ask them, start both again, and ask about the same documents.
 
     Args:
         directory: An empty directory for logs.
@@ -164,7 +159,7 @@ def measure(trial: Trial, directory: Path, say: Callable[[str], None]) -> Measur
             lives.append(scrape(engines[POOL].url))
         if not life:
             say("both engines were stopped; their own caches are gone, the stores are not")
-    return Measurement(turns, _counts(lives))
+    return turns, _counts(lives)
 
 
 class _Engine(EngineServer):
@@ -239,20 +234,21 @@ class _Engine(EngineServer):
 def _engines(
     trial: Trial, directory: Path, say: Callable[[str], None]
 ) -> Iterator[dict[str, _Engine]]:
-    """Start both engines, one after the other, and stop them at the end, whatever happens."""
+    """Start both engines, one after the other; stop both at the end, also after an error."""
     with contextlib.ExitStack() as stack:
         engines = {}
         for number, side in enumerate(SIDES):
-            say(f"{side}: starting the engine")
+            text = f"{side}: starting the engine"
+            say(text)
             engines[side] = _start(trial, side, directory / f"engine-{number}.log", stack)
-            engines[side].wait_ready(
-                lambda waited_s, side=side: say(
-                    f"{side}: the engine still starts ({waited_s:.0f} s)"
-                )
-            )
+            engines[side].wait_ready(partial(_say_wait, say, text))
             engines[side].read_model()
         yield engines
         say("stopping both engines")
+
+
+def _say_wait(say: Callable[[str], None], text: str, waited_s: float) -> None:
+    say(f"{text}, {waited_s:.0f} s so far")
 
 
 def _start(trial: Trial, side: str, log: Path, stack: contextlib.ExitStack) -> _Engine:
@@ -276,8 +272,11 @@ def _start(trial: Trial, side: str, log: Path, stack: contextlib.ExitStack) -> _
 
 @contextlib.contextmanager
 def _exits_held() -> Iterator[None]:
-    """Deliver signals that end this process only afterwards: an engine that has just been started
-    must be known to whoever stops it."""
+    """Deliver signals that end this process after the block.
+
+    Between the start of an engine and its entry in the stack that stops it, an exit would leave
+    the engine behind.
+    """
     held: list[int] = []
     before = {each: signal.signal(each, lambda number, _: held.append(number)) for each in EXITS}
     try:

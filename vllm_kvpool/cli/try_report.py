@@ -1,4 +1,4 @@
-"""What `kvpool try` has measured, as figures, advice and text. Pure."""
+"""The report of `kvpool try`: figures, advice and text. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -26,7 +26,7 @@ LOST_SHARE = 0.1  # of known tokens, that advice is given for
 
 
 class Kind(Enum):
-    """What an engine can know of a prompt."""
+    """Kinds of prompts, by the computation that an engine may save."""
 
     NEW = "new"
     SEEN = "seen by this engine"
@@ -34,7 +34,7 @@ class Kind(Enum):
 
 
 class TimedAnswer(msgspec.Struct, frozen=True):
-    """One engine's answer to a prompt."""
+    """An engine's answer to a prompt, and its times."""
 
     ttft_s: float
     tokens_per_s: float | None
@@ -190,7 +190,7 @@ def _comparison(ratios: Sequence[float]) -> Comparison:
 
 
 def advice(rows: Sequence[Row], counts: PoolCounts, setup: PoolSetup) -> list[str]:
-    """Return what the figures mean and what to set, one sentence or two each."""
+    """Return the meaning of the figures and the options to set, in one or two sentences each."""
     by_kind = {row.kind: row for row in rows}
     if not counts.saved_tokens:
         return _nothing_saved(counts, setup)

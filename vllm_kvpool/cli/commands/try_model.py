@@ -75,13 +75,13 @@ def try_command(
         commands = {side: shlex.join(trial.command(side, 0)) for side in try_model.SIDES}
         for side, command in commands.items():
             say(f"{side}: {command}")
-        measured = try_model.measure(trial, Path(directory), say)
-    rows = try_report.rows_of(measured.turns)
-    advice = try_report.advice(rows, measured.counts, setup)
+        turns, counts = try_model.measure(trial, Path(directory), say)
+    rows = try_report.rows_of(turns)
+    advice = try_report.advice(rows, counts, setup)
     click.echo(try_report.as_text(rows, advice))
     if json_file is not None:
         found = {"commands": commands, "rows": rows, "advice": advice, "setup": setup}
-        found |= {"counts": measured.counts, "turns": measured.turns}
+        found |= {"counts": counts, "turns": turns}
         Path(json_file).write_text(json.dumps(msgspec.to_builtins(found), indent=2) + "\n")
 
 
