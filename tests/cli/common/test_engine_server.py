@@ -16,6 +16,7 @@ from vllm_kvpool.cli.common import engine_server
 from vllm_kvpool.cli.common.engine_server import EngineFailed, EngineServer
 
 NOBODY = "http://127.0.0.1:1"
+END_LIMIT_S = 10.0
 
 
 @contextlib.contextmanager
@@ -30,7 +31,9 @@ def started(script: str, log: Path, url: str = NOBODY) -> Iterator[EngineServer]
         )
     try:
         yield EngineServer(process.pid, lambda: process.poll() is None, url, log)
-        while session(process.pid):  # a killed process needs a moment; pytest has the limit
+        deadline = time.monotonic() + END_LIMIT_S  # a killed process needs a moment
+        while session(process.pid):
+            assert time.monotonic() < deadline, "a process of the group outlived the server"
             time.sleep(0.01)
     finally:
         with contextlib.suppress(ProcessLookupError):
