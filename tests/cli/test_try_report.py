@@ -19,7 +19,7 @@ from vllm_kvpool.cli.try_report import (
     rows_of,
 )
 
-SETUP = PoolSetup(256, is_auto=False, has_host=False, has_stores=True, file_bytes=20 << 30)
+SETUP = PoolSetup(256, is_auto=False, has_stores=True, file_bytes=20 << 30)
 COUNTS = PoolCounts(saved_tokens=16_384, file_bytes=16_384 * 20_480)
 
 
@@ -77,11 +77,10 @@ RESTARTED: dict[str, tuple[Mapping[str, Any], PoolSetup, str]] = {
     "faster": ({"ratio": 3.0}, SETUP, "3.0 times sooner"),
     "slower": ({"ratio": 0.5}, SETUP, "slower than computing"),
     "equal": ({"ratio": 1.02}, SETUP, "no faster than computing"),
-    "no host memory yet": ({"ratio": 0.5}, SETUP, "host://8GiB before the others"),
     "always loads": ({"ratio": 0.5}, SETUP, "load_policy: auto"),
     "host memory alone": (
         {"ratio": 1.0, "found": (0, 0)},
-        replace(SETUP, has_host=True, has_stores=False),
+        replace(SETUP, has_stores=False),
         "host memory ends with its engine",
     ),
     "absent": ({"ratio": 1.0, "found": (0, 0)}, SETUP, "absent 512"),
@@ -99,10 +98,18 @@ def test_advice_after_a_restart_follows_from_hits_and_times(
 
 def test_advice_leaves_out_what_is_set_already() -> None:
     slower = turn(Kind.RESTARTED, ratio=0.5)
-    text = said(slower, setup=replace(SETUP, is_auto=True, has_host=True))
+    text = said(slower, setup=replace(SETUP, is_auto=True))
     assert "slower" in text
     assert "load_policy" not in text
-    assert "host://" not in text
+
+
+@pytest.mark.parametrize("kind", [Kind.NEW, Kind.RESTARTED])
+@pytest.mark.parametrize("ratios", [(0.5, 0.9, 3.0), (0.3, 1.5, 3.0)])
+def test_advice_on_uneven_times_judges_nothing(kind: Kind, ratios: tuple[float, ...]) -> None:
+    text = said(*(turn(kind, ratio=ratio, found=(0, 1_792)) for ratio in ratios))
+    assert "too uneven to judge" in text
+    assert "gains nothing" not in text
+    assert "cost" not in text
 
 
 def test_advice_on_few_tokens_behind_the_last_chunk_is_none() -> None:

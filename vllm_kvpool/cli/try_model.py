@@ -114,7 +114,6 @@ def examine_pool(transfer_config: str, say: Callable[[str], None]) -> PoolSetup:
     return PoolSetup(
         config.chunk_tokens,
         is_auto=config.load_policy is LoadPolicy.AUTO,
-        has_host=tiers.host.nbytes > 0,
         has_stores=bool(tiers.stores),
         file_bytes=sum(each.size_bytes for each in files),
     )

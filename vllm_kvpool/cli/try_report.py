@@ -77,7 +77,6 @@ class PoolSetup(msgspec.Struct, frozen=True):
     chunk_tokens: int
     is_auto: bool
     """`load_policy` is `auto`."""
-    has_host: bool
     has_stores: bool
     file_bytes: int = 0
     """Size of the `file://` tier; 0 without one."""
@@ -112,6 +111,11 @@ class Comparison(msgspec.Struct, frozen=True):
     @property
     def is_worse(self) -> bool:
         return self.high < 1 and self.median < 1 - CLEAR
+
+    @property
+    def is_equal(self) -> bool:
+        """True if the median is near 1. A ratio that is none of the three is too uneven."""
+        return abs(self.median - 1) <= CLEAR
 
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
@@ -230,13 +234,14 @@ def _on_restart(row: Row, counts: PoolCounts, setup: PoolSetup) -> list[str]:
             f"After a restart, or on another engine, first tokens came {ratio.median:.1f} times "
             "sooner: the pool pays where engines restart or share their requests."
         )
-    else:
+    elif ratio.is_worse or ratio.is_equal:
         said.append(
             f"Loading was {'slower than' if ratio.is_worse else 'no faster than'} computing: this "
-            "model gains nothing from the pool here. Try a nearer store"
-            + (" (--store host://8GiB before the others)" if not setup.has_host else "")
+            "model gains nothing from the pool here. Try a faster store"
             + ("." if setup.is_auto else ", or set load_policy: auto, which then loads nothing.")
         )
+    else:
+        said.append(_uneven("After the restart", ratio))
     lost = row.known_tokens - row.pool.found * row.prompt_tokens
     if LOST_SHARE * row.known_tokens < lost < 2 * setup.chunk_tokens:
         said.append(
@@ -245,6 +250,13 @@ def _on_restart(row: Row, counts: PoolCounts, setup: PoolSetup) -> list[str]:
             "lower chunk_tokens in all engines."
         )
     return said
+
+
+def _uneven(where: str, ratio: Comparison) -> str:
+    return (
+        f"{where} first tokens came {ratio} times sooner with the pool: too uneven to judge. Try "
+        "again on a quieter machine."
+    )
 
 
 def _on_seen(row: Row) -> list[str]:
@@ -269,7 +281,9 @@ def _on_new(row: Row) -> list[str]:
     if row.speed_ratio is not None and row.speed_ratio.is_worse:
         costs.append(f"tokens were generated at {row.speed_ratio.median:.2f} of the speed")
     if not costs:
-        return ["Saving new prompts cost nothing that this run can show."]
+        if row.ttft_ratio.is_better or row.ttft_ratio.is_equal:
+            return ["Saving new prompts cost nothing that this run can show."]
+        return [_uneven("Where new prompts were saved", row.ttft_ratio)]
     return [
         f"Saving new prompts costs: {' and '.join(costs)}. Requests whose prompts never come again "
         'can say so: {"kv_transfer_params": {"kvpool": {"save": false}}}.'
