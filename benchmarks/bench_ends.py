@@ -27,10 +27,10 @@ from typing import Any
 from benchmarks.bench_ttft import CASES
 from benchmarks.common import LIMITED_BY, Result, Row, Target, run_script, wait_until
 from benchmarks.limits import Meter
-from benchmarks.served import group_cpu_seconds
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, fresh, pool
 from tests.support.models import make_model
+from vllm_kvpool.cli.common.engine_server import group_cpu_seconds
 from vllm_kvpool.metrics import STATS_EVERY_S
 
 SHAPE, BLOCK = CASES[0].shape, 32

@@ -49,13 +49,13 @@ from benchmarks.served import (
     Server,
     at_rate,
     converse,
-    group_cpu_seconds,
 )
 from benchmarks.sides import Holder
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.support.models import make_model
 from tests.support.mooncake_master import MooncakeMaster, free_port
 from tests.support.real_model import NAME, ModelUnavailable, real_model
+from vllm_kvpool.cli.common.engine_server import group_cpu_seconds
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT_CHARS = 5_600  # about 1,700 tokens

@@ -26,6 +26,7 @@ from typing import Any, Self, TypeVar
 
 from benchmarks.limits import Meter
 from tests.support.namespaces import enter
+from vllm_kvpool.cli.try_report import percentile as percentile
 
 T = TypeVar("T")
 
@@ -158,12 +159,6 @@ def interleaved(
             with meter.of(name) if meter else contextlib.nullcontext():
                 results[name].append(action())
     return results
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the values lie."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def spread(name: str, unit: str, values: Sequence[float]) -> Row:

@@ -6,14 +6,11 @@ behind a balancer that knows no caches.
 """
 
 import asyncio
-import contextlib
 import os
 import random
 import re
 import runpy
-import signal
 import sys
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +23,7 @@ import torch
 
 from benchmarks.common import FORKED, become
 from tests.support.server_process import HOST, free_port
+from vllm_kvpool.cli.common.engine_server import EngineServer
 
 MODEL = "model"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -44,22 +42,19 @@ IMPORTED = (  # by a server, its engine and its worker as they start
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
 )
-START_LIMIT_S = 150.0
-STOP_LIMIT_S = 20.0
-POLL_S = 0.2
-LOG_TAIL_CHARS = 3000
-TICKS = os.sysconf("SC_CLK_TCK")
-
+SCRAPE_TIMEOUT_S = 20.0
 
 _ENDPOINT = re.compile(r'^vllm:kvpool_notices_info\{.*endpoint="([^"]+)"')
 
 
-class Server:
+class Server(EngineServer):
     """One engine behind vLLM's HTTP server; starts at once, `wait_ready` waits for it.
 
     `core` names a core for each rank (`0`, `0|1`). The server's process calls `prepare` before it
     imports anything of its own.
     """
+
+    start_limit_s = 150.0
 
     def __init__(
         self,
@@ -71,8 +66,6 @@ class Server:
         prepare: Callable[[], None] | None = None,
     ) -> None:
         port = free_port()
-        self.url = f"http://{HOST}:{port}"
-        self._log = log
         given = [
             *("--model", str(model), "--served-model-name", MODEL),
             *("--host", HOST, "--port", str(port), *arguments),
@@ -85,45 +78,16 @@ class Server:
             "VLLM_HOST_IP": HOST,
         }
         told = (str(log), {**common, **env}, given, prepare)
-        self._process = FORKED.Process(target=_serve, args=told)
-        self._process.start()
-        assert self._process.pid is not None
-        self._pid = self._process.pid
-
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_LIMIT_S
-        while not self._is_up():
-            if not self._process.is_alive() or time.monotonic() > deadline:
-                tail = self._log.read_text(errors="replace")[-LOG_TAIL_CHARS:]
-                raise RuntimeError(f"the server does not start:\n{tail}")
-            time.sleep(POLL_S)
-
-    def _is_up(self) -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/health", timeout=POLL_S * 10).is_success
-        return False
+        process = FORKED.Process(target=_serve, args=told)
+        process.start()
+        assert process.pid is not None
+        super().__init__(process.pid, process.is_alive, f"http://{HOST}:{port}", log)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._process.terminate()
-        self._process.join(STOP_LIMIT_S)
-        self.kill()
-
-    def kill(self) -> None:
-        """Kill the server, its engine and its ranks at once, as a crash would."""
-        self.send_signal(signal.SIGKILL)
-        self._process.join(STOP_LIMIT_S)
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the server, its engine and its ranks, as far as they live."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, number)
-
-    def cpu_seconds(self) -> float:
-        """Processor time of the server and its engine so far."""
-        return group_cpu_seconds(self._pid)
+        self.stop()
 
     def counters(self) -> dict[str, float]:
         """vLLM's counters, summed over their labels."""
@@ -142,7 +106,7 @@ class Server:
         return [each[1] for each in found if each is not None]
 
     def _metrics(self) -> list[str]:
-        return httpx.get(f"{self.url}/metrics", timeout=STOP_LIMIT_S).text.splitlines()
+        return httpx.get(f"{self.url}/metrics", timeout=SCRAPE_TIMEOUT_S).text.splitlines()
 
 
 class _Bound(ForkProcess):
@@ -180,17 +144,6 @@ def _serve(
     multiproc_executor.get_mp_context = _Forks
     sys.argv = [SERVER_MODULE, *arguments]
     runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
-
-
-def group_cpu_seconds(group: int) -> float:
-    """Processor time of all processes of a group that live, and of their children that ended."""
-    total = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[2]) == group:
-                total += sum(map(int, fields[11:15]))
-    return total / TICKS
 
 
 @dataclass(frozen=True)

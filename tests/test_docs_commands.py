@@ -131,6 +131,7 @@ NOT_RUN = {
     "kvpool router": "needs engines: tests/deploy/test_two_each.py",
     "kvpool serve": "runs until it is ended: below, and tests/cli/test_serve.py",
     "kvpool top": "needs engines: tests/cli/test_top.py",
+    "kvpool try": "starts engines: tests/cli/test_try_model.py, tests/deploy/test_try.py",
     "docker": "needs an image of vLLM: tests/test_kubernetes.py reads the Dockerfile",
     "install": "writes to /etc: tests/test_systemd.py reads the units",
     "helm": "needs a cluster: tests/deploy/test_chart.py renders the chart",

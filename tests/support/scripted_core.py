@@ -76,6 +76,8 @@ def metrics_text(spec: ScriptedSpec, batch: Batch, stats: EngineStats) -> bytes:
             ({"direction": "save", "store": STORE}, stats.saved_bytes),
             ({"direction": "load", "store": STORE}, loaded_bytes),
         )
+        saved = stats.saved_bytes / spec.kv_bytes_per_token
+        counter("vllm:kvpool_saved_tokens", "Tokens that the store has.", ({}, saved))
         if (up := batch.pool_is_up) is not None:
             told = "1 while the tier is used, 0 while its breaker is open."
             add("vllm:kvpool_tier_up", "gauge", told, ({"tier": STORE}, up))

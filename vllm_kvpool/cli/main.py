@@ -28,6 +28,7 @@ COMMANDS = {
     "router": Entry("router", "Serve many engines that share a pool at one address."),
     "serve": Entry("serve", "Answer over HTTP what stores have of a prompt."),
     "top": Entry("top", "Show what the pool does in engines right now."),
+    "try": Entry("try_model", "Measure a model with and without the pool, and say what to set."),
 }
 
 

@@ -516,6 +516,7 @@ REQUIRED = {
     "purge": (FIRST, "--yes"),
     "router": ("--config", "x.toml"),
     "top": (NO_ENGINE,),
+    "try": ("model",),
 }
 
 

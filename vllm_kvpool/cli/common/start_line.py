@@ -55,5 +55,17 @@ def option_of(words: Sequence[str], option: str) -> str | None:
     return None
 
 
+def without_option(words: Sequence[str], option: str) -> list[str]:
+    """Return the words without an option and its value, in each form that `option_of` reads."""
+    rest, left = list(words), []
+    while rest:
+        word = rest.pop(0)
+        if _name(word) != option:
+            left.append(word)
+        elif "=" not in word and rest:
+            rest.pop(0)
+    return left
+
+
 def _name(word: str) -> str:
     return word.partition("=")[0].replace("_", "-")
