@@ -7,13 +7,10 @@ from hypothesis import strategies as st
 from tests.embeds.invariants import check_consumer
 from tests.embeds.world import limits, shape_of
 from vllm_kvpool.embeds.machines.admission import OLDEST_WAITS_S
-from vllm_kvpool.embeds.machines.consumer import (
-    FEWEST_RECENT,
-    QUARANTINE_S,
-    RECENT_ITEMS,
-    Consumer,
-)
+from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.discovery import FEWEST_RECENT, RECENT_ITEMS
 from vllm_kvpool.embeds.machines.effects import Allocate, DrainRows, Send
+from vllm_kvpool.embeds.machines.items import QUARANTINE_S
 from vllm_kvpool.embeds.protocol.messages import (
     Expect,
     Grant,

@@ -20,7 +20,12 @@ import pytest
 
 from tests.embeds.world import World, limits, shape_of
 from vllm_kvpool.embeds.machines.admission import Admission, AdmissionQueue
-from vllm_kvpool.embeds.machines.consumer import Consumer, ConsumerLimits
+from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.discovery import Discovery
+from vllm_kvpool.embeds.machines.effects import Turn
+from vllm_kvpool.embeds.machines.grants import RowGrants
+from vllm_kvpool.embeds.machines.items import ConsumerLimits
+from vllm_kvpool.embeds.machines.offers import Offers
 from vllm_kvpool.embeds.machines.producer import (
     EncodedItemCache,
     PendingTargets,
@@ -62,7 +67,7 @@ _LEFT_OUT = {
 
 _ATOMS = (type(None), str, bytes, int, float, Enum, ConsumerLimits, msgspec.Struct)
 _MACHINES = (
-    *(World, Consumer, Producer, Admission, AdmissionQueue),
+    *(World, Consumer, Producer, Admission, AdmissionQueue, Discovery, Offers, RowGrants, Turn),
     *(WindowLedger, ExtentAllocator, EncodedItemCache, PendingTargets),
 )
 
@@ -183,7 +188,7 @@ def comes_to_its_end(world: World, is_asked: bool) -> None:
         while (step := next(good_steps(world), None)) is not None:
             step(world)
         transfers = [tid for each in world.producers for tid in each.machine.transfers]
-        if not (transfers or consumer.machine.items or list(consumer.machine.window)):
+        if not (transfers or consumer.machine.items or list(consumer.machine.grants.window)):
             return
         world.pass_time(1.0)
     raise AssertionError(f"something is left: {consumer.machine.describe('i')}")

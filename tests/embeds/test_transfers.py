@@ -16,10 +16,10 @@ from tests.embeds.world import World, limits, shape_of
 from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
 from vllm_kvpool.embeds.dataplane.tensors import to_host
 from vllm_kvpool.embeds.faults import PREPARER, WRITER
-from vllm_kvpool.embeds.machines.admission import TransferState
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import Prepare, Send, Write
 from vllm_kvpool.embeds.machines.producer import ProducerLimits
+from vllm_kvpool.embeds.machines.states import TransferState
 from vllm_kvpool.embeds.protocol import messages as p
 from vllm_kvpool.embeds.protocol.messages import MAX_FRAME_BYTES
 from vllm_kvpool.embeds.protocol.rows import Extent, RowRun
@@ -60,8 +60,8 @@ def nothing_is_left(world: World) -> None:
         assert machine.gauges()["granted_bytes"] == 0
         assert machine.gauges()["landing_bytes"] == 0
         assert not machine.items
-        assert not list(machine.window)
-        assert not machine._offers
+        assert not list(machine.grants.window)
+        assert not machine.offers.open
         assert machine.admission.num_active == 0
         assert machine.gauges()["waiting_items"] == 0
         assert not consumer.tensors

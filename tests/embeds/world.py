@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.embeds.invariants import check_consumer, check_producer
-from vllm_kvpool.embeds.machines.consumer import Consumer, ConsumerLimits
+from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import (
     Allocate,
     Connect,
@@ -27,6 +27,7 @@ from vllm_kvpool.embeds.machines.effects import (
     Send,
     Write,
 )
+from vllm_kvpool.embeds.machines.items import ConsumerLimits
 from vllm_kvpool.embeds.machines.producer import Producer, ProducerLimits
 from vllm_kvpool.embeds.protocol import messages as p
 from vllm_kvpool.embeds.protocol.rows import ItemShape, RowRun

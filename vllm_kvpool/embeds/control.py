@@ -384,9 +384,12 @@ class Control:
                     self._reported[side, event] = value
             for level, value in levels.items():
                 self.registry.set("kvpool_ec_levels", value, side=side, level=level)
-        states = self._peers.states()
-        for state in SessionState:
-            self.registry.set("kvpool_ec_peers", states[state], state=state.value)
+        peers = self._peers.states()
+        for session in SessionState:
+            self.registry.set("kvpool_ec_peers", peers[session], state=session.value)
+        items = self._consumer.states() if self._consumer is not None else {}
+        for state, num_items in items.items():
+            self.registry.set("kvpool_ec_items", num_items, state=state.value)
         changes = self.registry.take_changes()
         if changes:
             self._peers.notify_scheduler(MetricSamples(changes), now)
