@@ -9,6 +9,7 @@ from vllm_kvpool.embeds.machines.producer import EncodedItemCache, Producer
 from vllm_kvpool.embeds.machines.states import TransferState
 from vllm_kvpool.embeds.machines.window import WINDOWS_IN_FLIGHT, ExtentAllocator, WindowLedger
 from vllm_kvpool.embeds.protocol.rows import Extent
+from vllm_kvpool.embeds.scheduler import EmbedsScheduler
 
 
 def check_consumer(machine: Consumer) -> None:
@@ -105,3 +106,14 @@ def check_cache(cache: EncodedItemCache, transfers: set[int]) -> None:
     held = (each for each in cache.items.values() if not each.is_spare)
     assert cache.held_bytes == sum(each.shape.nbytes for each in held)
     assert cache._kept_bytes == sum(each.shape.nbytes for each in cache.items.values())
+
+
+def check_scheduler(scheduler: EmbedsScheduler) -> None:
+    """Every record is needed, and found by the name that the workers know."""
+    for mm_hash, item in scheduler._items.items():
+        is_named = bool(item.requests or item.loading)
+        assert item.mm_hash == mm_hash
+        assert is_named or item.is_resident
+        assert (scheduler._by_name.get(item.name) is item) == is_named
+    for item in scheduler._by_name.values():
+        assert scheduler._items[item.mm_hash] is item

@@ -11,10 +11,11 @@ import torch
 from tests.embeds.engines import Engine, embeddings, wait_for
 from tests.embeds.world import World, content, limits, shape_of
 from tests.support.seeds import seeds
+from vllm_kvpool.embeds.availability import EmbedsRequest, Feature
 from vllm_kvpool.embeds.params import Delivery
 from vllm_kvpool.embeds.protocol import messages as p
 from vllm_kvpool.embeds.protocol.messages import Offer, PeerRole
-from vllm_kvpool.embeds.scheduler import EmbedsRequest, EmbedsScheduler, Feature
+from vllm_kvpool.embeds.scheduler import EmbedsScheduler, EngineFacts
 
 RANKS, ROWS = 2, 7
 MM_HASH = "image"
@@ -58,12 +59,14 @@ class RankChannel:
 def engine_in(world: World) -> EmbedsScheduler:
     return EmbedsScheduler(
         RankChannel(world),
-        is_producer=False,
-        is_consumer=True,
-        has_peers=True,
-        fingerprint=str,
-        retain_bytes=1,
-        max_step_tokens=1 << 20,
+        EngineFacts(
+            is_producer=False,
+            is_consumer=True,
+            has_peers=True,
+            retain_bytes=1,
+            max_step_tokens=1 << 20,
+        ),
+        str,
         clock=lambda: world.now,
     )
 
@@ -98,7 +101,7 @@ def test_ranks_end_with_the_same_bytes_whatever_happens(seed: int) -> None:
         assert seed, "the first one must not fail"
         return
     assert scheduler.has(MM_HASH), (
-        scheduler._pending,
+        scheduler._items,
         [node.machine.describe(MM_HASH) for node in world.consumers],
     )
     got = [node.tensors[MM_HASH] for node in world.consumers]

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.embeds.fake_worker_channel import FakeWorkerChannel
+from tests.embeds.invariants import check_scheduler
+from vllm_kvpool.embeds.availability import EmbedsRequest, Feature
 from vllm_kvpool.embeds.params import MAX_TARGETS, NOWHERE, Delivery, read_delivery
 from vllm_kvpool.embeds.protocol.messages import (
     Code,
@@ -24,9 +26,8 @@ from vllm_kvpool.embeds.protocol.messages import (
 from vllm_kvpool.embeds.scheduler import (
     PROBE_S,
     WORKERS_LOST_S,
-    EmbedsRequest,
     EmbedsScheduler,
-    Feature,
+    EngineFacts,
     ItemLoad,
     StepMeta,
 )
@@ -52,13 +53,9 @@ class Rig:
         self.channel = FakeWorkerChannel(ranks)
         self.clock = Clock()
         usual = {"is_producer": False, "is_consumer": True, "has_peers": False}
+        engine = EngineFacts(retain_bytes=1000, max_step_tokens=STEP, **{**usual, **options})
         self.scheduler = EmbedsScheduler(
-            self.channel,
-            fingerprint=lambda version: f"print {version}",
-            retain_bytes=1000,
-            max_step_tokens=STEP,
-            clock=self.clock,
-            **{**usual, **options},
+            self.channel, engine, lambda version: f"print {version}", self.clock
         )
 
     def ensure(self, request: EmbedsRequest, computed: int = 0) -> bool:
@@ -228,7 +225,8 @@ def test_an_item_that_may_lose_its_place_to_another_of_its_request_is_asked_for(
     rig.scheduler.allocated("y")
     assert rig.scheduler.has("x") == is_had
     rig.scheduler.finished(view)
-    assert not rig.scheduler._by_name
+    check_scheduler(rig.scheduler)
+    assert not rig.scheduler.is_waiting
 
 
 def test_who_could_encode_itself_only_asks() -> None:
@@ -443,8 +441,8 @@ def test_the_last_that_is_cancelled_ends_it() -> None:
         assert rig.channel.expected(1) == ["logo"]
         rig.scheduler.finished(view)
     assert rig.channel.expected(0) == rig.channel.expected(1) == []
-    assert not rig.scheduler._pending
-    assert not rig.scheduler._by_name
+    check_scheduler(rig.scheduler)
+    assert not rig.scheduler.is_waiting
 
 
 # Failure
@@ -850,14 +848,14 @@ def test_whatever_happens_nothing_is_left_behind(events: list[tuple[int, int, in
         elif number in live:
             rig.scheduler.finished(views[number])
             live.discard(number)
+        check_scheduler(rig.scheduler)
         for name in rig.scheduler.take_unavailable():
             given_up.append(name)
             assert int(name[1:]) in live
             assert name == "r2", "its media are here"
     for number in live:
         rig.scheduler.finished(views[number])
-    assert not rig.scheduler._pending
-    assert not rig.scheduler._by_name
+    check_scheduler(rig.scheduler)
     assert not rig.scheduler.is_waiting
     assert rig.channel.expected(0) == []
     assert not rig.scheduler._requests
@@ -1041,7 +1039,8 @@ def test_two_requests_for_items_of_one_name_have_them_one_after_the_other(
         assert rig.load(item) == (ItemLoad(item, name),)
         rig.channel.taken(name)
         rig.scheduler.finished(view)
-    assert not rig.scheduler._by_name
+    check_scheduler(rig.scheduler)
+    assert not rig.scheduler.is_waiting
 
 
 def test_two_requests_that_call_an_item_differently_wait_for_the_same() -> None:
