@@ -62,7 +62,11 @@ _LEFT_OUT = {
     "sender_limits",
     "_limits",
     "most_bytes",
+    # Parts of a consumer that stand in it, too.
+    *("_turn", "_items", "_admission", "_offers", "_grants"),
 }
+_KEYS_ALONE = {"_active", "_grantable", "open"}
+"""Views of a consumer's items: the items themselves stand in `items`."""
 
 
 _ATOMS = (type(None), str, bytes, int, float, Enum, ConsumerLimits, msgspec.Struct)
@@ -90,7 +94,11 @@ def _freezer(kind: type) -> Callable[[Any], Any]:
         return lambda value: tuple([frozen(getattr(value, name)) for name in names])
     assert issubclass(kind, _MACHINES), kind
     return lambda value: tuple(
-        [frozen(each) for name, each in sorted(vars(value).items()) if name not in _LEFT_OUT]
+        [
+            tuple(each) if name in _KEYS_ALONE else frozen(each)
+            for name, each in sorted(vars(value).items())
+            if name not in _LEFT_OUT
+        ]
     )
 
 

@@ -141,15 +141,15 @@ class WindowLedger:
         self._allocator = ExtentAllocator(nbytes)
         self._quarantine_s = quarantine_s
         self._on_end = ended
-        self._grants: dict[int, GrantRecord] = {}  # granted, revoked or draining
+        self._live: dict[int, GrantRecord] = {}  # granted, revoked or draining
         self._quarantined: dict[int, GrantRecord] = {}  # by the end of their quarantine
         self._next_gid = 1
 
     def __iter__(self) -> Iterator[GrantRecord]:
-        return iter(tuple(self._grants.values()))
+        return iter(tuple(self._live.values()))
 
     def __getitem__(self, gid: int) -> GrantRecord:
-        return self._grants[gid]
+        return self._live[gid]
 
     @property
     def nbytes(self) -> int:
@@ -161,7 +161,7 @@ class WindowLedger:
 
     def of(self, ref: TransferRef, gid: int) -> GrantRecord | None:
         """The grant `gid`, if it was given to this transfer."""
-        granted = self._grants.get(gid)
+        granted = self._live.get(gid)
         return granted if granted is not None and granted.ref == ref else None
 
     def take(self, rows: int, row_bytes: int) -> tuple[Extent, ...]:
@@ -171,7 +171,7 @@ class WindowLedger:
         if len(extents) == 1 and extents[0].nbytes == wanted:
             return extents
         got = sum(extent.nbytes for extent in extents)
-        is_idle = not self._grants
+        is_idle = not self._live
         if extents and not is_worth_it(got, wanted, self.nbytes, is_idle):
             self._allocator.free(extents)
             return ()
@@ -180,7 +180,7 @@ class WindowLedger:
     def add(self, granted: GrantRecord) -> None:
         """Number a grant of memory that `take` returned."""
         granted.gid, self._next_gid = self._next_gid, self._next_gid + 1
-        self._grants[granted.gid] = granted
+        self._live[granted.gid] = granted
 
     def end(self, granted: GrantRecord, now: float, *, quiesced: bool) -> None:
         """A grant ends: its memory is free if nothing writes to it, else quarantined."""
@@ -193,7 +193,7 @@ class WindowLedger:
 
     def _end(self, granted: GrantRecord, state: GrantState, now: float) -> None:
         granted.move(state)
-        del self._grants[granted.gid]
+        del self._live[granted.gid]
         if state is GrantState.FREE:
             self._allocator.free(granted.extents)
         else:
