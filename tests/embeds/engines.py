@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from tests.embeds.invariants import describe
 from tests.support.server_process import free_ports
 from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.availability import EmbedsRequest, Feature
@@ -121,7 +122,7 @@ class Engine:
     def describe(self, mm_hash: str) -> str:
         """What the workers know of an item."""
         return "; ".join(
-            worker._consumer.describe(mm_hash) for worker in self.workers if worker._consumer
+            describe(worker._consumer, mm_hash) for worker in self.workers if worker._consumer
         )
 
     def counts(self, rank: int = 0) -> dict[str, float]:

@@ -30,6 +30,18 @@ def check_consumer(machine: Consumer) -> None:
         assert ref in item.offers
 
 
+def describe(machine: Consumer, mm_hash: str) -> str:
+    """Describe a consumer's item in a line."""
+    item = machine.items.get(mm_hash)
+    if item is None:
+        return f"{mm_hash}: not known"
+    rows = item.shape.rows if item.shape is not None else "?"
+    return (
+        f"{mm_hash}: {item.state.value}, {len(item.received)} of {rows} rows, "
+        f"{len(item.grants)} grants, {len(item.offers)} offers"
+    )
+
+
 def state_of_facts(item: Item) -> TransferState:
     """Return the state that an item's rows, grants and offers imply."""
     is_offered = item.shape is not None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.embeds.invariants import check_consumer
+from tests.embeds.invariants import check_consumer, describe
 from tests.embeds.world import limits, shape_of
 from vllm_kvpool.embeds.machines.admission import OLDEST_WAITS_S
 from vllm_kvpool.embeds.machines.consumer import Consumer
@@ -67,7 +67,7 @@ def test_an_item_whose_last_grant_is_declined_waits_for_the_next() -> None:
     machine.write_failed("a", WriteFailed(1, first.gid, True), 0.1)
     machine.revoke_ack("a", RevokeAck(1, second.gid, WriteProgress.NOT_STARTED), 0.1)
     assert granted(machine, 0.1) == []
-    assert machine.describe("image").startswith("image: waiting, 0 of 2 rows, 0 grants")
+    assert describe(machine, "image").startswith("image: waiting, 0 of 2 rows, 0 grants")
     machine.tick(LATER_S)
     assert [each.row for _, each in granted(machine)] == [0, 1]
 
@@ -167,9 +167,9 @@ def test_an_item_is_waited_for_as_long_as_its_most_patient_request(
     for order, patience_s in enumerate(patience):
         machine.expect(Expect("image", order, patience_s=patience_s), 0.0)
     machine.tick(29.0)
-    assert "bootstrapping" in machine.describe("image")
+    assert "bootstrapping" in describe(machine, "image")
     machine.tick(31.0)
-    assert "not known" in machine.describe("image")
+    assert "not known" in describe(machine, "image")
 
 
 def test_a_scheduler_that_is_back_says_which_items_are_requested() -> None:
@@ -192,10 +192,10 @@ def test_an_item_is_gone_when_all_who_may_have_it_say_so() -> None:
     machine.expect(Expect("image", 0, ("tcp://a:1", "tcp://b:1")), 0.0)
     for peer in ("other", "a"):
         machine.want_ack(peer, WantAck("image", gone=True), 0.1)
-    assert "bootstrapping" in machine.describe("image")
+    assert "bootstrapping" in describe(machine, "image")
     machine.peer_up("b", frozenset(("tcp://b:1", "tcp://b:2")), 0.2)
     machine.want_ack("b", WantAck("image", gone=True), 0.3)
-    assert "not known" in machine.describe("image")
+    assert "not known" in describe(machine, "image")
     check_consumer(machine)
 
 

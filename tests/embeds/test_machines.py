@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 
+from tests.embeds.invariants import describe
 from tests.embeds.world import World, content, limits, shape_of
 from tests.support.seeds import seeds
 from vllm_kvpool.embeds.machines.producer import ProducerLimits
@@ -57,7 +58,7 @@ def test_misfortune_never_gives_wrong_bytes_and_always_ends(seed: int) -> None:
     for consumer in world.consumers:
         failed = {news.mm_hash for news in consumer.told if news.code is not None}
         for name in names:
-            assert name in consumer.ready or name in failed, consumer.machine.describe(name)
+            assert name in consumer.ready or name in failed, describe(consumer.machine, name)
         gauges = consumer.machine.gauges()
         assert gauges["granted_bytes"] == 0
     for producer in world.producers:

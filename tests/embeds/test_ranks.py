@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.embeds.engines import Engine, embeddings, wait_for
+from tests.embeds.invariants import describe
 from tests.embeds.world import World, content, limits, shape_of
 from tests.support.seeds import seeds
 from vllm_kvpool.embeds.availability import EmbedsRequest, Feature
@@ -102,7 +103,7 @@ def test_ranks_end_with_the_same_bytes_whatever_happens(seed: int) -> None:
         return
     assert scheduler.has(MM_HASH), (
         scheduler._items,
-        [node.machine.describe(MM_HASH) for node in world.consumers],
+        [describe(node.machine, MM_HASH) for node in world.consumers],
     )
     got = [node.tensors[MM_HASH] for node in world.consumers]
     assert got[0] == got[1]

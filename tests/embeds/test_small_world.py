@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from tests.embeds.invariants import describe
 from tests.embeds.world import World, limits, shape_of
 from vllm_kvpool.embeds.machines.admission import Admission, AdmissionQueue
 from vllm_kvpool.embeds.machines.consumer import Consumer
@@ -189,7 +190,7 @@ def comes_to_its_end(world: World, is_asked: bool) -> None:
             step(world)
         world.pass_time(1.0)
     else:
-        raise AssertionError(f"it does not come to an end: {consumer.machine.describe('i')}")
+        raise AssertionError(f"it does not come to an end: {describe(consumer.machine, 'i')}")
     if "i" in consumer.ready:
         consumer.machine.taken("i", world.now)
     for _ in range(PATIENCE_S):
@@ -199,7 +200,7 @@ def comes_to_its_end(world: World, is_asked: bool) -> None:
         if not (transfers or consumer.machine.items or list(consumer.machine.grants.window)):
             return
         world.pass_time(1.0)
-    raise AssertionError(f"something is left: {consumer.machine.describe('i')}")
+    raise AssertionError(f"something is left: {describe(consumer.machine, 'i')}")
 
 
 def walk(first: World, budget: Budget) -> tuple[int, int]:

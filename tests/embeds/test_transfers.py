@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.embeds.invariants import check_consumer
+from tests.embeds.invariants import check_consumer, describe
 from tests.embeds.world import World, limits, shape_of
 from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
 from vllm_kvpool.embeds.dataplane.tensors import to_host
@@ -252,7 +252,7 @@ def test_what_says_less_or_more_than_was_granted_is_no_success(
     write = min((write for write, _ in producer.writes), key=lambda each: each.runs[0].row)
     world.receive(ends(world)[0], p.Wrote(write.tid, write.gid, row, rows, digests))
     assert not consumer.drains
-    assert "0 of 6 rows" in consumer.machine.describe("image")
+    assert "0 of 6 rows" in describe(consumer.machine, "image")
     assert consumer.machine.gauges()["quarantined_bytes"] == 4, "nobody knows what it writes"
     world.settle()
     world.assert_item(consumer, "image")

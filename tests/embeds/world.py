@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.embeds.invariants import check_consumer, check_producer
+from tests.embeds.invariants import check_consumer, check_producer, describe
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import (
     Allocate,
@@ -447,7 +447,7 @@ class World:
 
     def assert_item(self, consumer: ConsumerNode, mm_hash: str, salt: str = "") -> None:
         """An item is there, with every byte where it belongs."""
-        assert mm_hash in consumer.ready, consumer.machine.describe(mm_hash)
+        assert mm_hash in consumer.ready, describe(consumer.machine, mm_hash)
         shape = consumer.shapes[mm_hash]
         assert consumer.tensors[mm_hash] == content(mm_hash, shape, salt)
 

@@ -189,9 +189,8 @@ class EmbedsScheduler:
         )
         found = availability(item, request_id, feature.has_media, situation)
         if found is Availability.UNREQUESTED:
-            if not self._request_item(request, feature, item):
-                return False
-            found = availability(item, request_id, feature.has_media, situation)
+            is_requested = self._request_item(request, feature, item)
+            return is_requested and self._is_available(request, feature, lacks)
         if found is Availability.UNAVAILABLE:
             return self._encode_here_or_fail(request_id, feature, item)
         return found is Availability.AVAILABLE

@@ -151,7 +151,7 @@ class Consumer:
     def peer_up(self, peer: str, endpoints: frozenset[str], now: float) -> None:
         """A producer is in session, reachable at any of these endpoints."""
         self.discovery.peer_up(peer, endpoints)
-        self.grants.ask_at_once(now, self.discovery.peers)
+        self.grants.query_unresolved(now, (peer,), at_once=True)
         for item in list(self.items.values()):
             item.want_sent_at = float("-inf")
             self.discovery.want(item, now, only=peer)
@@ -466,7 +466,7 @@ class Consumer:
         elif item.lacks_sender:
             self.discovery.want(item, now)
 
-    # For metrics and tests
+    # For metrics
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -479,14 +479,3 @@ class Consumer:
         """Return the number of items in each state that an item can leave."""
         counted = Counter(item.state for item in self.items.values())
         return {state: counted[state] for state in TransferState if TRANSITIONS[state]}
-
-    def describe(self, mm_hash: str) -> str:
-        """Describe an item in a line, for tests and logs."""
-        item = self.items.get(mm_hash)
-        if item is None:
-            return f"{mm_hash}: not known"
-        rows = item.shape.rows if item.shape is not None else "?"
-        return (
-            f"{mm_hash}: {item.state.value}, {len(item.received)} of {rows} rows, "
-            f"{len(item.grants)} grants, {len(item.offers)} offers"
-        )

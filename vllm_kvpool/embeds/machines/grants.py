@@ -5,7 +5,7 @@ A grant is written, drained and over; or it fails, expires or is revoked, and it
 again. Rows count as received once they are copied out and their digests match.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from vllm_kvpool.embeds.machines.admission import Admission
@@ -323,24 +323,21 @@ class RowGrants:
 
     # Time
 
-    def ask_at_once(self, now: float, peers: Mapping[str, object]) -> None:
-        """A producer is in session again: ask for its unresolved grants now."""
-        for granted in self.window.unresolved():
-            granted.sent_at = float("-inf")
-        self._query_unresolved(now, peers)
-
-    def _query_unresolved(self, now: float, peers: Mapping[str, object]) -> None:
-        """Ask producers in session whether they still write to quarantined memory."""
+    def query_unresolved(self, now: float, peers: Collection[str], *, at_once: bool) -> None:
+        """Ask `peers` whether they still write to quarantined memory, at most every `repeat_s`
+        unless `at_once`.
+        """
         for granted in self.window.unresolved():
             peer, tid = granted.ref
-            if peer in peers and now - granted.sent_at > self._limits.repeat_s:
+            is_due = at_once or now - granted.sent_at > self._limits.repeat_s
+            if is_due and peer in peers:
                 granted.sent_at = now
                 self._turn.send(peer, Revoke(tid, granted.gid))
 
-    def tick(self, now: float, peers: Mapping[str, object]) -> None:
+    def tick(self, now: float, peers: Collection[str]) -> None:
         """Expire grants and quarantines, and repeat messages. `peers` are in session."""
         self.window.tick(now)
-        self._query_unresolved(now, peers)
+        self.query_unresolved(now, peers, at_once=False)
         for granted in self.window:
             self._check(granted, now)
 
