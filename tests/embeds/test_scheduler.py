@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.embeds.fake_worker_channel import FakeWorkerChannel
 from tests.embeds.invariants import check_scheduler
+from tests.support.fakes import FakeClock
 from vllm_kvpool.embeds.availability import EmbedsRequest, Feature
 from vllm_kvpool.embeds.params import MAX_TARGETS, NOWHERE, Delivery, read_delivery
 from vllm_kvpool.embeds.protocol.messages import (
@@ -38,20 +39,12 @@ SENT = Delivery(is_sent=True)
 BUSY: dict[str, Any] = {"is_idle": False, "idle_wait_s": 0.0}
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Rig:
     """A scheduler's side with workers that say what a test says."""
 
     def __init__(self, ranks: int = 1, **options: Any) -> None:
         self.channel = FakeWorkerChannel(ranks)
-        self.clock = Clock()
+        self.clock = FakeClock()
         usual = {"is_producer": False, "is_consumer": True, "has_peers": False}
         engine = EngineFacts(retain_bytes=1000, max_step_tokens=STEP, **{**usual, **options})
         self.scheduler = EmbedsScheduler(
