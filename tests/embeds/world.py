@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.embeds.invariants import check_consumer, check_producer, describe
+from vllm_kvpool.embeds.control import handlers_of
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import (
     Allocate,
@@ -298,10 +299,10 @@ class World:
         source, target = key
         for consumer in self.consumers:
             if consumer.name == target:
-                _TO_CONSUMER[type(body)](consumer.machine)(source, body, self.now)
+                handlers_of(consumer.machine, None)[type(body)](source, body, self.now)
         for producer in self.producers:
             if producer.name == target:
-                _TO_PRODUCER[type(body)](producer.machine)(source, body, self.now)
+                handlers_of(None, producer.machine)[type(body)](source, body, self.now)
         self.perform()
 
     def prepare(self, node: ProducerNode) -> None:
@@ -460,23 +461,3 @@ class World:
                 assert any(
                     consumer.tensors[mm_hash] == content(mm_hash, shape, salt) for salt in salts
                 ), f"{mm_hash}: wrong bytes"
-
-
-_TO_CONSUMER: dict[type, Callable[[Consumer], Callable[..., None]]] = {
-    p.Offer: lambda machine: machine.offer,
-    p.WantAck: lambda machine: machine.want_ack,
-    p.Wrote: lambda machine: machine.wrote,
-    p.WriteFailed: lambda machine: machine.write_failed,
-    p.RevokeAck: lambda machine: machine.revoke_ack,
-    p.CancelAck: lambda machine: machine.cancel_ack,
-    p.Withdraw: lambda machine: machine.withdraw,
-    p.Unknown: lambda machine: machine.unknown,
-}
-_TO_PRODUCER: dict[type, Callable[[Producer], Callable[..., None]]] = {
-    p.Want: lambda machine: machine.want,
-    p.OfferAck: lambda machine: machine.offer_ack,
-    p.Grant: lambda machine: machine.grant,
-    p.Revoke: lambda machine: machine.revoke,
-    p.Complete: lambda machine: machine.complete,
-    p.Cancel: lambda machine: machine.cancel,
-}

@@ -112,7 +112,7 @@ class ItemRecord:
 
 
 class Availability(Enum):
-    """What a request may do about one of its items."""
+    """The next step of a request that needs an item."""
 
     AVAILABLE = auto()
     """The item does not hold the request back."""
@@ -126,7 +126,7 @@ class Availability(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What counts beside an item's record."""
+    """The facts of a step that `availability` reads beside an item's record."""
 
     num_ranks: int
     may_arrive: bool

@@ -137,7 +137,7 @@ class Control:
         """True if the loop has ended, in order or not. Read by any thread."""
         self.weights_version = 0
         """The version of this rank's weights. Control thread only."""
-        self._handlers = _handlers_of(consumer, producer)
+        self._handlers = handlers_of(consumer, producer)
         self.counts: defaultdict[str, float] = defaultdict(float)
         self._guard = Guard(self.counts, log or LogLimit(logger, clock))
         self._resolver = Resolver(
@@ -484,7 +484,7 @@ class Control:
 Handler = Callable[..., None]
 
 
-def _handlers_of(consumer: Consumer | None, producer: Producer | None) -> dict[type, Handler]:
+def handlers_of(consumer: Consumer | None, producer: Producer | None) -> dict[type, Handler]:
     """The machine's handler of each message of a peer."""
     handlers: dict[type, Handler] = {}
     if consumer is not None:

@@ -2,11 +2,11 @@
 thread).
 
 Memory for an item is taken whole, before its first grant, and freed when the engine has taken the
-item, so no item holds a part of what it needs while it waits for the rest. Offered items queue: by
-request first, then one of each producer in turn. The oldest request's items are admitted beyond
-`max_landing_bytes` if no other request's item is in transfer and so about to free memory, or if
-nothing has changed for `OLDEST_WAITS_S`: requests that wait for each other's memory cannot
-deadlock, and the excess is bounded by what one request needs.
+item. So no item holds a part of its memory while it waits for the rest. Offered items queue: by
+request first, then one of each producer in turn. The oldest request's items may exceed
+`max_landing_bytes` in two cases: no other request's item is in transfer and so about to free
+memory, or nothing has changed for `OLDEST_WAITS_S`. So requests that wait for each other's memory
+cannot deadlock, and the excess is bounded by the needs of one request.
 """
 
 from bisect import bisect_left, insort

@@ -1,10 +1,10 @@
 """A consumer: what each message, report and tick changes (pure; owned by the control thread).
 
 There is one for each rank. It decides which rows go where and owns the set of rows received;
-producers only propose. An item is expected by requests, offered by producers (`offers`), admitted
-when there is memory for all of it (`admission`), then transferred window by window (`grants`). An
-item keeps its rows when its sender is lost, and any producer of the same bytes continues there;
-`discovery` asks for one. Effects wait for `take_effects`.
+producers only propose. Requests expect an item, and producers offer it (`offers`). The item is
+admitted when there is memory for all of it (`admission`), then transferred window by window
+(`grants`). It keeps its rows when its sender is lost: `discovery` asks for another producer, which
+continues there if it has the same bytes. Effects wait for `take_effects`.
 """
 
 from collections import Counter
