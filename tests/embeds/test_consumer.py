@@ -9,8 +9,9 @@ from tests.embeds.world import limits, shape_of
 from vllm_kvpool.embeds.machines.admission import OLDEST_WAITS_S
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.discovery import FEWEST_RECENT, RECENT_ITEMS
-from vllm_kvpool.embeds.machines.effects import Allocate, DrainRows, Send
+from vllm_kvpool.embeds.machines.effects import Allocate, DrainRows, Ready, Send
 from vllm_kvpool.embeds.machines.items import QUARANTINE_S
+from vllm_kvpool.embeds.machines.states import TransferState
 from vllm_kvpool.embeds.protocol.messages import (
     Expect,
     Grant,
@@ -86,6 +87,32 @@ def test_rows_of_a_producer_that_is_lost_are_granted_to_the_next() -> None:
     machine.peer_lost("a", 0.2)
     ((peer, again),) = granted(machine)
     assert (peer, again.row, again.rows) == ("b", 0, 3)
+
+
+def test_rows_copied_out_after_the_sender_is_lost_complete_the_item() -> None:
+    machine = Consumer(1 << 12, limits())
+    machine.peer_up("a", frozenset(), 0.0)
+    machine.expect(Expect("image", 0), 0.0)
+    machine.offer("a", Offer(1, "image", shape_of(3), "digest"), 0.0)
+    ((_, grant),) = granted(machine)
+    machine.wrote("a", Wrote(1, grant.gid, 0, 3, (7,)), 0.2)
+    machine.peer_lost("a", 0.3)
+    assert machine.items["image"].state is TransferState.SUSPENDED
+    machine.drained(grant.gid, True, 0.4)
+    assert any(isinstance(each, Ready) for each in machine.take_effects(0.4))
+    check_consumer(machine)
+    item = machine.items["image"]
+    machine.forget("image")
+    assert item.state is TransferState.CANCELLED
+    assert machine.gauges()["landing_bytes"] == 0
+
+
+def test_revoked_grant_whose_write_has_an_unknown_end_is_quarantined() -> None:
+    machine, grant = with_all_rows_granted()
+    machine.forget("image")
+    machine.write_failed("a", WriteFailed(1, grant.gid, False), 0.2)
+    assert machine.gauges()["quarantined_bytes"] == shape_of(3).nbytes
+    check_consumer(machine)
 
 
 def test_what_can_be_granted_no_more_is_looked_at_no_more() -> None:

@@ -19,6 +19,7 @@ from vllm_kvpool.scheduler.states import (
 
 FIRST = (LookupState.PENDING, AdmissionState.QUEUED, RetryState.NONE)
 
+
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     bench = Bench()
