@@ -604,8 +604,15 @@ def test_lost_workers_are_not_told_to_forget_what_a_step_has_yet_to_load() -> No
     rig.channel.silent_s = 1.1 * WORKERS_LOST_S
     assert rig.ensure(request("s", "a", media=True))
     assert not rig.ensure(request("t", "a"))
-    assert rig.scheduler.take_unavailable() == {"t"}
+    other = Delivery(is_sent=True, names={"b": "a"})
+    assert not rig.ensure(request("u", "b", delivery=other)), "another item by the same name"
+    assert rig.scheduler.take_unavailable() == {"t", "u"}
     assert rig.channel.heard == [[]]
+    rig.channel.silent_s = 0.0
+    rig.channel.say(None)
+    rig.ensure(request("v", "a"))
+    assert rig.channel.take(Requested) == Requested.all(("a",))
+    check_scheduler(rig.scheduler)
 
 
 def test_what_lost_workers_hold_defers_no_encode() -> None:

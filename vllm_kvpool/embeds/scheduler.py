@@ -218,7 +218,9 @@ class EmbedsScheduler:
         mm_hash = feature.mm_hash
         name = request.delivery.name_of(mm_hash)
         holder = self._by_name.get(name)
-        if holder is None or holder.mm_hash == mm_hash or not holder.requests:
+        if holder is None or holder.mm_hash == mm_hash:
+            return name
+        if not (holder.requests or holder.is_loading(self._clock())):
             return name
         if any(expect.order < order for expect in holder.requests.values()):
             return ""
@@ -229,7 +231,8 @@ class EmbedsScheduler:
         """Tell the workers that a request waits for an item; False if that has to wait."""
         order = self._state_of(request.request_id).order
         if not item.requests:
-            name = self._name_for(request, feature, order)
+            is_loading = item.is_loading(self._clock())  # the workers are lost
+            name = item.name if is_loading else self._name_for(request, feature, order)
             if not name:
                 return False
             self._hold_name(item, name)
@@ -253,8 +256,9 @@ class EmbedsScheduler:
     def _hold_name(self, item: ItemRecord, name: str) -> None:
         """Ask for an item by this name from now on."""
         for each in (item, self._by_name.get(name, item)):
-            each.loading.clear()  # it was not confirmed in time
-            self._drop_unused(each)
+            if not each.is_loading(self._clock()):
+                each.loading.clear()  # it was not confirmed in time
+                self._drop_unused(each)
         item.name = name
         self._items[item.mm_hash] = self._by_name[name] = item
         self._offered.pop(name, None)
