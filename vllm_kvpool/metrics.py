@@ -260,6 +260,7 @@ METRICS = {
         Metric(
             "kvpool_ec_levels", _G, ("side", "level"), "Levels of embedding transfers, by kind."
         ),
+        Metric("kvpool_ec_items", _G, ("state",), "Items of a consumer, by state."),
         Metric("kvpool_ec_peers", _G, ("state",), "Sessions with peers, by state."),
     )
 }

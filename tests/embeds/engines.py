@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import torch
 
+from tests.embeds.invariants import describe
 from tests.support.server_process import free_ports
 from vllm_kvpool.config import EmbedsConfig, Transport
+from vllm_kvpool.embeds.availability import EmbedsRequest, Feature
 from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.params import Delivery
 from vllm_kvpool.embeds.protocol.messages import PeerRole
-from vllm_kvpool.embeds.scheduler import EmbedsRequest, EmbedsScheduler, Feature, workers_lost_s
+from vllm_kvpool.embeds.scheduler import EmbedsScheduler, EngineFacts, workers_lost_s
 from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 from vllm_kvpool.embeds.worker_channel import WorkerChannel
 from vllm_kvpool.network.transport_zmq import read_keys
@@ -54,14 +56,16 @@ class Engine:
                     read_keys(configs[0].curve_dir),
                     HeartbeatPolicy(configs[0].heartbeat_s, configs[0].heartbeat_max_failures),
                 ),
-                is_producer=role is not PeerRole.CONSUMER,
-                is_consumer=role is not PeerRole.PRODUCER,
-                has_peers=bool(configs[0].peers),
-                fingerprint=lambda version: f"{fingerprint}/{version}",
-                retain_bytes=configs[0].nbytes("retain_bytes"),
-                max_step_tokens=1 << 20,
-                own_endpoint=self.endpoint,
-                workers_lost_s=workers_lost_s(configs[0]),
+                EngineFacts(
+                    is_producer=role is not PeerRole.CONSUMER,
+                    is_consumer=role is not PeerRole.PRODUCER,
+                    has_peers=bool(configs[0].peers),
+                    retain_bytes=configs[0].nbytes("retain_bytes"),
+                    max_step_tokens=1 << 20,
+                    own_endpoint=self.endpoint,
+                    workers_lost_s=workers_lost_s(configs[0]),
+                ),
+                lambda version: f"{fingerprint}/{version}",
             )
             undo.pop_all()
         self.requests: dict[str, EmbedsRequest] = {}
@@ -118,7 +122,7 @@ class Engine:
     def describe(self, mm_hash: str) -> str:
         """What the workers know of an item."""
         return "; ".join(
-            worker._consumer.describe(mm_hash) for worker in self.workers if worker._consumer
+            describe(worker._consumer, mm_hash) for worker in self.workers if worker._consumer
         )
 
     def counts(self, rank: int = 0) -> dict[str, float]:

@@ -2,19 +2,22 @@
 
 from collections.abc import Iterable
 
-from vllm_kvpool.embeds.machines.admission import Admission, Item
+from vllm_kvpool.embeds.machines.admission import Admission
 from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.items import Item
 from vllm_kvpool.embeds.machines.producer import EncodedItemCache, Producer
+from vllm_kvpool.embeds.machines.states import TransferState
 from vllm_kvpool.embeds.machines.window import WINDOWS_IN_FLIGHT, ExtentAllocator, WindowLedger
 from vllm_kvpool.embeds.protocol.rows import Extent
+from vllm_kvpool.embeds.scheduler import EmbedsScheduler
 
 
 def check_consumer(machine: Consumer) -> None:
-    check_window(machine.window)
+    check_window(machine.grants.window)
     for mm_hash, item in machine.items.items():
         shape = item.shape
-        assert all(machine.window[gid].mm_hash == mm_hash for gid in item.grants)
-        assert not (item.is_complete and item.offers)
+        assert all(machine.grants.window[gid].mm_hash == mm_hash for gid in item.grants)
+        assert item.state is state_of_facts(item)
         for granted in item.grants.values():
             if granted.ref[1]:
                 assert shape is not None
@@ -22,9 +25,34 @@ def check_consumer(machine: Consumer) -> None:
         num_granted = sum(granted.rows for granted in item.grants.values())
         assert len(item.covered()) == len(item.received) + num_granted, "rows are granted twice"
     check_admission(machine.admission, machine.items)
-    for ref, item in machine._offers.items():
+    for ref, item in machine.offers.open.items():
         assert machine.items[item.mm_hash] is item
         assert ref in item.offers
+
+
+def describe(machine: Consumer, mm_hash: str) -> str:
+    """Describe a consumer's item in a line."""
+    item = machine.items.get(mm_hash)
+    if item is None:
+        return f"{mm_hash}: not known"
+    rows = item.shape.rows if item.shape is not None else "?"
+    return (
+        f"{mm_hash}: {item.state.value}, {len(item.received)} of {rows} rows, "
+        f"{len(item.grants)} grants, {len(item.offers)} offers"
+    )
+
+
+def state_of_facts(item: Item) -> TransferState:
+    """Return the state that an item's rows, grants and offers imply."""
+    is_offered = item.shape is not None
+    if item.shape is not None and len(item.received) == item.shape.rows:
+        assert not item.offers
+        return TransferState.SUCCESS
+    if not item.offers:
+        return TransferState.SUSPENDED if is_offered else TransferState.BOOTSTRAPPING
+    if item.grants:
+        return TransferState.TRANSFERRING
+    return TransferState.PARTIAL if item.received.spans else TransferState.WAITING
 
 
 def check_window(window: WindowLedger) -> None:
@@ -90,3 +118,14 @@ def check_cache(cache: EncodedItemCache, transfers: set[int]) -> None:
     held = (each for each in cache.items.values() if not each.is_spare)
     assert cache.held_bytes == sum(each.shape.nbytes for each in held)
     assert cache._kept_bytes == sum(each.shape.nbytes for each in cache.items.values())
+
+
+def check_scheduler(scheduler: EmbedsScheduler) -> None:
+    """Every record is needed, and found by the name that the workers know."""
+    for mm_hash, item in scheduler._items.items():
+        is_named = bool(item.requests or item.loading)
+        assert item.mm_hash == mm_hash
+        assert is_named or item.is_resident
+        assert (scheduler._by_name.get(item.name) is item) == is_named
+    for item in scheduler._by_name.values():
+        assert scheduler._items[item.mm_hash] is item

@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.embeds.world import shape_of
 from vllm_kvpool.embeds.machines import window
-from vllm_kvpool.embeds.machines.admission import NOT_REQUESTED, Admission, AdmissionQueue, Item
+from vllm_kvpool.embeds.machines.admission import Admission, AdmissionQueue
+from vllm_kvpool.embeds.machines.items import NOT_REQUESTED, Item
 from vllm_kvpool.embeds.protocol.messages import Offer
 
 producers = st.sampled_from(["p0", "p1", "p2", "p3"])

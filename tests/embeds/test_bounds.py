@@ -5,9 +5,10 @@ import pytest
 from tests.embeds.invariants import check_consumer
 from tests.embeds.sessions import hello
 from tests.embeds.world import World, limits, shape_of
-from vllm_kvpool.embeds.machines.admission import NOT_REQUESTED, AdmissionQueue
+from vllm_kvpool.embeds.machines.admission import AdmissionQueue
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import Send
+from vllm_kvpool.embeds.machines.items import NOT_REQUESTED
 from vllm_kvpool.embeds.machines.producer import Producer, ProducerLimits
 from vllm_kvpool.embeds.params import read_delivery
 from vllm_kvpool.embeds.protocol import messages as p
@@ -113,7 +114,7 @@ def test_offers_of_one_item_by_one_producer() -> None:
             check_consumer(machine)
     (item,) = machine.items.values()
     assert sorted(item.offers) == [("a", MANY - 1), ("b", MANY - 1)]
-    assert item.offers.keys() == machine._offers.keys()
+    assert item.offers.keys() == machine.offers.open.keys()
 
 
 def test_a_producer_whose_withdrawal_was_lost_goes_on_under_another_number() -> None:

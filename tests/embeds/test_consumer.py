@@ -4,16 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.embeds.invariants import check_consumer
+from tests.embeds.invariants import check_consumer, describe
 from tests.embeds.world import limits, shape_of
 from vllm_kvpool.embeds.machines.admission import OLDEST_WAITS_S
-from vllm_kvpool.embeds.machines.consumer import (
-    FEWEST_RECENT,
-    QUARANTINE_S,
-    RECENT_ITEMS,
-    Consumer,
-)
-from vllm_kvpool.embeds.machines.effects import Allocate, DrainRows, Send
+from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.discovery import FEWEST_RECENT, RECENT_ITEMS
+from vllm_kvpool.embeds.machines.effects import Allocate, DrainRows, Ready, Send
+from vllm_kvpool.embeds.machines.items import QUARANTINE_S
+from vllm_kvpool.embeds.machines.states import TransferState
 from vllm_kvpool.embeds.protocol.messages import (
     Expect,
     Grant,
@@ -70,7 +68,7 @@ def test_an_item_whose_last_grant_is_declined_waits_for_the_next() -> None:
     machine.write_failed("a", WriteFailed(1, first.gid, True), 0.1)
     machine.revoke_ack("a", RevokeAck(1, second.gid, WriteProgress.NOT_STARTED), 0.1)
     assert granted(machine, 0.1) == []
-    assert machine.describe("image").startswith("image: waiting, 0 of 2 rows, 0 grants")
+    assert describe(machine, "image").startswith("image: waiting, 0 of 2 rows, 0 grants")
     machine.tick(LATER_S)
     assert [each.row for _, each in granted(machine)] == [0, 1]
 
@@ -89,6 +87,32 @@ def test_rows_of_a_producer_that_is_lost_are_granted_to_the_next() -> None:
     machine.peer_lost("a", 0.2)
     ((peer, again),) = granted(machine)
     assert (peer, again.row, again.rows) == ("b", 0, 3)
+
+
+def test_rows_copied_out_after_the_sender_is_lost_complete_the_item() -> None:
+    machine = Consumer(1 << 12, limits())
+    machine.peer_up("a", frozenset(), 0.0)
+    machine.expect(Expect("image", 0), 0.0)
+    machine.offer("a", Offer(1, "image", shape_of(3), "digest"), 0.0)
+    ((_, grant),) = granted(machine)
+    machine.wrote("a", Wrote(1, grant.gid, 0, 3, (7,)), 0.2)
+    machine.peer_lost("a", 0.3)
+    assert machine.items["image"].state is TransferState.SUSPENDED
+    machine.drained(grant.gid, True, 0.4)
+    assert any(isinstance(each, Ready) for each in machine.take_effects(0.4))
+    check_consumer(machine)
+    item = machine.items["image"]
+    machine.forget("image")
+    assert item.state is TransferState.CANCELLED
+    assert machine.gauges()["landing_bytes"] == 0
+
+
+def test_revoked_grant_whose_write_has_an_unknown_end_is_quarantined() -> None:
+    machine, grant = with_all_rows_granted()
+    machine.forget("image")
+    machine.write_failed("a", WriteFailed(1, grant.gid, False), 0.2)
+    assert machine.gauges()["quarantined_bytes"] == shape_of(3).nbytes
+    check_consumer(machine)
 
 
 def test_what_can_be_granted_no_more_is_looked_at_no_more() -> None:
@@ -170,9 +194,9 @@ def test_an_item_is_waited_for_as_long_as_its_most_patient_request(
     for order, patience_s in enumerate(patience):
         machine.expect(Expect("image", order, patience_s=patience_s), 0.0)
     machine.tick(29.0)
-    assert "bootstrapping" in machine.describe("image")
+    assert "bootstrapping" in describe(machine, "image")
     machine.tick(31.0)
-    assert "not known" in machine.describe("image")
+    assert "not known" in describe(machine, "image")
 
 
 def test_a_scheduler_that_is_back_says_which_items_are_requested() -> None:
@@ -195,10 +219,10 @@ def test_an_item_is_gone_when_all_who_may_have_it_say_so() -> None:
     machine.expect(Expect("image", 0, ("tcp://a:1", "tcp://b:1")), 0.0)
     for peer in ("other", "a"):
         machine.want_ack(peer, WantAck("image", gone=True), 0.1)
-    assert "bootstrapping" in machine.describe("image")
+    assert "bootstrapping" in describe(machine, "image")
     machine.peer_up("b", frozenset(("tcp://b:1", "tcp://b:2")), 0.2)
     machine.want_ack("b", WantAck("image", gone=True), 0.3)
-    assert "not known" in machine.describe("image")
+    assert "not known" in describe(machine, "image")
     check_consumer(machine)
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from tests.embeds.sessions import RHYTHM, hello
 from tests.embeds.world import limits, shape_of
-from vllm_kvpool.embeds.control import Control
+from tests.support.fakes import FakeClock
+from vllm_kvpool.embeds.control import METRICS_EVERY_S, Control
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import Allocate, Effect
 from vllm_kvpool.embeds.protocol.messages import (
@@ -73,7 +74,9 @@ class IdleDataPlane:
     def begin(self) -> None: ...
 
 
-def control_with(dataplane: IdleDataPlane | None = None) -> tuple[Control, HeldTransport]:
+def control_with(
+    dataplane: IdleDataPlane | None = None, clock: FakeClock | None = None
+) -> tuple[Control, HeldTransport]:
     """A consumer's, in session with a producer."""
     sockets = HeldTransport()
     machine = Consumer(1 << 20, limits())
@@ -84,7 +87,7 @@ def control_with(dataplane: IdleDataPlane | None = None) -> tuple[Control, HeldT
         dataplane or IdleDataPlane(),
         consumer=machine,
         producer=None,
-        clock=lambda: 1.0,
+        clock=clock or FakeClock(1.0),
     )
     for name in "abc":
         machine.expect(Expect(name, 0), 1.0)
@@ -113,6 +116,27 @@ def test_what_comes_in_one_frame_is_answered_in_one() -> None:
     (answers,) = sockets.sent
     assert [type(each) for each in answers].count(OfferAck) == 3
     assert [type(each) for each in answers].count(Grant) == 3
+
+
+def test_items_are_counted_by_state() -> None:
+    clock = FakeClock(1.0)
+    control, sockets = control_with(clock=clock)
+    arrive(control, sockets, offers()[0])
+    clock.advance(METRICS_EVERY_S)
+    control.turn(0.0)
+    counted = {
+        sample.removeprefix("kvpool_ec_items"): value
+        for sample, value in control.registry.snapshot().items()
+        if sample.startswith("kvpool_ec_items")
+    }
+    assert counted == {
+        "{state=bootstrapping}": 2,
+        "{state=waiting}": 0,
+        "{state=transferring}": 1,
+        "{state=partial}": 0,
+        "{state=suspended}": 0,
+        "{state=success}": 0,
+    }
 
 
 def too_large(tid: int) -> Offer:

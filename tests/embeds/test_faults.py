@@ -16,6 +16,7 @@ from tests.embeds.engines import Engine, embeddings, wait_for
 from tests.embeds.sessions import frame
 from tests.support.relay import Relay
 from tests.support.server_process import free_ports
+from vllm_kvpool.embeds.availability import EmbedsRequest
 from vllm_kvpool.embeds.dataplane.shared_memory import DIRECTORY, PREFIX
 from vllm_kvpool.embeds.protocol.messages import (
     MAX_FRAME_BYTES,
@@ -26,7 +27,6 @@ from vllm_kvpool.embeds.protocol.messages import (
     PeerRole,
 )
 from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape
-from vllm_kvpool.embeds.scheduler import EmbedsRequest
 
 ROW_BYTES = 64 * 4
 WINDOW_BYTES = 16 * ROW_BYTES

@@ -25,10 +25,10 @@ from tests.support.server_process import free_ports
 from tests.support.threads import NewThreads
 from tests.support.transfer_engine import FakeTransferEngine
 from vllm_kvpool.config import EmbedsConfig, Transport
+from vllm_kvpool.embeds.availability import EmbedsRequest
 from vllm_kvpool.embeds.dataplane.row_bytes import RowCopy
 from vllm_kvpool.embeds.dataplane.shared_memory import SharedWriter
 from vllm_kvpool.embeds.protocol.messages import MooncakeWindow, PeerRole, SharedWindow
-from vllm_kvpool.embeds.scheduler import EmbedsRequest
 from vllm_kvpool.network.allowed_peers import AllowedPeers
 from vllm_kvpool.storage import mooncake_engine
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from tests.embeds.engines import Engine, embeddings, wait_for
+from tests.embeds.invariants import describe
 from tests.embeds.world import World, content, limits, shape_of
 from tests.support.seeds import seeds
+from vllm_kvpool.embeds.availability import EmbedsRequest, Feature
 from vllm_kvpool.embeds.params import Delivery
 from vllm_kvpool.embeds.protocol import messages as p
 from vllm_kvpool.embeds.protocol.messages import Offer, PeerRole
-from vllm_kvpool.embeds.scheduler import EmbedsRequest, EmbedsScheduler, Feature
+from vllm_kvpool.embeds.scheduler import EmbedsScheduler, EngineFacts
 
 RANKS, ROWS = 2, 7
 MM_HASH = "image"
@@ -58,12 +60,14 @@ class RankChannel:
 def engine_in(world: World) -> EmbedsScheduler:
     return EmbedsScheduler(
         RankChannel(world),
-        is_producer=False,
-        is_consumer=True,
-        has_peers=True,
-        fingerprint=str,
-        retain_bytes=1,
-        max_step_tokens=1 << 20,
+        EngineFacts(
+            is_producer=False,
+            is_consumer=True,
+            has_peers=True,
+            retain_bytes=1,
+            max_step_tokens=1 << 20,
+        ),
+        str,
         clock=lambda: world.now,
     )
 
@@ -98,8 +102,8 @@ def test_ranks_end_with_the_same_bytes_whatever_happens(seed: int) -> None:
         assert seed, "the first one must not fail"
         return
     assert scheduler.has(MM_HASH), (
-        scheduler._pending,
-        [node.machine.describe(MM_HASH) for node in world.consumers],
+        scheduler._items,
+        [describe(node.machine, MM_HASH) for node in world.consumers],
     )
     got = [node.tensors[MM_HASH] for node in world.consumers]
     assert got[0] == got[1]

@@ -7,6 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.embeds.fake_worker_channel import FakeWorkerChannel
+from tests.embeds.invariants import check_scheduler
+from tests.support.fakes import FakeClock
+from vllm_kvpool.embeds.availability import EmbedsRequest, Feature
 from vllm_kvpool.embeds.params import MAX_TARGETS, NOWHERE, Delivery, read_delivery
 from vllm_kvpool.embeds.protocol.messages import (
     Code,
@@ -24,9 +27,8 @@ from vllm_kvpool.embeds.protocol.messages import (
 from vllm_kvpool.embeds.scheduler import (
     PROBE_S,
     WORKERS_LOST_S,
-    EmbedsRequest,
     EmbedsScheduler,
-    Feature,
+    EngineFacts,
     ItemLoad,
     StepMeta,
 )
@@ -38,28 +40,16 @@ SENT = Delivery(is_sent=True)
 BUSY: dict[str, Any] = {"is_idle": False, "idle_wait_s": 0.0}
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Rig:
     """A scheduler's side with workers that say what a test says."""
 
     def __init__(self, ranks: int = 1, **options: Any) -> None:
         self.channel = FakeWorkerChannel(ranks)
-        self.clock = Clock()
+        self.clock = FakeClock()
         usual = {"is_producer": False, "is_consumer": True, "has_peers": False}
+        engine = EngineFacts(retain_bytes=1000, max_step_tokens=STEP, **{**usual, **options})
         self.scheduler = EmbedsScheduler(
-            self.channel,
-            fingerprint=lambda version: f"print {version}",
-            retain_bytes=1000,
-            max_step_tokens=STEP,
-            clock=self.clock,
-            **{**usual, **options},
+            self.channel, engine, lambda version: f"print {version}", self.clock
         )
 
     def ensure(self, request: EmbedsRequest, computed: int = 0) -> bool:
@@ -229,7 +219,8 @@ def test_an_item_that_may_lose_its_place_to_another_of_its_request_is_asked_for(
     rig.scheduler.allocated("y")
     assert rig.scheduler.has("x") == is_had
     rig.scheduler.finished(view)
-    assert not rig.scheduler._by_name
+    check_scheduler(rig.scheduler)
+    assert not rig.scheduler.is_waiting
 
 
 def test_who_could_encode_itself_only_asks() -> None:
@@ -444,8 +435,8 @@ def test_the_last_that_is_cancelled_ends_it() -> None:
         assert rig.channel.expected(1) == ["logo"]
         rig.scheduler.finished(view)
     assert rig.channel.expected(0) == rig.channel.expected(1) == []
-    assert not rig.scheduler._pending
-    assert not rig.scheduler._by_name
+    check_scheduler(rig.scheduler)
+    assert not rig.scheduler.is_waiting
 
 
 # Failure
@@ -614,8 +605,15 @@ def test_lost_workers_are_not_told_to_forget_what_a_step_has_yet_to_load() -> No
     rig.channel.silent_s = 1.1 * WORKERS_LOST_S
     assert rig.ensure(request("s", "a", media=True))
     assert not rig.ensure(request("t", "a"))
-    assert rig.scheduler.take_unavailable() == {"t"}
+    other = Delivery(is_sent=True, names={"b": "a"})
+    assert not rig.ensure(request("u", "b", delivery=other)), "another item by the same name"
+    assert rig.scheduler.take_unavailable() == {"t", "u"}
     assert rig.channel.heard == [[]]
+    rig.channel.silent_s = 0.0
+    rig.channel.say(None)
+    rig.ensure(request("v", "a"))
+    assert rig.channel.take(Requested) == Requested.all(("a",))
+    check_scheduler(rig.scheduler)
 
 
 def test_what_lost_workers_hold_defers_no_encode() -> None:
@@ -851,14 +849,14 @@ def test_whatever_happens_nothing_is_left_behind(events: list[tuple[int, int, in
         elif number in live:
             rig.scheduler.finished(views[number])
             live.discard(number)
+        check_scheduler(rig.scheduler)
         for name in rig.scheduler.take_unavailable():
             given_up.append(name)
             assert int(name[1:]) in live
             assert name == "r2", "its media are here"
     for number in live:
         rig.scheduler.finished(views[number])
-    assert not rig.scheduler._pending
-    assert not rig.scheduler._by_name
+    check_scheduler(rig.scheduler)
     assert not rig.scheduler.is_waiting
     assert rig.channel.expected(0) == []
     assert not rig.scheduler._requests
@@ -1042,7 +1040,8 @@ def test_two_requests_for_items_of_one_name_have_them_one_after_the_other(
         assert rig.load(item) == (ItemLoad(item, name),)
         rig.channel.taken(name)
         rig.scheduler.finished(view)
-    assert not rig.scheduler._by_name
+    check_scheduler(rig.scheduler)
+    assert not rig.scheduler.is_waiting
 
 
 def test_two_requests_that_call_an_item_differently_wait_for_the_same() -> None:

@@ -18,9 +18,15 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from tests.embeds.invariants import describe
 from tests.embeds.world import World, limits, shape_of
 from vllm_kvpool.embeds.machines.admission import Admission, AdmissionQueue
-from vllm_kvpool.embeds.machines.consumer import Consumer, ConsumerLimits
+from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.discovery import Discovery
+from vllm_kvpool.embeds.machines.effects import Turn
+from vllm_kvpool.embeds.machines.grants import RowGrants
+from vllm_kvpool.embeds.machines.items import ConsumerLimits
+from vllm_kvpool.embeds.machines.offers import Offers
 from vllm_kvpool.embeds.machines.producer import (
     EncodedItemCache,
     PendingTargets,
@@ -57,12 +63,16 @@ _LEFT_OUT = {
     "sender_limits",
     "_limits",
     "most_bytes",
+    # Parts of a consumer that stand in it, too.
+    *("_turn", "_items", "_admission", "_offers", "_grants"),
 }
+_KEYS_ALONE = {"_active", "_grantable", "open"}
+"""Views of a consumer's items: the items themselves stand in `items`."""
 
 
 _ATOMS = (type(None), str, bytes, int, float, Enum, ConsumerLimits, msgspec.Struct)
 _MACHINES = (
-    *(World, Consumer, Producer, Admission, AdmissionQueue),
+    *(World, Consumer, Producer, Admission, AdmissionQueue, Discovery, Offers, RowGrants, Turn),
     *(WindowLedger, ExtentAllocator, EncodedItemCache, PendingTargets),
 )
 
@@ -85,7 +95,11 @@ def _freezer(kind: type) -> Callable[[Any], Any]:
         return lambda value: tuple([frozen(getattr(value, name)) for name in names])
     assert issubclass(kind, _MACHINES), kind
     return lambda value: tuple(
-        [frozen(each) for name, each in sorted(vars(value).items()) if name not in _LEFT_OUT]
+        [
+            tuple(each) if name in _KEYS_ALONE else frozen(each)
+            for name, each in sorted(vars(value).items())
+            if name not in _LEFT_OUT
+        ]
     )
 
 
@@ -176,17 +190,17 @@ def comes_to_its_end(world: World, is_asked: bool) -> None:
             step(world)
         world.pass_time(1.0)
     else:
-        raise AssertionError(f"it does not come to an end: {consumer.machine.describe('i')}")
+        raise AssertionError(f"it does not come to an end: {describe(consumer.machine, 'i')}")
     if "i" in consumer.ready:
         consumer.machine.taken("i", world.now)
     for _ in range(PATIENCE_S):
         while (step := next(good_steps(world), None)) is not None:
             step(world)
         transfers = [tid for each in world.producers for tid in each.machine.transfers]
-        if not (transfers or consumer.machine.items or list(consumer.machine.window)):
+        if not (transfers or consumer.machine.items or list(consumer.machine.grants.window)):
             return
         world.pass_time(1.0)
-    raise AssertionError(f"something is left: {consumer.machine.describe('i')}")
+    raise AssertionError(f"something is left: {describe(consumer.machine, 'i')}")
 
 
 def walk(first: World, budget: Budget) -> tuple[int, int]:

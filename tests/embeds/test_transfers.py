@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.embeds.invariants import check_consumer
+from tests.embeds.invariants import check_consumer, describe
 from tests.embeds.world import World, limits, shape_of
 from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
 from vllm_kvpool.embeds.dataplane.tensors import to_host
 from vllm_kvpool.embeds.faults import PREPARER, WRITER
-from vllm_kvpool.embeds.machines.admission import TransferState
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import Prepare, Send, Write
 from vllm_kvpool.embeds.machines.producer import ProducerLimits
+from vllm_kvpool.embeds.machines.states import TransferState
 from vllm_kvpool.embeds.protocol import messages as p
 from vllm_kvpool.embeds.protocol.messages import MAX_FRAME_BYTES
 from vllm_kvpool.embeds.protocol.rows import Extent, RowRun
@@ -60,8 +60,8 @@ def nothing_is_left(world: World) -> None:
         assert machine.gauges()["granted_bytes"] == 0
         assert machine.gauges()["landing_bytes"] == 0
         assert not machine.items
-        assert not list(machine.window)
-        assert not machine._offers
+        assert not list(machine.grants.window)
+        assert not machine.offers.open
         assert machine.admission.num_active == 0
         assert machine.gauges()["waiting_items"] == 0
         assert not consumer.tensors
@@ -252,7 +252,7 @@ def test_what_says_less_or_more_than_was_granted_is_no_success(
     write = min((write for write, _ in producer.writes), key=lambda each: each.runs[0].row)
     world.receive(ends(world)[0], p.Wrote(write.tid, write.gid, row, rows, digests))
     assert not consumer.drains
-    assert "0 of 6 rows" in consumer.machine.describe("image")
+    assert "0 of 6 rows" in describe(consumer.machine, "image")
     assert consumer.machine.gauges()["quarantined_bytes"] == 4, "nobody knows what it writes"
     world.settle()
     world.assert_item(consumer, "image")

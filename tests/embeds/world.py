@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.embeds.invariants import check_consumer, check_producer
-from vllm_kvpool.embeds.machines.consumer import Consumer, ConsumerLimits
+from tests.embeds.invariants import check_consumer, check_producer, describe
+from vllm_kvpool.embeds.control import handlers_of
+from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import (
     Allocate,
     Connect,
@@ -27,6 +28,7 @@ from vllm_kvpool.embeds.machines.effects import (
     Send,
     Write,
 )
+from vllm_kvpool.embeds.machines.items import ConsumerLimits
 from vllm_kvpool.embeds.machines.producer import Producer, ProducerLimits
 from vllm_kvpool.embeds.protocol import messages as p
 from vllm_kvpool.embeds.protocol.rows import ItemShape, RowRun
@@ -297,10 +299,10 @@ class World:
         source, target = key
         for consumer in self.consumers:
             if consumer.name == target:
-                _TO_CONSUMER[type(body)](consumer.machine)(source, body, self.now)
+                handlers_of(consumer.machine, None)[type(body)](source, body, self.now)
         for producer in self.producers:
             if producer.name == target:
-                _TO_PRODUCER[type(body)](producer.machine)(source, body, self.now)
+                handlers_of(None, producer.machine)[type(body)](source, body, self.now)
         self.perform()
 
     def prepare(self, node: ProducerNode) -> None:
@@ -446,7 +448,7 @@ class World:
 
     def assert_item(self, consumer: ConsumerNode, mm_hash: str, salt: str = "") -> None:
         """An item is there, with every byte where it belongs."""
-        assert mm_hash in consumer.ready, consumer.machine.describe(mm_hash)
+        assert mm_hash in consumer.ready, describe(consumer.machine, mm_hash)
         shape = consumer.shapes[mm_hash]
         assert consumer.tensors[mm_hash] == content(mm_hash, shape, salt)
 
@@ -459,23 +461,3 @@ class World:
                 assert any(
                     consumer.tensors[mm_hash] == content(mm_hash, shape, salt) for salt in salts
                 ), f"{mm_hash}: wrong bytes"
-
-
-_TO_CONSUMER: dict[type, Callable[[Consumer], Callable[..., None]]] = {
-    p.Offer: lambda machine: machine.offer,
-    p.WantAck: lambda machine: machine.want_ack,
-    p.Wrote: lambda machine: machine.wrote,
-    p.WriteFailed: lambda machine: machine.write_failed,
-    p.RevokeAck: lambda machine: machine.revoke_ack,
-    p.CancelAck: lambda machine: machine.cancel_ack,
-    p.Withdraw: lambda machine: machine.withdraw,
-    p.Unknown: lambda machine: machine.unknown,
-}
-_TO_PRODUCER: dict[type, Callable[[Producer], Callable[..., None]]] = {
-    p.Want: lambda machine: machine.want,
-    p.OfferAck: lambda machine: machine.offer_ack,
-    p.Grant: lambda machine: machine.grant,
-    p.Revoke: lambda machine: machine.revoke,
-    p.Complete: lambda machine: machine.complete,
-    p.Cancel: lambda machine: machine.cancel,
-}

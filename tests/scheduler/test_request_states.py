@@ -7,6 +7,7 @@ import pytest
 
 from tests.scheduler.test_pool_scheduler import CHUNK, LIMIT_S, PENDING, Bench
 from tests.support.faults import Fault
+from tests.support.state_tables import pairs_of, reached_from
 from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.scheduler.states import (
     TRANSITIONS,
@@ -17,7 +18,6 @@ from vllm_kvpool.scheduler.states import (
 )
 
 FIRST = (LookupState.PENDING, AdmissionState.QUEUED, RetryState.NONE)
-PAIRS = [(old, new) for first in FIRST for old in type(first) for new in type(first)]
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def bench() -> Iterator[Bench]:
     assert bench.lookups.close()
 
 
-@pytest.mark.parametrize(("old", "new"), PAIRS, ids=str)
+@pytest.mark.parametrize(("old", "new"), pairs_of(*FIRST), ids=str)
 def test_state_moves_along_the_table_alone(old: Enum, new: Enum) -> None:
     if old is new or new in TRANSITIONS[old]:
         assert moved(old, new) is new
@@ -39,12 +39,7 @@ def test_state_moves_along_the_table_alone(old: Enum, new: Enum) -> None:
 
 @pytest.mark.parametrize("first", FIRST, ids=str)
 def test_every_state_is_reached_from_the_first(first: Enum) -> None:
-    reached, left = {first}, [first]
-    while left:
-        new = set(TRANSITIONS[left.pop()]) - reached
-        reached |= new
-        left += new
-    assert reached == set(type(first))
+    assert reached_from(TRANSITIONS, first) == set(type(first))
 
 
 def admission(bench: Bench) -> AdmissionState:

@@ -22,16 +22,11 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from vllm_kvpool.config import EmbedsConfig, read_embeds_config
+from vllm_kvpool.embeds.availability import EmbedsRequest, Feature
 from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.params import read_delivery
 from vllm_kvpool.embeds.protocol.messages import PeerRole
-from vllm_kvpool.embeds.scheduler import (
-    EmbedsRequest,
-    EmbedsScheduler,
-    Feature,
-    StepMeta,
-    workers_lost_s,
-)
+from vllm_kvpool.embeds.scheduler import EmbedsScheduler, EngineFacts, StepMeta, workers_lost_s
 from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 from vllm_kvpool.embeds.worker_channel import WorkerCard, WorkerChannel, host_name, tokens_of
 from vllm_kvpool.metrics import StatsFile
@@ -102,17 +97,17 @@ class KVPoolECConnector(ECConnectorBase):
         config = self._config
         keys = read_keys(config.curve_dir)
         heartbeats = HeartbeatPolicy(config.heartbeat_s, config.heartbeat_max_failures)
-        return EmbedsScheduler(
-            WorkerChannel(local, tokens, keys, heartbeats),
+        engine = EngineFacts(
             is_producer=self.is_producer,
             is_consumer=self.is_consumer,
-            has_peers=bool(self._config.peers),
-            fingerprint=partial(adapt.fingerprint_with, self._base),
-            retain_bytes=self._config.nbytes("retain_bytes"),
+            has_peers=bool(config.peers),
+            retain_bytes=config.nbytes("retain_bytes"),
             max_step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             own_endpoint=self._endpoints.advertised[0],
             workers_lost_s=workers_lost_s(config),
         )
+        channel = WorkerChannel(local, tokens, keys, heartbeats)
+        return EmbedsScheduler(channel, engine, partial(adapt.fingerprint_with, self._base))
 
     # Worker side
 
@@ -210,7 +205,7 @@ class KVPoolECConnector(ECConnectorBase):
         self._views.pop(request.request_id, None)
         if not self.is_producer or not view.features:
             return False, None
-        endpoint, ids = self._side.own_endpoint, view.delivery.transfer_ids
+        endpoint, ids = self._endpoints.advertised[0], view.delivery.transfer_ids
         return False, adapt.answer_of(request, self._resolver, endpoint, ids)
 
     def get_ec_connector_stats(self) -> adapt.EmbedsStats | None:

@@ -137,7 +137,7 @@ class Control:
         """True if the loop has ended, in order or not. Read by any thread."""
         self.weights_version = 0
         """The version of this rank's weights. Control thread only."""
-        self._handlers = _handlers_of(consumer, producer)
+        self._handlers = handlers_of(consumer, producer)
         self.counts: defaultdict[str, float] = defaultdict(float)
         self._guard = Guard(self.counts, log or LogLimit(logger, clock))
         self._resolver = Resolver(
@@ -384,9 +384,12 @@ class Control:
                     self._reported[side, event] = value
             for level, value in levels.items():
                 self.registry.set("kvpool_ec_levels", value, side=side, level=level)
-        states = self._peers.states()
-        for state in SessionState:
-            self.registry.set("kvpool_ec_peers", states[state], state=state.value)
+        peers = self._peers.states()
+        for session in SessionState:
+            self.registry.set("kvpool_ec_peers", peers[session], state=session.value)
+        items = self._consumer.states() if self._consumer is not None else {}
+        for state, num_items in items.items():
+            self.registry.set("kvpool_ec_items", num_items, state=state.value)
         changes = self.registry.take_changes()
         if changes:
             self._peers.notify_scheduler(MetricSamples(changes), now)
@@ -481,7 +484,7 @@ class Control:
 Handler = Callable[..., None]
 
 
-def _handlers_of(consumer: Consumer | None, producer: Producer | None) -> dict[type, Handler]:
+def handlers_of(consumer: Consumer | None, producer: Producer | None) -> dict[type, Handler]:
     """The machine's handler of each message of a peer."""
     handlers: dict[type, Handler] = {}
     if consumer is not None:

@@ -21,7 +21,8 @@ from vllm_kvpool.embeds.dataplane.transports import (
     open_writer,
 )
 from vllm_kvpool.embeds.faults import start_control
-from vllm_kvpool.embeds.machines.consumer import QUARANTINE_S, Consumer, ConsumerLimits
+from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.items import QUARANTINE_S, ConsumerLimits
 from vllm_kvpool.embeds.machines.producer import Producer, ProducerLimits
 from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.protocol.messages import (

@@ -2,104 +2,22 @@
 thread).
 
 Memory for an item is taken whole, before its first grant, and freed when the engine has taken the
-item, so no item holds a part of what it needs while it waits for the rest. Offered items queue: by
-request first, then one of each producer in turn. The oldest request's items are admitted beyond
-`max_landing_bytes` if no other request's item is in transfer and so about to free memory, or if
-nothing has changed for `OLDEST_WAITS_S`: requests that wait for each other's memory cannot
-deadlock, and the excess is bounded by what one request needs.
+item. So no item holds a part of its memory while it waits for the rest. Offered items queue: by
+request first, then one of each producer in turn. The oldest request's items may exceed
+`max_landing_bytes` in two cases: no other request's item is in transfer and so about to free
+memory, or nothing has changed for `OLDEST_WAITS_S`. So requests that wait for each other's memory
+cannot deadlock, and the excess is bounded by the needs of one request.
 """
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
 
-from vllm_kvpool.embeds.machines.window import GrantRecord, TransferRef
-from vllm_kvpool.embeds.protocol.messages import Offer
-from vllm_kvpool.embeds.protocol.rows import Intervals, ItemShape
+from vllm_kvpool.embeds.machines.items import NOT_REQUESTED, Item
 
-NOT_REQUESTED = -1  # the order of an item that no request waits for
 MAX_ACTIVE = 64  # items that are granted rows at the same time
 UNREQUESTED_SHARE = 2  # 1/n of max_landing_bytes is for items that no request waits for
 OLDEST_WAITS_S = 0.25  # without progress, before the oldest request exceeds the limit
-
-
-class TransferState(Enum):
-    """States of an item's transfer; docs/embeddings.md describes them, and the ends."""
-
-    BOOTSTRAPPING = "bootstrapping"
-    WAITING = "waiting"
-    TRANSFERRING = "transferring"
-    PARTIAL = "partial"
-    SUSPENDED = "suspended"
-    SUCCESS = "success"
-
-
-@dataclass(slots=True)
-class Item:
-    """An item, from its first request or offer until the engine has it."""
-
-    mm_hash: str
-    since: float  # last progress
-    idle_since: float = 0.0  # since when rows are missing and none are granted
-    order: int = NOT_REQUESTED
-    patience_s: float = 0.0  # the longest of its requests'; 0: they do not say
-    # Producers' endpoints that requests named; empty: any producer.
-    peers: frozenset[str] = frozenset()
-    refused: frozenset[str] = frozenset()  # of `peers`: endpoints that are not allowed
-    expected_rows: int = 0
-    shape: ItemShape | None = None  # None until it is offered
-    digest: str = ""
-    wanted_digest: str = ""  # the encoding that all ranks must have; empty: any
-    received: Intervals = field(default_factory=Intervals)
-    # The first sends, the others stand by.
-    offers: dict[TransferRef, Offer] = field(default_factory=dict)
-    grants: dict[int, GrantRecord] = field(default_factory=dict)  # that bring it rows
-    admitted: bool = False
-    want_sent_at: float = float("-inf")
-    gone: set[str] = field(default_factory=set)  # peers that no longer have it
-    retry_at: float = float("-inf")
-    failures: int = 0  # since rows last arrived
-    corrupt: int = 0
-
-    @property
-    def state(self) -> TransferState:
-        if self.is_complete:
-            return TransferState.SUCCESS
-        if not self.offers:
-            is_new = self.shape is None
-            return TransferState.BOOTSTRAPPING if is_new else TransferState.SUSPENDED
-        if self.grants:
-            return TransferState.TRANSFERRING
-        return TransferState.PARTIAL if self.received.spans else TransferState.WAITING
-
-    @property
-    def is_complete(self) -> bool:
-        """True if every row is received and verified."""
-        return self.shape is not None and len(self.received) == self.shape.rows
-
-    @property
-    def lacks_sender(self) -> bool:
-        """True if rows are missing and no producer offers them."""
-        return not self.offers and not self.is_complete
-
-    @property
-    def requested(self) -> bool:
-        """True if a request waits for the item."""
-        return self.order != NOT_REQUESTED
-
-    @property
-    def sender(self) -> TransferRef:
-        """The transfer that brings the rows; the further offers stand by."""
-        return next(iter(self.offers))
-
-    def covered(self) -> Intervals:
-        """Rows that are received or granted."""
-        covered = self.received
-        for granted in self.grants.values():
-            covered = covered.with_rows(granted.row, granted.row + granted.rows)
-        return covered
 
 
 class AdmissionQueue:

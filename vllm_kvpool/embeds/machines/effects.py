@@ -4,6 +4,8 @@ They are msgspec Structs, since an item takes a dozen of them and a frozen datac
 times as long to make.
 """
 
+from collections import defaultdict
+
 import msgspec
 
 from vllm_kvpool.embeds.protocol.messages import ItemNews, Message, Taken, Window
@@ -83,3 +85,20 @@ Effect = (
     Send | Connect | Allocate | DrainRows | Ready | Discard | NotifyScheduler | Prepare | Write
     | Release
 )  # fmt: skip
+
+
+class Turn:
+    """The effects of a machine's turn, and its counts of events since the start."""
+
+    def __init__(self) -> None:
+        self.effects: list[Effect] = []
+        self.counts: defaultdict[str, float] = defaultdict(float)
+
+    def send(self, peer: str, body: Message) -> None:
+        """Send a message to a peer's incarnation."""
+        self.effects.append(Send(peer, body))
+
+    def take(self) -> list[Effect]:
+        """Remove and return the effects, in order."""
+        effects, self.effects = self.effects, []
+        return effects

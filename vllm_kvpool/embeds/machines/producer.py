@@ -7,12 +7,12 @@ there is room; one that no consumer takes stays for `waiting_timeout_s`.
 Effects wait for `take_effects`.
 """
 
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, KeysView
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from vllm_kvpool.embeds.machines.effects import Connect, Effect, Prepare, Release, Send, Write
+from vllm_kvpool.embeds.machines.effects import Connect, Effect, Prepare, Release, Turn, Write
 from vllm_kvpool.embeds.protocol.messages import (
     MAX_ENDED,
     MAX_EXTENTS,
@@ -268,8 +268,8 @@ class Producer:
         # Peers, and of each its transfers, with due writes, in turn.
         self._due: OrderedDict[str, OrderedDict[int, None]] = OrderedDict()
         self.num_writes = 0  # under way
-        self.effects: list[Effect] = []
-        self.counts: defaultdict[str, float] = defaultdict(float)
+        self._turn = Turn()
+        self.counts = self._turn.counts
         self._writing_bytes = 0  # of the writes under way
         self._by_target: dict[tuple[str, str], ItemTransfer] = {}  # by item and peer; not ended
         self._ended: OrderedDict[tuple[str, int], Message | None] = OrderedDict()
@@ -283,8 +283,7 @@ class Producer:
     def take_effects(self, now: float) -> list[Effect]:
         """The effects since the last call, in order. Writes start here, once a turn."""
         self._start_writes(now)
-        effects, self.effects = self.effects, []
-        return effects
+        return self._turn.take()
 
     # From the own worker and scheduler
 
@@ -293,7 +292,7 @@ class Producer:
         if mm_hash in self.cache.items:
             return 0
         item = self.cache.add(mm_hash, shape, now)
-        self.effects.append(Prepare(item.item_id))
+        self._turn.effects.append(Prepare(item.item_id))
         return item.item_id
 
     def prepared(self, item_id: int, digest: str, now: float) -> None:
@@ -316,7 +315,7 @@ class Producer:
     def push(self, message: Push, now: float) -> None:
         """An item that is about to be encoded, or is here, goes to these consumers."""
         for endpoint in message.endpoints:
-            self.effects.append(Connect(endpoint))
+            self._turn.effects.append(Connect(endpoint))
             item = self.cache.items.get(message.mm_hash)
             if item is not None and item.digest:
                 self._push_to(item, endpoint, now)
@@ -400,7 +399,7 @@ class Producer:
         gone = not is_coming and (asks_only or message.mm_hash in self.cache.dropped)
         if not gone:
             self._wants.add(message.mm_hash, peer, now + min(message.patience_s, MAX_PATIENCE_S))
-        self._send(peer, WantAck(message.mm_hash, gone, first.gid if first else 0))
+        self._turn.send(peer, WantAck(message.mm_hash, gone, first.gid if first else 0))
 
     def offer_ack(self, peer: str, message: OfferAck, now: float) -> None:
         """The consumer answers an offer."""
@@ -440,13 +439,13 @@ class Producer:
         if message.gid in transfer.results:
             result = transfer.results[message.gid]
             if result is not None:
-                self._send(peer, result)
+                self._turn.send(peer, result)
             return
         if not self.is_valid_grant(transfer, message):
             self.counts["bad_grants"] += 1
             failed = WriteFailed(message.tid, message.gid, True, "the grant does not fit the item")
             self._record_result(transfer, message.gid, failed)
-            self._send(peer, failed)
+            self._turn.send(peer, failed)
             return
         self._accept_grant(transfer, message, now)
 
@@ -454,23 +453,23 @@ class Producer:
         """A consumer revokes a grant."""
         unresolved = self._unresolved.get((peer, message.gid))
         if unresolved is not None:
-            self._send(peer, unresolved)
+            self._turn.send(peer, unresolved)
             return
         tid = message.tid or self._tid_of_first(peer, message.gid)
         if not tid:
-            self._send(peer, RevokeAck(0, message.gid, WriteProgress.NOT_STARTED))
+            self._turn.send(peer, RevokeAck(0, message.gid, WriteProgress.NOT_STARTED))
             return
         transfer = self._of(peer, tid)
         if transfer is None:
             self._answer_ended(peer, tid)
             return
         if message.gid in transfer.writing:
-            self._send(peer, RevokeAck(message.tid, message.gid, WriteProgress.IN_FLIGHT))
+            self._turn.send(peer, RevokeAck(message.tid, message.gid, WriteProgress.IN_FLIGHT))
             return
         result = transfer.results.get(message.gid)
         if isinstance(result, Wrote):
-            self._send(peer, RevokeAck(message.tid, message.gid, WriteProgress.WROTE))
-            self._send(peer, result)
+            self._turn.send(peer, RevokeAck(message.tid, message.gid, WriteProgress.WROTE))
+            self._turn.send(peer, result)
             return
         # A grant that has not arrived yet is refused when it does.
         transfer.due = deque(each for each in transfer.due if each[0].gid != message.gid)
@@ -494,7 +493,7 @@ class Producer:
         """Answer for a transfer that is not known any more: nothing of it is in flight."""
         if tid in self.transfers and self.transfers[tid].peer == peer:
             return  # it ends with its write and is answered then
-        self._send(peer, self._ended.get((peer, tid)) or Unknown(tid))
+        self._turn.send(peer, self._ended.get((peer, tid)) or Unknown(tid))
 
     # Grants: due, then written, then their results are kept to be sent again
 
@@ -560,7 +559,7 @@ class Producer:
         """Say that a grant is not used; `tid` is the transfer that the consumer knows it by."""
         ack = RevokeAck(tid, gid, WriteProgress.NOT_STARTED)
         self._record_result(transfer, gid, ack)
-        self._send(transfer.peer, ack)
+        self._turn.send(transfer.peer, ack)
 
     def _write(self, transfer: ItemTransfer, message: Grant, known: ConsumerPeer) -> None:
         item = transfer.item
@@ -571,7 +570,9 @@ class Producer:
         self.num_writes += 1
         self._writing_bytes += nbytes
         transfer.writing[message.gid] = nbytes
-        self.effects.append(Write(transfer.tid, message.gid, item.item_id, known.window, runs))
+        self._turn.effects.append(
+            Write(transfer.tid, message.gid, item.item_id, known.window, runs)
+        )
 
     def written(self, result: Wrote | WriteFailed, now: float) -> None:
         """A write has ended."""
@@ -593,7 +594,7 @@ class Producer:
                     self._unresolved.popitem(last=False)
         if transfer.peer in self.peers and (is_unresolved or not transfer.is_ended):
             # Before the final message, after which nothing is in flight.
-            self._send(transfer.peer, result)
+            self._turn.send(transfer.peer, result)
         if transfer.is_ended:
             self._finalize(transfer, now)
 
@@ -619,7 +620,7 @@ class Producer:
         ranks = self.peers[peer].ranks if peer is not None else ()
         for rank in ranks or (endpoint,):
             if rank != endpoint:
-                self.effects.append(Connect(rank))
+                self._turn.effects.append(Connect(rank))
             if rank in self._at:
                 item.endpoints.pop(rank, None)
                 self._offer(self._transfer_to(item, self._at[rank], now), now)
@@ -632,7 +633,7 @@ class Producer:
         item = transfer.item
         transfer.offered_at = now
         offer = Offer(transfer.tid, item.mm_hash, item.shape, item.digest, transfer.first)
-        self._send(transfer.peer, offer)
+        self._turn.send(transfer.peer, offer)
 
     # Ends
 
@@ -652,7 +653,7 @@ class Producer:
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         if transfer.final_message is not None and transfer.peer in self.peers:
-            self._send(transfer.peer, transfer.final_message)
+            self._turn.send(transfer.peer, transfer.final_message)
         self.cache.end(transfer.item, transfer.tid, now)
 
     def _withdraw(self, item: EncodedItem, now: float, code: Code, text: str) -> None:
@@ -665,10 +666,7 @@ class Producer:
                 self._end(transfer, now)
 
     def _release(self, item_id: int) -> None:
-        self.effects.append(Release(item_id))
-
-    def _send(self, peer: str, body: Message) -> None:
-        self.effects.append(Send(peer, body))
+        self._turn.effects.append(Release(item_id))
 
     # Time
 

@@ -8,9 +8,9 @@ may lie scattered, and a window may be smaller than an item.
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 from operator import attrgetter
 
+from vllm_kvpool.embeds.machines.states import GrantState, moved
 from vllm_kvpool.embeds.protocol.messages import MAX_EXTENTS, Grant
 from vllm_kvpool.embeds.protocol.rows import Extent, RowRun
 
@@ -92,16 +92,6 @@ class ExtentAllocator:
         self._free[low:high] = [Extent(first, end - first)]
 
 
-class GrantState(Enum):
-    """States of a part of the window that is granted to a producer, until it ends."""
-
-    GRANTED = "granted"
-    REVOKED = "revoked"
-    """Revoked; the producer may still use it until it answers."""
-    DRAINING = "draining"
-    """Its write has ended, so the loss of the peer changes nothing."""
-
-
 TransferRef = tuple[str, int]
 """A producer's incarnation and its transfer id; the id is 0 before there is an offer."""
 
@@ -120,8 +110,11 @@ class GrantRecord:
     sent_at: float
     gid: int = 0
     state: GrantState = GrantState.GRANTED
-    quarantined_until: float | None = None
-    is_unresolved: bool = False  # in quarantine, and its producer may still report the end
+    quarantined_until: float = 0.0
+
+    def move(self, state: GrantState) -> None:
+        """Set the state; AssertionError if it may not follow the present one."""
+        self.state = moved(self.state, state)
 
     @property
     def nbytes(self) -> int:
@@ -148,15 +141,15 @@ class WindowLedger:
         self._allocator = ExtentAllocator(nbytes)
         self._quarantine_s = quarantine_s
         self._on_end = ended
-        self._grants: dict[int, GrantRecord] = {}  # granted, revoked or draining
+        self._live: dict[int, GrantRecord] = {}  # granted, revoked or draining
         self._quarantined: dict[int, GrantRecord] = {}  # by the end of their quarantine
         self._next_gid = 1
 
     def __iter__(self) -> Iterator[GrantRecord]:
-        return iter(tuple(self._grants.values()))
+        return iter(tuple(self._live.values()))
 
     def __getitem__(self, gid: int) -> GrantRecord:
-        return self._grants[gid]
+        return self._live[gid]
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +161,7 @@ class WindowLedger:
 
     def of(self, ref: TransferRef, gid: int) -> GrantRecord | None:
         """The grant `gid`, if it was given to this transfer."""
-        granted = self._grants.get(gid)
+        granted = self._live.get(gid)
         return granted if granted is not None and granted.ref == ref else None
 
     def take(self, rows: int, row_bytes: int) -> tuple[Extent, ...]:
@@ -178,7 +171,7 @@ class WindowLedger:
         if len(extents) == 1 and extents[0].nbytes == wanted:
             return extents
         got = sum(extent.nbytes for extent in extents)
-        is_idle = not self._grants
+        is_idle = not self._live
         if extents and not is_worth_it(got, wanted, self.nbytes, is_idle):
             self._allocator.free(extents)
             return ()
@@ -187,22 +180,26 @@ class WindowLedger:
     def add(self, granted: GrantRecord) -> None:
         """Number a grant of memory that `take` returned."""
         granted.gid, self._next_gid = self._next_gid, self._next_gid + 1
-        self._grants[granted.gid] = granted
+        self._live[granted.gid] = granted
 
     def end(self, granted: GrantRecord, now: float, *, quiesced: bool) -> None:
         """A grant ends: its memory is free if nothing writes to it, else quarantined."""
-        del self._grants[granted.gid]
-        if quiesced:
+        self._end(granted, GrantState.FREE if quiesced else GrantState.QUARANTINED, now)
+
+    def end_unresolved(self, granted: GrantRecord, now: float) -> None:
+        """Quarantine a grant whose end is unknown; its producer may still report it."""
+        is_known = granted.ref[1] != 0  # to the producer, as a grant of a transfer
+        self._end(granted, GrantState.UNRESOLVED if is_known else GrantState.QUARANTINED, now)
+
+    def _end(self, granted: GrantRecord, state: GrantState, now: float) -> None:
+        granted.move(state)
+        del self._live[granted.gid]
+        if state is GrantState.FREE:
             self._allocator.free(granted.extents)
         else:
             granted.quarantined_until = now + self._quarantine_s
             self._quarantined[granted.gid] = granted
         self._on_end(granted, now)
-
-    def end_unresolved(self, granted: GrantRecord, now: float) -> None:
-        """Quarantine a grant whose end is unknown; its producer may still report it."""
-        self.end(granted, now, quiesced=False)
-        granted.is_unresolved = granted.ref[1] != 0
 
     def end_all(self, ref: TransferRef, now: float) -> None:
         """End the writes of a transfer. Rows that are being drained stay until they are copied."""
@@ -223,11 +220,11 @@ class WindowLedger:
 
     def unresolved(self) -> list[GrantRecord]:
         """Quarantined grants whose producers may still report the end."""
-        return [each for each in self._quarantined.values() if each.is_unresolved]
+        return [each for each in self._quarantined.values() if each.state is GrantState.UNRESOLVED]
 
     def _unresolved_of(self, ref: TransferRef, gid: int) -> GrantRecord | None:
         granted = self._quarantined.get(gid)
-        if granted is None or granted.ref != ref or not granted.is_unresolved:
+        if granted is None or granted.ref != ref or granted.state is not GrantState.UNRESOLVED:
             return None
         return granted
 
@@ -237,24 +234,26 @@ class WindowLedger:
         """
         granted = self._unresolved_of(ref, gid)
         if granted is not None:
-            granted.is_unresolved = False
+            granted.move(GrantState.QUARANTINED)
 
     def resolve(self, ref: TransferRef, gid: int) -> None:
         """The producer reported the end of the write: end the quarantine, if there is one."""
         granted = self._unresolved_of(ref, gid)
         if granted is not None:
-            del self._quarantined[gid]
-            self._allocator.free(granted.extents)
+            self._end_quarantine(granted)
+
+    def _end_quarantine(self, granted: GrantRecord) -> None:
+        granted.move(GrantState.FREE)
+        del self._quarantined[granted.gid]
+        self._allocator.free(granted.extents)
 
     def tick(self, now: float) -> None:
         """Free what was quarantined until now."""
         while self._quarantined:
-            gid, first = next(iter(self._quarantined.items()))
-            assert first.quarantined_until is not None
+            first = next(iter(self._quarantined.values()))
             if first.quarantined_until >= now:
                 return
-            del self._quarantined[gid]
-            self._allocator.free(first.extents)
+            self._end_quarantine(first)
 
     def gauges(self) -> dict[str, float]:
         quarantined = sum(each.nbytes for each in self._quarantined.values())

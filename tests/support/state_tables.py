@@ -1,0 +1,21 @@
+"""Tables of states: for each state, the states that may follow it."""
+
+from collections.abc import Collection, Mapping
+from enum import Enum
+
+Table = Mapping[Enum, Collection[Enum]]
+
+
+def pairs_of(*firsts: Enum) -> list[tuple[Enum, Enum]]:
+    """Return every pair of states of these states' enumerations."""
+    return [(old, new) for first in firsts for old in type(first) for new in type(first)]
+
+
+def reached_from(table: Table, first: Enum) -> set[Enum]:
+    """Return the states that a table leads to from a state, and the state itself."""
+    reached, left = {first}, [first]
+    while left:
+        new = set(table[left.pop()]) - reached
+        reached |= new
+        left += new
+    return reached
