@@ -1,9 +1,7 @@
 """The scheduler side of the connector: what vLLM's calls mean for lookups, loads and saves.
 
 Owned by the scheduler's thread. A request's life, in the states of `states.py`:
-
     add -> lookup pending -> answered -> (offer -> load planned -> load ended) -> saving -> finish
-
 * `match` may be called any number of times; only `allocated` turns an offer into a load.
 * A request that expects tokens of a producer is offered them before they are stored, a promise.
   Its load streams (`Landed`): chunks that never come end it as a lost cell does.

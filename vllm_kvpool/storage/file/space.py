@@ -2,11 +2,10 @@
 
 Owns in `{root}/kvpool-v4` `index` (index.py), `objects/` (names are store.py's), `writers/{id}/`
 (one for each open store: its temporary and recycled files, and a lock held meanwhile) and locks. A
-put reserves, deletes the files of what was evicted for it, writes, publishes and closes the
-reservation; no lock is held while a file is written, read or deleted. Evicted files are kept and
-written over, as that takes a fifth of the time of deleting and creating. A reader with an open file
-checks after the read that the name still leads to this file; the check is reliable on file systems
-of one host only.
+put reserves, deletes the files of evicted chunks, writes, publishes and closes the reservation; no
+lock is held while a file is written, read or deleted. Evicted files are written over, as that takes
+a fifth of the time of deleting and creating. A reader with an open file checks after the read that
+the name still leads to this file; the check is reliable on file systems of one host only.
 
 One thread writes hits, finishes what killed writers began and rebuilds the index; `close` ends it.
 """

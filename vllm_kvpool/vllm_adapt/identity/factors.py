@@ -2,13 +2,11 @@
 
 Every field of every configuration object counts, and so does every environment variable of vLLM
 that is set. A table names the exceptions, each with a reason. So a new release of vLLM can cost
-hits, never give wrong bytes. `tests/vllm_adapt/identity/test_factors.py` walks all fields and
-variables of both tested releases.
+hits, never give wrong bytes. A test (`test_factors.py`) walks all of both tested releases.
 
 A field whose value is in `NEUTRAL` is left out of the result: it would keep an engine apart from
 the releases that lack the field. Defaults are not taken from the running release: a new default
-keeps engines apart until the table knows it. Values have a form that depends on no release
-(`canonical`).
+keeps engines apart until the table knows it. Values have one form in all releases (`canonical`).
 """
 
 import hashlib
