@@ -66,8 +66,8 @@ logger = logging.getLogger(__name__)
 
 
 class Gauges:
-    """Sets the engine's levels and counts in the metrics; logs tiers that go down or up, and cells
-    that tiers did not take."""
+    """Sets the engine's levels and counts in the metrics; traces tiers that go down or up, and logs
+    cells that tiers did not take."""
 
     def __init__(self, engine: Engine, registry: MetricsRegistry, trace: Trace) -> None:
         self._engine = engine
@@ -93,21 +93,19 @@ class Gauges:
             registry.set("kvpool_queue_cells", lane.num_ready, lane=name.kind.value, tier=tier)
             trace.add(Level(now, f"{name.kind.value} {tier}", lane.num_ready))
         context.fill(registry)
-        self._log_tier_changes(now)
+        self._trace_tier_changes(now)
         self._drop_log.tell(context.drops, now)
         dropped = trace.dropped
         if dropped > self._num_untraced:
             registry.add("kvpool_trace_dropped", dropped - self._num_untraced)
         self._num_untraced = dropped
 
-    def _log_tier_changes(self, now: float) -> None:
+    def _trace_tier_changes(self, now: float) -> None:
         for place, tier in enumerate(self._engine.context.tiers):
-            up = not self._engine.context.breakers[place].is_open(now)
+            up = self._engine.context.health[place].is_up
             if up != self._up[place]:
                 self._up[place] = up
                 self._trace.add(Instant(now, "tier up" if up else "tier down", tier=tier.name))
-                what = "available again" if up else "calls fail; it is skipped until it answers"
-                logger.warning("kvpool: tier %s: %s", tier.name, what)
 
 
 IDLE_TICK_S = 0.5

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, islice, pairwise, repeat, starmap
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -46,7 +46,6 @@ from vllm_kvpool.transfer.trace import NO_TRACE, Span, Trace
 
 if TYPE_CHECKING:
     from vllm_kvpool.layout.pages import Int64s
-    from vllm_kvpool.storage.base import Pinning
     from vllm_kvpool.storage.contents.encryption import EncryptedCells
 
 logger = logging.getLogger(__name__)
@@ -306,7 +305,7 @@ class BatchRunner:
                 pinned[until_ns].append(key)
         if pinned and store.capabilities.pins:
             for until_ns, keys in pinned.items():
-                cast("Pinning", store).pin(keys, until_ns)
+                store.pin(keys, until_ns)
 
     def _check(self, key: str, buffer: Buffer) -> CellOutcome:
         if self.encrypted is None:
