@@ -72,10 +72,7 @@ def test_a_pause_is_twice_as_long_while_no_call_of_the_kind_succeeds(
         assert health.access is access
         pauses.append(health.due - now)
         now = health.due
-        if access is READ:
-            health.writes_due()
-        else:
-            health.recovered(now)
+        health.recovered(now)
         assert (health.access, health.due) == (FULL, math.inf)
     assert pauses == [min(FIRST_PAUSE_S * 2**i, LONGEST_PAUSE_S) for i in range(9)]
     after(f"{kind}+", health, now)
@@ -111,7 +108,7 @@ def test_calls_that_began_before_the_store_recovered_do_not_count() -> None:
 def test_the_end_of_a_hung_write_does_not_count() -> None:
     health = after("")
     health.call_hung(CallKind.WRITE, 10.0, LIMIT_S)
-    health.writes_due()
+    health.recovered(10.5)
     assert not health.call_ended(CallKind.WRITE, 1.0, 20.0, failed=True)
     assert health.access is FULL
 
@@ -198,9 +195,7 @@ class HealthMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.health.due <= self.now)
     @rule(answers=st.booleans(), jitter=st.sampled_from((0.0, 0.25)))
     def due(self, answers: bool, jitter: float) -> None:
-        if self.health.access is READ:
-            self.health.writes_due()
-        elif answers:
+        if answers or self.health.access is READ:
             self.health.recovered(self.now)
             self.valid_from = dict.fromkeys(CallKind, self.now)
         else:

@@ -297,9 +297,7 @@ class Bench:
         """What the guards of the stores say of the calls of this event, and of the time."""
         before, now = [guard.access for guard in self.guards], self.clock()
         for guard in self.guards:
-            if guard.due <= now and guard.access is StoreAccess.READ:
-                guard.writes_due()
-            elif guard.due <= now:
+            if guard.due <= now:
                 guard.recovered(now)
         if isinstance(event, BatchDone | BatchHung) and event.batch in self.engine.running:
             kind, tier = event.batch.lane

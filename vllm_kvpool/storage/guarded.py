@@ -354,8 +354,9 @@ class GuardedStore:
             )
         self._tell(self._listeners)
 
-    def _allow(self, why: str) -> None:
-        """Log and tell that all calls are allowed again."""
+    def _recovered(self, why: str) -> None:
+        """Allow all calls again, log and tell it."""
+        self._health.recovered(self._clock())
         logger.info("kvpool: store %s: available: %s", self._name, why)
         self._tell(self._listeners)
 
@@ -377,8 +378,7 @@ class GuardedStore:
                 if self._closed:
                     return
                 if self._health.access is StoreAccess.READ:
-                    self._health.writes_due()
-                    self._allow("writes are tried again")
+                    self._recovered("writes are tried again")
                     continue
             try:
                 if self._store is None:
@@ -413,8 +413,7 @@ class GuardedStore:
             late = [buffer for buffer in self._buffers if buffer not in registered]
             if not late:
                 self._store, self._tried = store, True
-                self._health.recovered(self._clock())
-                self._allow("opened")
+                self._recovered("opened")
             return late
 
     def _check(self, store: Store) -> None:
@@ -422,8 +421,7 @@ class GuardedStore:
         self._calls.run(lambda: store.exists([CHECK_KEY]), longest)
         with self._state:
             if not self._closed:
-                self._health.recovered(self._clock())
-                self._allow("it answers again")
+                self._recovered("it answers again")
 
     def _not_yet(self, error: Exception) -> None:
         with self._state:

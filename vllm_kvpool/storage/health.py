@@ -1,12 +1,9 @@
-"""Which calls a store may be given after failures, and when it is asked again (pure).
+"""The access to a store that may fail, and when the store is asked again (pure).
 
-| event | access from then on |
-|---|---|
-| the store was opened, or has answered a probe | FULL |
-| `FAILURES_TO_OPEN` queries or reads in a row failed, a slow one failed, or a read hangs | NONE |
-| a probe failed | NONE, and a longer pause until the next probe |
-| `FAILURES_TO_OPEN` writes in a row failed, a slow one failed, or a write hangs | READ |
-| the pause of writes is over | FULL |
+* The store was opened, has answered a probe, or the pause of writes is over: FULL access.
+* `FAILURES_TO_OPEN` queries or reads in a row failed, a slow one failed, or a read hangs: NONE.
+* A probe failed: NONE, and a longer pause until the next probe.
+* `FAILURES_TO_OPEN` writes in a row failed, a slow one failed, or a write hangs: READ.
 
 A call fails if it raises, and a read or write also if all of its keys FAILED. Reads and writes are
 counted by themselves: a store that answers queries and fails each cell is paused all the same. The
@@ -62,7 +59,7 @@ class StoreHealth:
         return max(ends, default=float("inf"))
 
     def recovered(self, now: float) -> None:
-        """Allow all calls: the store was opened, or has answered a probe."""
+        """Allow all calls: the store has answered, or the pause of writes is over."""
         self.access = StoreAccess.FULL
         self._counted_from = dict.fromkeys(CallKind, now)
         for breaker in self._breakers.values():
@@ -72,12 +69,8 @@ class StoreHealth:
         """Wait longer until the next probe, by a share of `jitter` beyond the doubled pause."""
         self._breakers[CallKind.QUERY].tripped(now, jitter)
 
-    def writes_due(self) -> None:
-        """Allow writes: their pause is over."""
-        self.access = StoreAccess.FULL
-
     def call_ended(self, kind: CallKind, began: float, now: float, *, failed: bool) -> str:
-        """Count a call, unless it began before the store recovered or such a call was hung."""
+        """Count a call, unless it began before the store recovered, or before one like it hung."""
         if self.access is StoreAccess.NONE or began < self._counted_from[kind]:
             return ""
         breaker = self._breakers[kind]
@@ -103,6 +96,5 @@ class StoreHealth:
         return self._restrict(kind, why)
 
     def _restrict(self, kind: CallKind, why: str) -> str:
-        is_write = kind is CallKind.WRITE
-        self.access = StoreAccess.READ if is_write else StoreAccess.NONE
+        self.access = StoreAccess.READ if kind is CallKind.WRITE else StoreAccess.NONE
         return why
