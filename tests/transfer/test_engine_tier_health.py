@@ -56,6 +56,15 @@ def test_a_tier_that_went_away_between_seal_and_put_gets_none() -> None:
     assert bench.is_clean
 
 
+def test_a_tier_whose_writes_are_paused_between_seal_and_put_gets_none() -> None:
+    bench = Bench(DISK)
+    bench.save(1, "a")
+    bench.ends(0)
+    bench.step(TierHealth(0, is_up=True, is_writable=False))
+    assert bench.ends(1) == ["saved 1: 1 unreachable"]
+    assert bench.is_clean
+
+
 def test_what_was_under_way_does_not_bring_a_tier_back() -> None:
     bench = two_batches(DISK)
     bench.load(1, "a b")

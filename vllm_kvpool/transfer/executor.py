@@ -314,9 +314,10 @@ class Executor:
                     closing = message.deadline
                     self._step(Flush())
                 case TierHealth(tier, is_up):
-                    name = self._engine.context.tiers[tier].name
-                    what = "tier up" if is_up else "tier down"
-                    self._trace.add(Instant(time.monotonic(), what, tier=name))
+                    context, what = self._engine.context, "tier up" if is_up else "tier down"
+                    if is_up != context.health[tier].is_up:
+                        now, name = time.monotonic(), context.tiers[tier].name
+                        self._trace.add(Instant(now, what, tier=name))
                     self._step(message)
                 case UseNamespace():
                     self._planner = self._planner.named(message.namespace, message.drafter)
