@@ -218,7 +218,7 @@ METRICS = {
             "kvpool_tier_writable",
             _G,
             ("tier",),
-            "1, or 0 while the tier is read-only.",
+            "1, or 0 while the tier is read-only or its writes are paused.",
             lowest=True,
         ),
         Metric("kvpool_host_bytes", _G, ("state",), "Bytes in the host tier, by state."),

@@ -628,7 +628,7 @@ class WorkerSide:
         if self._exchange is not None:
             self._exchange.start(arena, executor.post, borrow_timeout_s)
         for tier, store in enumerate(stores):
-            store.listen(partial(_post_health, executor, tier, store))
+            store.listen(partial(_post_health, executor, tier))
         if stores and place.rank == 0:
             self._manifests = ManifestWriter(stores, arena.spare)
         arena.commit_in_background(partial(self._lock_pages, arena) if self._page_lock else None)
@@ -818,5 +818,5 @@ def _release(arena: Arena | None, page_lock: PageLock | None) -> None:
         page_lock.close()
 
 
-def _post_health(executor: Executor, tier: int, store: GuardedStore, is_up: bool) -> None:
-    executor.post(TierHealth(tier, is_up, store.writable))
+def _post_health(executor: Executor, tier: int, is_up: bool, is_writable: bool) -> None:
+    executor.post(TierHealth(tier, is_up, is_writable))

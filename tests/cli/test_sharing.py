@@ -67,7 +67,7 @@ def test_what_metrics_say_comes_with_the_option_to_change() -> None:
         bad,
         (
             "tier mooncake is away from its workers",
-            "tier s3 is read-only",
+            "tier s3 takes no writes",
             "lookup_timeout_ms",
             "media without identifiers",
             "store_error 3",

@@ -29,13 +29,13 @@ from vllm_kvpool.identity.keys import key_digest
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import (
     ChunkRef,
-    DetailedListing,
     GetOutcome,
     Listing,
     PutOutcome,
     Store,
 )
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, write_header
+from vllm_kvpool.storage.file.store import DirectoryReader
 from vllm_kvpool.storage.tiers import tier_specs
 
 pytestmark = pytest.mark.e2e
@@ -220,7 +220,7 @@ def stored_states(
     """The store, open beside the engine, and the payload of each cell of a state in it."""
     [spec] = tier_specs(read_config({"store": files(directory)}, env={})).stores
     store = open_store(spec, segment=False)
-    assert isinstance(store, DetailedListing)
+    assert isinstance(store, DirectoryReader)
     assert isinstance(store, Listing)
     [namespace] = store.namespaces()
     every = store.keys_written_before(namespace, time.time_ns() + 10**12)

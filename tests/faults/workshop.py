@@ -33,6 +33,7 @@ from tests.support.store_hooks import wrap_stores
 from tests.support.threads import NewThreads
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Store
+from vllm_kvpool.storage.health import StoreAccess
 from vllm_kvpool.storage.url import parse_store_url
 
 if TYPE_CHECKING:
@@ -123,14 +124,13 @@ class Workshop:
 
     def asks_stores(self, rig: Rig) -> bool:
         """Whether no part of the engine leaves its store alone, or waits for it."""
-        now, lookups = time.monotonic(), rig.pool._service
+        lookups = rig.pool._service
         stores = cast("Sequence[GuardedStore]", lookups._stores)
-        desks = [executor.engine.context for executor in rig.executors]
-        breakers = [b for context in desks for b in (*context.breakers, *context.write_breakers)]
+        tiers = [each for executor in rig.executors for each in executor.engine.context.health]
         return (
             all(tier.call is None and not tier.pace.is_left_alone for tier in lookups.core._tiers)
-            and all(store._is_up for store in stores)
-            and not any(breaker.is_open(now) for breaker in breakers)
+            and all(store._health.access is StoreAccess.FULL for store in stores)
+            and all(tier.is_up and tier.is_writable for tier in tiers)
         )
 
     def may_try_tiers(self, rig: Rig) -> bool:

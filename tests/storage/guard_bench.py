@@ -16,7 +16,7 @@ from tests.support.fakes import FakeClock
 from tests.support.faults import Fault, FaultyStore
 from tests.support.memory_store import CAPABILITIES, MemoryStore
 from vllm_kvpool.errors import StoreError, StoreUnreachable
-from vllm_kvpool.storage.base import Buffer, ChunkRef
+from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
 
 LIMIT_S = 10.0
@@ -70,7 +70,8 @@ class Stage:
         self.attempts = 0
         self.slow_s = 0.0
         self.on_open: Callable[[], None] = lambda: None
-        self.heard: list[bool] = []
+        self.heard: list[bool] = []  # whether the store is up, each time that changed
+        self.heard_writable: list[bool] = []  # whether it takes writes, likewise
         self._news: SimpleQueue[bool] = SimpleQueue()
         self._guard: GuardedStore | None = None
 
@@ -97,9 +98,12 @@ class Stage:
         self._guard.listen(self._hear)
         return self._guard
 
-    def _hear(self, is_up: bool) -> None:
-        self.heard.append(is_up)
-        self._news.put(is_up)
+    def _hear(self, is_up: bool, is_writable: bool) -> None:
+        if [is_writable] != self.heard_writable[-1:]:
+            self.heard_writable.append(is_writable)
+        if [is_up] != self.heard[-1:]:
+            self.heard.append(is_up)
+            self._news.put(is_up)
 
     def next_news(self) -> bool:
         """Whether the store is there, as the guard says next."""
@@ -123,15 +127,30 @@ class Stage:
             tries = int(LIMIT_S / SHORT_S)
             assert any(self.guard._state.wait_for(condition, SHORT_S) for _ in range(tries))
 
-    def fail(self, times: int = 1) -> None:
+    def fail(self, times: int = 1, method: str = "exists") -> None:
         """Calls that fail at once."""
-        self.store.inject(Fault.ERROR, "put", times=times)
+        self.store.inject(Fault.ERROR, method, times=times)
         for _ in range(times):
             with pytest.raises(StoreError, match="injected"):
-                self.put()
+                self.call(method)
 
-    def put(self) -> None:
-        self.guard.put(["key"], [BUFFERS[0]], [ChunkRef("")])
+    def call(self, method: str) -> object:
+        calls: dict[str, Callable[[], object]] = {
+            "exists": self.exists,
+            "get": self.get,
+            "put": self.put,
+            "remove": lambda: self.guard.remove(["key"]),
+        }
+        return calls[method]()
+
+    def exists(self) -> list[bool]:
+        return self.guard.exists(["key"])
+
+    def get(self) -> list[GetOutcome]:
+        return self.guard.get(["key"], [BUFFERS[0]])
+
+    def put(self) -> list[PutOutcome]:
+        return self.guard.put(["key"], [BUFFERS[0]], [ChunkRef("")])
 
     def is_away(self) -> bool:
         """Whether calls fail at once, and the store is not bothered with any."""

@@ -65,21 +65,18 @@ def test_one_bad_failure_is_enough() -> None:
     assert breaker.closed_at == 2.0 + 2 * FIRST_PAUSE_S
 
 
-def test_what_somebody_else_looks_after_is_left_alone_until_they_let_go() -> None:
+def test_jitter_lengthens_the_pause_by_a_share() -> None:
+    breaker = Breaker()
+    breaker.tripped(1.0, 0.25)
+    assert breaker.closed_at == 1.0 + 1.25 * FIRST_PAUSE_S
+    breaker.tripped(2.0)
+    assert breaker.closed_at == 2.0 + 2 * FIRST_PAUSE_S
+
+
+def test_a_breaker_that_is_half_open_opens_after_one_failure() -> None:
     breaker = Breaker()
     breaker.tripped(0.0)
-    breaker.hold_open()
-    assert breaker.is_open(1e9)
-    breaker.succeeded()  # somebody who had begun before
-    assert not any(fails(breaker, 1e9, 10))
     breaker.half_open()
     assert not breaker.is_open(0.0)
-
-
-def test_after_letting_go_one_failure_is_enough() -> None:
-    breaker = Breaker()
-    breaker.tripped(0.0)
-    breaker.hold_open()
-    breaker.half_open()
-    assert breaker.failed(5.0)
-    assert breaker.closed_at == 5.0 + 2 * FIRST_PAUSE_S
+    assert breaker.failed(0.0)
+    assert breaker.closed_at == 2 * FIRST_PAUSE_S

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -19,9 +20,10 @@ from tests.storage.guard_bench import (
 from tests.support.faults import Fault
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.storage import guarded
-from vllm_kvpool.storage.base import GetOutcome
+from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, namespaces_of
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
-from vllm_kvpool.storage.guarded import CHECK_KEY, MAX_LEFT_BEHIND, SLOW_FAILURE_S
+from vllm_kvpool.storage.guarded import CHECK_KEY, MAX_LEFT_BEHIND
+from vllm_kvpool.storage.health import SLOW_FAILURE_S
 
 NUM_THREADS = 8
 
@@ -63,14 +65,14 @@ def test_a_store_that_fails_a_few_times_in_a_row_is_away(up: Stage) -> None:
 def test_a_success_in_between_starts_the_count_anew(up: Stage) -> None:
     for _ in range(3):
         up.fail(FAILURES_TO_OPEN - 1)
-        up.put()
+        up.exists()
     assert up.heard == [True]
 
 
 def test_one_slow_failure_is_enough(up: Stage) -> None:
     up.slow_s = SLOW_FAILURE_S + 0.1
-    up.store.inject(Fault.SLOW, "put")
-    up.put()  # slow alone is no failure
+    up.store.inject(Fault.SLOW, "exists")
+    up.exists()  # slow alone is no failure
     assert up.heard == [True]
     up.fail()
     assert up.heard == [True, False]
@@ -79,24 +81,72 @@ def test_one_slow_failure_is_enough(up: Stage) -> None:
 
 def test_a_failure_that_is_not_slow_is_not_enough(up: Stage) -> None:
     up.slow_s = SLOW_FAILURE_S - 0.1
-    up.store.inject(Fault.SLOW, "put")
+    up.store.inject(Fault.SLOW, "exists")
     up.fail()
     assert up.heard == [True]
 
 
-def test_outcomes_of_single_keys_say_nothing(up: Stage) -> None:
-    up.store.inject(Fault.FAILED)
+def test_calls_of_which_a_key_has_not_failed_say_nothing(up: Stage) -> None:
+    up.store.inject(Fault.FAILED, key="bad")
+    keys, buffers, chunks = ["bad", "good"], BUFFERS[:2], [ChunkRef("")] * 2
     for _ in range(FAILURES_TO_OPEN):
+        assert up.guard.put(keys, buffers, chunks)[0] is PutOutcome.FAILED
+        assert up.guard.get(keys, buffers) == [GetOutcome.FAILED, GetOutcome.OK]
+        assert up.guard.get([], []) == up.guard.put([], [], []) == []
+    assert (up.heard, up.heard_writable) == ([True], [True])
+
+
+def test_a_store_that_answers_queries_and_fails_each_cell_is_away_for_longer_and_longer(
+    up: Stage,
+) -> None:
+    up.put()
+    up.store.inject(Fault.FAILED, "get")
+    num_gets = 0
+    for _ in range(100):
+        up.pass_time(1.0)
+        up.wait_until(lambda: up.guard._pause_s() > 0)
+        assert up.guard.exists(["key"]) == [True] if up.heard[-1] else up.is_away()
+        with suppress(StoreUnreachable):
+            assert up.get() == [GetOutcome.FAILED]
+            num_gets += 1
+    assert num_gets <= 11
+    up.store.heal()
+    up.pass_time(LONG_S)
+    up.wait_until(lambda: up.heard[-1])
+    assert up.get() == [GetOutcome.OK]
+
+
+@pytest.mark.parametrize("fault", [Fault.FAILED, Fault.ERROR])
+def test_writes_that_fail_pause_writes_and_reads_go_on(up: Stage, fault: Fault) -> None:
+    up.put()
+    up.store.inject(fault, "put")
+    for _ in range(FAILURES_TO_OPEN):
+        assert up.exists() == [True]
+        with suppress(StoreError):
+            assert up.put() == [PutOutcome.FAILED]
+    assert (up.heard, up.heard_writable) == ([True], [True, False])
+    with pytest.raises(StoreUnreachable, match="writes are paused"):
         up.put()
-        up.guard.get(["key"], [BUFFERS[0]])
-    assert up.heard == [True]
+    assert up.get() == [GetOutcome.OK]
+    up.store.heal()
+    up.pass_time(FIRST_PAUSE_S)
+    up.wait_until(lambda: up.heard_writable[-1])
+    assert up.put() == [PutOutcome.EXISTED]
+    assert (up.heard, up.heard_writable) == ([True], [True, False, True])
+
+
+def test_a_store_that_is_full_goes_on_to_be_written(up: Stage) -> None:
+    up.store.inject(Fault.FULL, "put")
+    for _ in range(2 * FAILURES_TO_OPEN):
+        assert up.put() == [PutOutcome.FULL]
+    assert up.heard_writable == [True]
 
 
 def test_bugs_pass_through_and_count_as_failures(up: Stage) -> None:
-    up.store.inject(Fault.CRASH, "put", times=FAILURES_TO_OPEN)
+    up.store.inject(Fault.CRASH, "exists", times=FAILURES_TO_OPEN)
     for _ in range(FAILURES_TO_OPEN):
         with pytest.raises(RuntimeError, match="injected"):
-            up.put()
+            up.exists()
     assert up.heard == [True, False]
 
 
@@ -105,28 +155,21 @@ def test_bugs_pass_through_and_count_as_failures(up: Stage) -> None:
 
 @pytest.mark.parametrize("method", ["put", "remove"])
 def test_gets_go_on_whatever_writes_do(up: Stage, method: str) -> None:
-    writes: dict[str, Callable[[], object]] = {
-        "put": up.put,
-        "remove": lambda: up.guard.remove(["key"]),
-    }
-
-    def get() -> object:
-        return up.guard.get(["key"], [BUFFERS[0]])
-
     up.put()
     up.store.inject(Fault.BLOCKED, method)
-    with up.hanging(writes[method]):
+    with up.hanging(lambda: up.call(method)):
         up.clock.advance(CALL_S + 1.0)
         up.guard.report_hung(writes=True)
         for _ in range(3):
-            assert get() == [GetOutcome.OK]
-            assert up.guard.exists(["key"]) == [True]
-            for write in writes.values():
+            assert up.get() == [GetOutcome.OK]
+            assert up.exists() == [True]
+            for write in ("put", "remove"):
                 with pytest.raises(StoreUnreachable, match="writes are paused"):
-                    write()
-    up.clock.advance(LONG_S)
+                    up.call(write)
+    up.pass_time(LONG_S)
+    up.wait_until(lambda: up.heard_writable == [True, False, True])
     up.put()
-    assert get() == [GetOutcome.OK]
+    assert up.get() == [GetOutcome.OK]
     assert up.heard == [True]
 
 
@@ -245,14 +288,13 @@ def test_a_namespace_may_be_large_but_not_for_ever(
     assert hasty.heard == [True]
 
 
-@pytest.mark.parametrize("method", ["namespaces", "usage"])
 def test_a_listing_may_take_long_but_not_for_ever(
-    method: str, hasty: Stage, monkeypatch: pytest.MonkeyPatch
+    hasty: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guarded, "LISTING_S", ANSWER_S)
-    hasty.store.inject(Fault.BLOCKED, method)
+    hasty.store.inject(Fault.BLOCKED, "namespaces")
     with pytest.raises(StoreUnreachable, match="no answer"):
-        getattr(hasty.guard, method)()
+        hasty.guard.go_through(namespaces_of)
     hasty.store.release()
     assert hasty.heard == [True]
 

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.support.buffers import make_buffer
 from tests.support.faults import Fault, FaultyStore
 from tests.support.memory_store import CAPABILITIES, MemoryStore
 from vllm_kvpool.errors import StoreError
-from vllm_kvpool.storage import breaker
+from vllm_kvpool.storage import breaker, health
 from vllm_kvpool.storage import guarded as guard
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN
@@ -36,13 +37,13 @@ def up() -> Iterator[Stage]:
 
 def test_every_listener_hears_how_it_stands_and_then_each_change(up: Stage) -> None:
     heard: list[tuple[str, bool]] = []
-    up.guard.listen(lambda is_up: heard.append(("first", is_up)))
+    up.guard.listen(lambda is_up, is_writable: heard.append(("first", is_up)))
     up.guard.report_hung()
-    up.guard.listen(lambda is_up: heard.append(("second", is_up)))
+    up.guard.listen(lambda is_up, is_writable: heard.append(("second", is_up)))
     assert up.next_news() is False
     up.pass_time(LONG_S)
     assert up.next_news() is True
-    up.guard.listen(lambda is_up: heard.append(("third", is_up)))
+    up.guard.listen(lambda is_up, is_writable: heard.append(("third", is_up)))
     of = {name: [is_up for who, is_up in heard if who == name] for name, _ in heard}
     assert of == {"first": [True, False, True], "second": [False, True], "third": [True]}
 
@@ -50,14 +51,14 @@ def test_every_listener_hears_how_it_stands_and_then_each_change(up: Stage) -> N
 def test_calls_that_fail_together_are_one_change(up: Stage) -> None:
     for _ in range(20):
         up.store.heal()
-        up.store.inject(Fault.ERROR, "put")
+        up.store.inject(Fault.ERROR, "get")
         together = threading.Barrier(NUM_THREADS)
 
         def fail(together: threading.Barrier = together) -> None:
             together.wait(LIMIT_S)
             for _ in range(FAILURES_TO_OPEN):
                 with pytest.raises(StoreError):
-                    up.put()
+                    up.get()
 
         callers = [threading.Thread(target=fail) for _ in range(NUM_THREADS)]
         for caller in callers:
@@ -77,13 +78,13 @@ def test_any_thread_may_call_whatever_the_store_does(monkeypatch: pytest.MonkeyP
     """Each call ends soon; with the faults gone the store is there, and nobody is left."""
     monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.002)
     monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.02)
-    monkeypatch.setattr(guard, "SLOW_FAILURE_S", 0.01)
+    monkeypatch.setattr(health, "SLOW_FAILURE_S", 0.01)
     monkeypatch.setattr(guard, "LISTING_S", 0.02)
     store = FaultyStore(MemoryStore("", 1 << 20), lambda: time.sleep(0.015))
     timeouts = CallTimeouts(call_s=0.02, answer_s=0.005)
     guarded = GuardedStore(lambda: store, CAPABILITIES, guard_bench.NAME, timeouts)
-    heard: list[bool] = []
-    guarded.listen(heard.append)
+    heard: list[tuple[bool, bool]] = []
+    guarded.listen(lambda *access: heard.append(access))
     stop = threading.Event()
     counts = [0] * NUM_THREADS
     worst = [0.0] * NUM_THREADS
@@ -105,7 +106,7 @@ def test_any_thread_may_call_whatever_the_store_does(monkeypatch: pytest.MonkeyP
                     case 3:
                         guarded.remove_namespace("n")
                     case 4:
-                        guarded.report_hung()
+                        guarded.report_hung(writes=chance.random() < 0.5)
                     case _:
                         guarded.exists(keys)
             except StoreError:
@@ -145,6 +146,6 @@ def test_any_thread_may_call_whatever_the_store_does(monkeypatch: pytest.MonkeyP
     while not answers():
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    assert heard == [i % 2 == 0 for i in range(len(heard))]
+    assert all(before != now for before, now in pairwise(heard))
     guarded.close()
     assert guard_bench.threads() == []

@@ -26,6 +26,7 @@ from vllm_kvpool.storage.base import (
     NamespaceUsage,
     PutOutcome,
     Store,
+    namespaces_of,
 )
 
 BLOCK_LIMIT_S = 30.0  # a test that forgets to release a call fails instead of hanging
@@ -387,9 +388,13 @@ class FaultyStore:
         self._begin("remove_namespace", [namespace])
         return self._inner.remove_namespace(namespace)
 
+    def pin(self, keys: Sequence[str], until_ns: int) -> int:
+        self._begin("pin", keys)
+        return self._inner.pin(keys, until_ns)
+
     def namespaces(self) -> list[str]:
         self._begin("namespaces", [""])
-        return self._inner.namespaces() if isinstance(self._inner, Listing) else []
+        return namespaces_of(self._inner)
 
     def usage(self) -> list[NamespaceUsage]:
         self._begin("usage", [""])

@@ -15,12 +15,12 @@ from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
 from vllm_kvpool.storage.base import (
     Buffer,
     ChunkRef,
-    DetailedListing,
     GetOutcome,
     Listing,
     PutOutcome,
     Store,
 )
+from vllm_kvpool.storage.file.store import DirectoryReader
 
 ARENA_BYTES = 48 << 20
 SIZES = (1, 7, 511, 4095, 4096, 4097, 65_537, 1 << 20, (3 << 20) + 5)
@@ -246,14 +246,18 @@ class StoreContract:
         assert (found[empty].num_cells, found[empty].num_chunks) == (0, 0)
         assert found[own].num_hits in (None, 0)
         assert found[own].nbytes == 2 * found[empty].nbytes
-        if isinstance(store, DetailedListing):
+        self.check_details(store, own, empty, key)
+        assert store.remove_namespace(own) == 2
+        assert store.exists([*manifests, key]) == [False, True, False]
+
+    def check_details(self, store: Store, own: Namespace, empty: Namespace, key: str) -> None:
+        """Check that a directory names the cell alone, and neither namespace's manifest."""
+        if isinstance(store, DirectoryReader):
             chunks = [each for each in store.chunks() if each.namespace in (own, empty)]
             assert [each.key for each in chunks] == [key]
             for namespace, keys in ((own, [key]), (empty, [])):
                 assert list(store.keys_written_before(namespace, 1 << 62)) == keys
                 assert list(store.keys_of_owner(namespace, "owner")) in ([], keys)
-        assert store.remove_namespace(own) == 2
-        assert store.exists([*manifests, key]) == [False, True, False]
 
     def test_strange_keys_neither_escape_nor_meet(
         self, store: Store, arena: BufferArena, namespace: str

@@ -18,7 +18,8 @@ from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.slots import Slot, SlotPool
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import POLICIES
-from vllm_kvpool.transfer.context import Tier
+from vllm_kvpool.storage.health import CallKind, StoreAccess, StoreHealth
+from vllm_kvpool.transfer.context import TRANSIENT, Tier
 from vllm_kvpool.transfer.engine import Action, Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import Batch, BatchDone, BatchHung, LaneLimits
 from vllm_kvpool.transfer.host_cache import HostCache
@@ -53,6 +54,7 @@ from vllm_kvpool.transfer.ops import (
     SpanLoaded,
     TierHealth,
     TimePassed,
+    each_of,
     outcome_of,
 )
 
@@ -179,6 +181,9 @@ def in_words(action: Action) -> str:
 class Bench:
     """See the module docstring; the engine's invariants are checked after every step.
 
+    `guards` bring news of the tiers, as those of the stores do: from the ends of batches and the
+    time, and before the event that the news comes from.
+
     `keep` is the size of the host tier, `slots` that of the whole arena. `apart`: as in `slabs_of`.
     """
 
@@ -211,6 +216,10 @@ class Bench:
             replicas=replicas,
         )
         self.clock = FakeClock()
+        self.guards = [StoreHealth() for _ in tiers]
+        for guard in self.guards:
+            guard.recovered(self.clock())
+        self.away: set[int] = set()  # tiers, as `health` was told
         self.running: dict[int, Batch] = {}
         self.hanging: dict[int, Batch] = {}  # given up, and not answered
         self.num_batches = 0
@@ -256,7 +265,15 @@ class Bench:
         return self.step(BatchDone(batch, (outcome,) * len(batch.ops)))
 
     def health(self, tier: int, up: bool) -> list[str]:
+        """A store's guard brings news; a store that is away stays so until the next news."""
+        (self.away.discard if up else self.away.add)(tier)
+        if up:
+            self.guards[tier].recovered(self.clock())
         return self.step(TierHealth(tier, up))
+
+    def gets_through(self, tier: int) -> None:
+        """Another read of the tier succeeds."""
+        self.guards[tier].call_ended(CallKind.READ, self.clock(), self.clock(), failed=False)
 
     def after(self, seconds: float) -> list[str]:
         self.clock.advance(seconds)
@@ -272,6 +289,35 @@ class Bench:
         return self.step(Flush())
 
     def step(self, event: Event) -> list[str]:
+        """Bring an event, after the news that it makes of the tiers' stores."""
+        told = [line for news in self._news(event) for line in self._step(news)]
+        return told + self._step(event)
+
+    def _news(self, event: Event) -> list[TierHealth]:
+        """What the guards of the stores say of the calls of this event, and of the time."""
+        before, now = [guard.access for guard in self.guards], self.clock()
+        for guard in self.guards:
+            if guard.due <= now:
+                guard.recovered(now)
+        if isinstance(event, BatchDone | BatchHung) and event.batch in self.engine.running:
+            kind, tier = event.batch.lane
+            call = CallKind.READ if kind is OpKind.GET else CallKind.WRITE
+            if tier >= 0 and isinstance(event, BatchHung):
+                self.guards[tier].call_hung(call, now, TIMEOUT_S)
+            elif tier >= 0:
+                each = [
+                    one
+                    for op, out in zip(event.batch.ops, event.outcomes, strict=True)
+                    for one in each_of(out, op.size)
+                ]
+                self.guards[tier].call_ended(call, now, now, failed=TRANSIENT.issuperset(each))
+        return [
+            TierHealth(tier, guard.access is not StoreAccess.NONE, guard.access is StoreAccess.FULL)
+            for tier, guard in enumerate(self.guards)
+            if guard.access is not before[tier] and tier not in self.away
+        ]
+
+    def _step(self, event: Event) -> list[str]:
         actions = self.engine.step(event, self.clock())
         if self.checks:
             check(self.engine)

@@ -34,6 +34,7 @@ from vllm_kvpool.transfer.graph import Batch, BatchDone, BatchHung, LaneLimits
 from vllm_kvpool.transfer.host_cache import CacheEntryState, HostCache
 from vllm_kvpool.transfer.loads import URGENT_S
 from vllm_kvpool.transfer.ops import (
+    WRITES,
     CancelRequest,
     CellOutcome,
     DropSaves,
@@ -168,6 +169,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.flying: list[Batch] = []
         self.hanging: list[Batch] = []  # given up, and not answered
         self.away: set[int] = set()  # tiers, as the engine was told
+        self.unwritable: set[int] = set()  # likewise
         self.contents: dict[Slot, Content] = {}
         self.whole: set[str] = set()  # groups, as reported
 
@@ -282,11 +284,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.come_back(batch, self.draw_outcomes(data, batch, kinds))
 
     @precondition(lambda self: self.engine.context.tiers)
-    @rule(data=st.data(), up=st.booleans())
-    def tier_changes(self, data: st.DataObject, up: bool) -> None:
+    @rule(data=st.data(), up=st.booleans(), writable=st.booleans())
+    def tier_changes(self, data: st.DataObject, up: bool, writable: bool) -> None:
         tier = data.draw(st.integers(0, len(self.engine.context.tiers) - 1))
         (self.away.discard if up else self.away.add)(tier)
-        self.step(TierHealth(tier, up))
+        (self.unwritable.discard if writable else self.unwritable.add)(tier)
+        self.step(TierHealth(tier, up, writable))
 
     @rule(seconds=st.sampled_from((0.03, 0.1, 1.0, 3.0, LONGEST_PAUSE_S)))
     def wait(self, seconds: float) -> None:
@@ -353,8 +356,7 @@ class EngineMachine(RuleBasedStateMachine):
         size = batch.num_cells + len(batch.fences)
         assert 0 < size <= limits.batch_ops or len(batch.ops) == 1
         assert lane.tier not in self.away
-        if lane.tier >= 0:
-            assert not self.engine.context.breakers[lane.tier].is_open(self.clock())
+        assert lane.kind not in WRITES or lane.tier not in self.unwritable
         users = defaultdict(set)
         for other in [*self.flying, *self.hanging]:
             for slot in slots_of(other):

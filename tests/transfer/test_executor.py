@@ -49,6 +49,7 @@ from vllm_kvpool.transfer.ops import (
     SaveGathered,
     SavePlan,
     SavesStalled,
+    TierHealth,
 )
 from vllm_kvpool.transfer.planner import Planner
 from vllm_kvpool.transfer.trace import Instant, Level
@@ -364,6 +365,15 @@ def test_counts_gauges_and_marks_arrive(store: FaultyStore) -> None:
         "put memory",
         "scatter host",
     }
+
+
+def test_a_tier_that_goes_down_and_up_is_traced_once_each(store: FaultyStore) -> None:
+    rank = Rank(store)
+    for up, writable in ((True, True), (False, True), (False, False), (True, False), (True, True)):
+        rank.executor.post(TierHealth(0, up, writable))
+    assert rank.close()
+    marks = [(mark.name, mark.tier) for mark in rank.trace.of(Instant)]
+    assert marks == [("tier down", "memory"), ("tier up", "memory")]
 
 
 # The end

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvpool.cli.common.stores import NamedStore, manifests
 from vllm_kvpool.cli.common.tables import TextTable, age_text, size_text, texts
 from vllm_kvpool.identity.keys import Namespace, ParsedKey
-from vllm_kvpool.storage.base import ChunkUsage, DetailedListing, Listing, SharedRoom
+from vllm_kvpool.storage.base import ChunkUsage, Listing, Store
 from vllm_kvpool.storage.contents.manifest import Manifest, manifest_in
+from vllm_kvpool.storage.file.store import DirectoryReader
 
 if TYPE_CHECKING:
     from vllm_kvpool.cli.common.engine_metrics import Samples
@@ -33,20 +34,20 @@ HITS_ELSEWHERE = "kvpool inspect --engine URL shows what a running engine has lo
 
 def contents(stores: Sequence[NamedStore]) -> list[dict[str, Any]]:
     """Return the contents of each store as JSON: namespaces by bytes, the largest first."""
-    return [{"store": each.url, **_content(each)} for each in stores]
+    return [{"store": each.url, **each.go_through(_content)} for each in stores]
 
 
-def _content(named: NamedStore) -> dict[str, Any]:
-    if not isinstance(named.store, Listing):
+def _content(store: Store) -> dict[str, Any]:
+    if not isinstance(store, Listing):
         why = f"this kind of store cannot list what it holds; {HITS_ELSEWHERE}"
         return {"namespaces": None, "why": why}
-    usage = sorted(named.store.usage(), key=lambda each: -each.nbytes)
+    usage = sorted(store.usage(), key=lambda each: -each.nbytes)
     return {
         "namespaces": [
             {
                 "namespace": each.namespace,
                 "model": each.namespace.partition("@")[0],
-                **_described(manifest_in(named.store, Namespace(each.namespace)), each.num_chunks),
+                **_described(manifest_in(store, Namespace(each.namespace)), each.num_chunks),
                 "chunks": each.num_chunks or (None if each.num_cells else 0),
                 "cells": each.num_cells,
                 "bytes": each.nbytes,
@@ -54,7 +55,7 @@ def _content(named: NamedStore) -> dict[str, Any]:
             }
             for each in usage
         ],
-        **_shares(named),
+        **_shares(store),
         **(
             {"no_hits": f"this kind of store does not count what is read of it; {HITS_ELSEWHERE}"}
             if any(each.num_hits is None for each in usage)
@@ -116,8 +117,8 @@ def _by_tier(samples: "Samples", name: str) -> Counter[str]:
     return found
 
 
-def _shares(named: NamedStore) -> dict[str, Any]:
-    owners = named.store.owners() if isinstance(named.store, SharedRoom) else []
+def _shares(store: Store) -> dict[str, Any]:
+    owners = store.owners() if isinstance(store, DirectoryReader) else []
     owners.sort(key=lambda each: (-each.nbytes, each.owner))
     shown = [{"owner": o.owner, "chunks": o.num_chunks, "bytes": o.nbytes} for o in owners]
     return {"shares": shown} if shown else {}
@@ -142,7 +143,7 @@ def details(named: NamedStore, progress: Callable[[], object] = lambda: None) ->
     Calls `progress` for each chunk.
     """
     store = named.store
-    if not isinstance(store, DetailedListing):
+    if not isinstance(store, DirectoryReader):
         return {"details": "this kind of store does not say what it holds in detail"}
     tokens: dict[str, int] = {
         name: int(manifest.values.get("chunk_tokens") or 0)

@@ -9,7 +9,7 @@ import msgspec
 
 from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.storage.base import DetailedListing, Pinning
+from vllm_kvpool.storage.file.store import DirectoryReader
 
 REMOVE_KEYS = 512  # of a call
 
@@ -44,7 +44,7 @@ def pin(stores: Sequence[NamedStore], keys: Sequence[str], seconds: float) -> li
     done = "pinned" if seconds else "unpinned"
     answers = []
     for url, store in ((each.url, each.store) for each in stores):
-        if isinstance(store, Pinning):
+        if store.capabilities.pins:
             count = store.pin(keys, until_ns)
             answers.append(StoreAnswer(url, count, f"{count} chunks {done}"))
         else:
@@ -74,7 +74,7 @@ def remove_older(
     before_ns = time.time_ns() - int(seconds * 1e9)
     answers = []
     for each in stores:
-        if isinstance(each.store, DetailedListing):
+        if isinstance(each.store, DirectoryReader):
             found = (each.store.keys_written_before(name, before_ns) for name in namespaces)
             count = sum(_remove(each, keys) for keys in found)
             answers.append(_removed(each, count))
@@ -91,7 +91,7 @@ def remove_tenant(
     """Remove the cells of namespaces that are a tenant's, as `tenant_of` names that of a salt."""
     answers = []
     for each in stores:
-        if isinstance(each.store, DetailedListing) and each.store.owners():
+        if isinstance(each.store, DirectoryReader) and each.store.owners():
             found = (each.store.keys_of_owner(name, tenant) for name in namespaces)
             answers.append(_removed(each, sum(_remove(each, keys) for keys in found)))
         else:

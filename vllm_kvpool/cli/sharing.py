@@ -42,7 +42,7 @@ _EXPECTED = frozenset(("absent", "not_needed", "short", "not_wanted"))  # reason
 _OFF = (
     ("tier_up", Status.FAILED, "is away from its workers; its log has the reason"),
     ("lookup_tier_up", Status.FAILED, "is away from its lookups; its log has the reason"),
-    ("tier_writable", Status.WARNING, "is read-only: nothing is saved there"),
+    ("tier_writable", Status.WARNING, "takes no writes, so nothing is saved there"),
 )
 
 

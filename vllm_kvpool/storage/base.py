@@ -11,7 +11,7 @@ Calls are batched and blocking, from several threads at once; `close` comes last
 """
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -103,7 +103,7 @@ class Capabilities:
     batches_per_put: int = 1  # of the usual size, in one call: a long put may overlap its parts
     writable: bool = True  # False: cells are read, none are saved
     loses_cells: bool = False  # it evicts cells of a chunk one by one; one `exists` asks thousands
-    pins: bool = False  # it implements `Pinning`, and puts honour `ChunkRef.retention`
+    pins: bool = False  # `pin` pins, and puts honour `ChunkRef.retention`
 
 
 class Store(Protocol):
@@ -145,21 +145,17 @@ class Store(Protocol):
         `namespace` is one that keys.py made.
         """
 
+    def pin(self, keys: Sequence[str], until_ns: int) -> int:
+        """Pin the stored chunks of keys until a time of the wall clock; 0 ends their pins.
+
+        Returns the number of chunks pinned (or unpinned): chunks that are not stored, or beyond the
+        share of the size that may be pinned, are not. By default none.
+        """
+        return 0
+
     def close(self) -> None:
         """Release everything; no call may follow. By default nothing."""
         return None
-
-
-@runtime_checkable
-class Pinning(Protocol):
-    """A store that keeps stored chunks until a given time."""
-
-    def pin(self, keys: Sequence[str], until_ns: int) -> int:
-        """Pin the stored chunks of these keys until a time of the wall clock; 0 ends their pins.
-
-        Returns how many chunks are pinned (or were unpinned): those that are not stored, or beyond
-        the share of the size that may be pinned, are not.
-        """
 
 
 class OwnerUsage(NamedTuple):
@@ -187,32 +183,6 @@ class ChunkUsage(NamedTuple):
     """The key of one of its cells."""
 
 
-@runtime_checkable
-class SharedRoom(Protocol):
-    """A store whose room tenants or namespaces may share."""
-
-    def owners(self) -> list[OwnerUsage]:
-        """Return the usage of each owner; empty without shares. May take seconds."""
-
-
-@runtime_checkable
-class DetailedListing(SharedRoom, Protocol):
-    """A store that can say what was written when and for whom, for operators.
-
-    Manifests are no cells: none of these names one.
-    """
-
-    def keys_written_before(self, namespace: str, time_ns: int) -> Iterator[str]:
-        """The keys of a namespace's cells that were written before a time of the wall clock."""
-
-    def keys_of_owner(self, namespace: str, owner: str) -> Iterator[str]:
-        """The keys of a namespace's cells that take an owner's share of the room."""
-
-    def chunks(self) -> Iterator[ChunkUsage]:
-        """Every chunk, a parent before its children. A million take 0.4 GB of memory, and 17 s from
-        the page cache or two minutes from an SSD."""
-
-
 class NamespaceUsage(NamedTuple):
     """The contents of a namespace in a store. A chunk counts once for each layer group.
 
@@ -236,3 +206,8 @@ class Listing(Protocol):
 
     def usage(self) -> list[NamespaceUsage]:
         """Return the usage of each namespace. May take seconds for a large store."""
+
+
+def namespaces_of(store: Store) -> list[str]:
+    """Return the namespaces of a store; none if it cannot list them."""
+    return store.namespaces() if isinstance(store, Listing) else []

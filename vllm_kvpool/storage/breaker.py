@@ -26,24 +26,20 @@ class Breaker:
         """Count a success: close, and forget the failures."""
         self.failures, self.pause_s = 0, 0.0
 
-    def failed(self, now: float) -> bool:
-        """Count a failure; True if it opens the breaker."""
+    def failed(self, now: float, jitter: float = 0.0) -> bool:
+        """Count a failure; True if it opens the breaker, for `1 + jitter` times its pause."""
         self.failures += 1
         if self.is_open(now) or (self.failures < FAILURES_TO_OPEN and not self.pause_s):
             return False
         self.pause_s = min(max(FIRST_PAUSE_S, 2 * self.pause_s), LONGEST_PAUSE_S)
-        self.closed_at = now + self.pause_s
+        self.closed_at = now + self.pause_s * (1 + jitter)
         return True
-
-    def tripped(self, now: float) -> bool:
-        """Count a failure that suffices to open it; True as in `failed`."""
-        self.failures = max(self.failures, FAILURES_TO_OPEN - 1)
-        return self.failed(now)
-
-    def hold_open(self) -> None:
-        """Stay open until `half_open`, as something else watches for recovery."""
-        self.closed_at = float("inf")
 
     def half_open(self) -> None:
         """Close now; one failure opens it again, for longer than the last time."""
         self.closed_at = float("-inf")
+
+    def tripped(self, now: float, jitter: float = 0.0) -> bool:
+        """Count a failure that suffices to open it; True as in `failed`."""
+        self.failures = max(self.failures, FAILURES_TO_OPEN - 1)
+        return self.failed(now, jitter)

@@ -1,10 +1,8 @@
 """A store that may be away: opening it, retrying, and failing calls at once while it is away.
 
-`GuardedStore` wraps every store that an engine opens. While the store is away, calls raise
-`StoreUnreachable` at once, and a thread of the guard opens or checks it again, with growing pauses;
-so no request pays for an attempt. A store is away until it was opened, after `FAILURES_TO_OPEN`
-failures in a row, after one failure slower than `SLOW_FAILURE_S`, and when the engine reports that
-a read hangs. A write (`put`, `remove`) that hangs pauses writes alone.
+`GuardedStore` wraps every store that an engine opens. `health.py` decides which calls a store may
+be given; other calls raise `StoreUnreachable` at once. A thread of the guard opens or probes a
+store that is away, with growing pauses, so no request pays for an attempt.
 """
 
 import logging
@@ -15,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import (
@@ -23,22 +21,16 @@ from vllm_kvpool.storage.base import (
     Capabilities,
     ChunkRef,
     GetOutcome,
-    Listing,
-    NamespaceUsage,
-    OwnerUsage,
-    Pinning,
     PutOutcome,
-    SharedRoom,
     Store,
 )
-from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, Breaker
+from vllm_kvpool.storage.health import CallKind, StoreAccess, StoreHealth
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 OPEN_WAIT_S = 10.0  # for the first attempt to open, at the engine's start
-SLOW_FAILURE_S = 1.0  # one failure that took longer suffices
 LISTING_S = 60.0  # for what goes through a whole store
 JOIN_S = 0.5
 CLOSE_S = 2.0  # for the store's own `close`; vLLM leaves its workers about 4 s
@@ -48,6 +40,8 @@ MAX_LEFT_BEHIND = 4  # hanging calls; until one returns, further calls fail at o
 
 
 _Answer = SimpleQueue[tuple[Any, BaseException | None]]
+Listener = Callable[[bool, bool], None]
+"""Takes whether a store is up, and whether it takes writes while it is up."""
 
 
 class _Thread(threading.Thread):
@@ -179,18 +173,14 @@ class GuardedStore:
         self._end_calls = BoundedCalls(f"kvpool-end-{name}", on_start)
         self._state = threading.Condition()  # guards what follows
         self._store: Store | None = None
-        self._is_up = False
         self._closed = False
         self._num_calls = 0  # under way
-        self._breaker = Breaker()
+        self._health = StoreHealth()
         self._buffers: list[Buffer] = []
-        self._writes = Breaker()
-        # Calls that began before do not count: they hang, or were reported as hanging.
-        self._up_since = self._writes_hung_at = float("-inf")
         self._first_error: Exception | None = None
         self._tried = False
         self._is_waited_for = True
-        self._listeners: list[Callable[[bool], None]] = []
+        self._listeners: list[Listener] = []
         self._thread = threading.Thread(target=self._run, name=f"kvpool-guard-{name}", daemon=True)
         self._thread.start()
         error = self._first_try(open_wait_s)
@@ -225,11 +215,11 @@ class GuardedStore:
         """The error of the first attempt to open."""
         return str(self._first_error or f"{self._name} has not answered yet")
 
-    def listen(self, listener: Callable[[bool], None]) -> None:
-        """Tell a listener whether the store is available, now and at each change; any thread."""
+    def listen(self, listener: Listener) -> None:
+        """Tell a listener which calls the store takes, now and at each change; any thread."""
         with self._state:
             self._listeners.append(listener)
-            listener(self._is_up)
+            self._tell([listener])
 
     # The contract of a store
 
@@ -248,46 +238,40 @@ class GuardedStore:
             self._end_calls.run(partial(store.unregister, buffer), CLOSE_S)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        return self._call(lambda store: store.exists(keys), self._timeouts.answer_s)
+        return self._call(CallKind.QUERY, lambda store: store.exists(keys), self._timeouts.answer_s)
 
     def put(
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
-        return self._call(lambda store: store.put(keys, buffers, chunks), writes=True)
+        return self._call(
+            CallKind.WRITE,
+            lambda store: store.put(keys, buffers, chunks),
+            has_failed=lambda each: each.count(PutOutcome.FAILED) == len(keys) > 0,
+        )
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
-        return self._call(lambda store: store.get(keys, buffers))
+        return self._call(
+            CallKind.READ,
+            lambda store: store.get(keys, buffers),
+            has_failed=lambda each: each.count(GetOutcome.FAILED) == len(keys) > 0,
+        )
 
     def remove(self, keys: Sequence[str]) -> int:
-        return self._call(lambda store: store.remove(keys), writes=True)
+        return self._call(CallKind.WRITE, lambda store: store.remove(keys))
 
     def remove_namespace(self, namespace: str) -> int:
-        return self._listing(lambda store: store.remove_namespace(namespace))
+        return self.go_through(lambda store: store.remove_namespace(namespace))
 
     def pin(self, keys: Sequence[str], until_ns: int) -> int:
-        """See `Pinning`."""
-        return self._call(lambda store: cast("Pinning", store).pin(keys, until_ns), writes=True)
+        return self._call(CallKind.WRITE, lambda store: store.pin(keys, until_ns))
 
-    def namespaces(self) -> list[str]:
-        """See `Listing`; none for a store that cannot list them."""
-        store: object = self._store
-        if not isinstance(store, Listing):
-            return []
-        return self._listing(lambda store: cast("Listing", store).namespaces())
+    def go_through(self, method: Callable[[Store], T]) -> T:
+        """Run a call that goes through the whole store; its duration says nothing of the store.
 
-    def usage(self) -> list[NamespaceUsage]:
-        """See `Listing`; StoreError for a store that cannot list."""
-        store: object = self._store
-        if store is not None and not isinstance(store, Listing):
-            raise StoreError("this kind of store cannot list what it holds")
-        return self._listing(lambda store: cast("Listing", store).usage())
-
-    def owners(self) -> list[OwnerUsage]:
-        """See `SharedRoom`; none for a store whose room is never shared."""
-        store: object = self._store
-        if not isinstance(store, SharedRoom):
-            return []
-        return self._listing(lambda store: cast("SharedRoom", store).owners())
+        The call is left behind after `LISTING_S`, so `method` must not access the caller's memory.
+        """
+        longest_s = None if self._timeouts.answer_s is None else LISTING_S
+        return self._call(CallKind.QUERY, method, longest_s, is_timed=False)
 
     def close(self) -> None:
         """Close the store; if a call does not end, leave it open.
@@ -307,96 +291,81 @@ class GuardedStore:
 
     # A call
 
-    def _listing(self, method: Callable[[Store], T]) -> T:
-        """Run a call that goes through a whole store; its duration says nothing of the store."""
-        longest_s = None if self._timeouts.answer_s is None else LISTING_S
-        return self._call(method, longest_s, aside=True)
-
     def _call(
         self,
+        kind: CallKind,
         method: Callable[[Store], T],
         longest_s: float | None = None,
         *,
-        aside: bool = False,
-        writes: bool = False,
+        has_failed: Callable[[T], bool] = lambda result: False,
+        is_timed: bool = True,
     ) -> T:
-        """Run a call and account for its outcome; with `aside` its duration does not count."""
-        store, began = self._begin(writes=writes)
-        failed = False
+        """Run a call and count its outcome; without `is_timed` its duration does not count."""
+        store, began = self._begin(kind)
+        failed = True  # also for exceptions that stores must not raise
         try:
             if longest_s is None:
-                return method(store)
-            return self._calls.run(partial(method, store), longest_s)
-        except Exception:
-            failed = True  # also for exceptions that stores must not raise
-            raise
+                result = method(store)
+            else:
+                result = self._calls.run(partial(method, store), longest_s)
+            failed = has_failed(result)
+            return result
         finally:
-            self._ended(began, failed, aside=aside, writes=writes)
+            self._ended(kind, began if is_timed else None, failed=failed)
 
-    def _begin(self, *, writes: bool) -> tuple[Store, float]:
+    def _begin(self, kind: CallKind) -> tuple[Store, float]:
         with self._state:
-            now = self._clock()
-            store = self._store
-            if not self._is_up or store is None or self._closed:
+            store, access = self._store, self._health.access
+            if access is StoreAccess.NONE or store is None or self._closed:
                 raise StoreUnreachable(f"store {self._name} is unavailable")
-            if writes and self._writes.is_open(now):
+            if kind is CallKind.WRITE and access is StoreAccess.READ:
                 raise StoreUnreachable(f"store {self._name}: writes are paused")
             self._num_calls += 1
-            return store, now
+            return store, self._clock()
 
-    def _ended(self, began: float, failed: bool, *, aside: bool, writes: bool) -> None:
+    def _ended(self, kind: CallKind, began: float | None, *, failed: bool) -> None:
         with self._state:
             now = self._clock()
             self._num_calls -= 1
             if self._closed:
                 self._state.notify_all()
-            if aside:
-                began = now
-            if not self._is_up or began < self._up_since:
                 return
-            if writes and began < self._writes_hung_at:
-                return
-            if not failed:
-                self._breaker.succeeded()
-                if writes:
-                    self._writes.succeeded()
-            elif now - began > SLOW_FAILURE_S:
-                self._went_away(f"a call failed after {now - began:.1f} s", now)
-            elif self._breaker.failed(now):
-                self._change(False, f"{FAILURES_TO_OPEN} calls in a row failed")
+            began = now if began is None else began
+            self._note(self._health.call_ended(kind, began, now, failed=failed))
 
     def report_hung(self, *, writes: bool = False) -> None:
         """Count a call as hanging; called by the engine, which waits for calls with buffers."""
+        kind = CallKind.WRITE if writes else CallKind.READ
         with self._state:
-            now, limit_s = self._clock(), self._timeouts.call_s
-            if not writes:
-                self._went_away(f"a call has not returned within call_timeout_s={limit_s:g}", now)
+            if self._closed:
                 return
-            self._writes_hung_at = now
-            if self._writes.tripped(now):
-                logger.warning(
-                    "kvpool: store %s: a write has not returned within call_timeout_s=%g: no "
-                    "writes for %.1f s, reads go on",
-                    self._name,
-                    limit_s,
-                    self._writes.pause_s,
-                )
+            self._note(self._health.call_hung(kind, self._clock(), self._timeouts.call_s))
 
-    def _went_away(self, why: str, now: float) -> None:
-        if self._is_up:
-            self._breaker.tripped(now)
-            self._change(False, why)
+    def _note(self, why: str) -> None:
+        """Log and tell that the access was restricted, if there is a reason."""
+        if not why:
+            return
+        if self._health.access is StoreAccess.NONE:
+            logger.warning("kvpool: store %s: unavailable: %s", self._name, why)
+        else:
+            pause_s = self._health.due - self._clock()
+            logger.warning(
+                "kvpool: store %s: no writes for %.1f s, reads go on: %s", self._name, pause_s, why
+            )
+        self._tell(self._listeners)
 
-    def _change(self, is_up: bool, why: str) -> None:
-        """Set the state and call listeners, with the lock held, so they see changes in order."""
-        self._is_up = is_up
-        if is_up:
-            self._up_since = self._clock()
-        level = logging.INFO if is_up else logging.WARNING
-        state = "available" if is_up else "unavailable"
-        logger.log(level, "kvpool: store %s: %s: %s", self._name, state, why)
-        for listener in self._listeners:
-            listener(is_up)
+    def _recovered(self, why: str) -> None:
+        """Allow all calls again, log and tell it."""
+        self._health.recovered(self._clock())
+        logger.info("kvpool: store %s: available: %s", self._name, why)
+        self._tell(self._listeners)
+
+    def _tell(self, listeners: Sequence[Listener]) -> None:
+        """Call listeners, with the lock held, so they see changes in order."""
+        access = self._health.access
+        is_writable = access is not StoreAccess.READ and self.writable
+        for listener in listeners:
+            listener(access is not StoreAccess.NONE, is_writable)
         self._state.notify_all()
 
     # The guard's thread
@@ -408,6 +377,9 @@ class GuardedStore:
                     self._state.wait(None if pause_s == float("inf") else pause_s)
                 if self._closed:
                     return
+                if self._health.access is StoreAccess.READ:
+                    self._recovered("writes are tried again")
+                    continue
             try:
                 if self._store is None:
                     self._try_open()
@@ -418,9 +390,7 @@ class GuardedStore:
 
     def _pause_s(self) -> float:
         """Return the seconds until the guard's thread has work."""
-        if self._is_up:
-            return float("inf")
-        return self._breaker.closed_at - self._clock()
+        return self._health.due - self._clock()
 
     def _try_open(self) -> None:
         self._on_start()
@@ -443,7 +413,7 @@ class GuardedStore:
             late = [buffer for buffer in self._buffers if buffer not in registered]
             if not late:
                 self._store, self._tried = store, True
-                self._change(True, "opened")
+                self._recovered("opened")
             return late
 
     def _check(self, store: Store) -> None:
@@ -451,7 +421,7 @@ class GuardedStore:
         self._calls.run(lambda: store.exists([CHECK_KEY]), longest)
         with self._state:
             if not self._closed:
-                self._change(True, "it answers again")
+                self._recovered("it answers again")
 
     def _not_yet(self, error: Exception) -> None:
         with self._state:
@@ -466,16 +436,15 @@ class GuardedStore:
                 logger.error("kvpool: store %s: opening it failed", self._name, exc_info=error)
             else:
                 logger.debug("kvpool: store %s: still unavailable: %s", self._name, error)
-            self._breaker.tripped(self._clock())
             # So that engines which lost a store together do not retry together.
-            self._breaker.closed_at += self._breaker.pause_s * PAUSE_JITTER * random.random()
+            self._health.probe_failed(self._clock(), PAUSE_JITTER * random.random())
             self._state.notify_all()
 
     def _end(self) -> bool:
         """End the guard's threads and wait for calls; whether all have ended."""
         until = time.monotonic() + JOIN_S
         with self._state:
-            self._closed, self._is_up = True, False
+            self._closed = True
             self._state.notify_all()
             no_calls = self._state.wait_for(lambda: not self._num_calls, JOIN_S)
         self._thread.join(max(0.0, until - time.monotonic()))

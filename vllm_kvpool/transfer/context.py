@@ -7,11 +7,9 @@ Each of them owns its jobs and never touches another's. They meet in the slabs o
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from vllm_kvpool.metrics import MetricsRegistry, NameLabels
 from vllm_kvpool.staging.devices import Fence
-from vllm_kvpool.storage.breaker import Breaker
 from vllm_kvpool.transfer.drop_log import Drops
 from vllm_kvpool.transfer.graph import Lane, Op, Owner, Priority, Scheduler
 from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
@@ -27,11 +25,12 @@ from vllm_kvpool.transfer.ops import (
     Part,
     Report,
     Slab,
+    TierHealth,
     worst_of,
 )
 
 NAME_EVERY_S = 0.0002  # between two parts of a plan: lanes that were given work need the GIL
-MAX_TRIES = 3  # of an op on a remote tier, which its breaker may end before
+MAX_TRIES = 3  # of an op on a remote tier, unless its store goes away before
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +55,23 @@ def tier_names(kinds: Sequence[str]) -> tuple[str, ...]:
 TRANSIENT = frozenset({CellOutcome.FAILED, CellOutcome.UNREACHABLE})  # worth another try
 
 
-def is_transient(outcome: Outcome) -> bool:
-    """Return True if every cell has failed, and may not the next time."""
-    return outcome in TRANSIENT or (isinstance(outcome, tuple) and TRANSIENT.issuperset(outcome))
+class OpContent:
+    """The content of an op (`Op.what`)."""
+
+    __slots__ = ()
+
+    @property
+    def failure(self) -> CellOutcome:
+        """The outcome of ops that waited for this one, if it fails."""
+        return CellOutcome.CANCELLED
+
+    def lost(self, op: Op, failure: CellOutcome) -> None:
+        """Called when the op was cancelled since an op before it has failed. By default nothing."""
+        return None
 
 
 @dataclass(slots=True, eq=False)
-class SlabOp:
+class SlabOp(OpContent):
     """The content of an op that moves cells of a slab; without an entry its pages are cleared."""
 
     slab: Slab
@@ -78,18 +87,26 @@ class SlabOp:
         return Part(self.slab, slots, self.cells)
 
 
-class FenceOp(NamedTuple):
+@dataclass(slots=True)
+class FenceOp(OpContent):
     """The content of an op of the fence lane: the fence that it waits for."""
 
     fence: Fence
 
+    @property
+    def failure(self) -> CellOutcome:
+        return CellOutcome.FAILED
+
 
 @dataclass(slots=True)
-class Marker:
+class Marker(OpContent):
     """The content of an op without a lane, which is done or was cancelled with a predecessor."""
 
     on_done: Callable[[], None]
     on_lost: Callable[[], None] = lambda: None
+
+    def lost(self, op: Op, failure: CellOutcome) -> None:
+        self.on_lost()
 
 
 def tier_of(op: Op) -> int:
@@ -109,9 +126,8 @@ class TransferContext:
     host_cache: HostCache
     tiers: tuple[Tier, ...]
     slot_bytes: int
-    breakers: list[Breaker] = field(init=False)
-    write_breakers: list[Breaker] = field(init=False)
-    """Breakers of puts and removes, held open for a store that is not writable."""
+    health: list[TierHealth] = field(init=False)
+    """The last news of each tier's store; its guard alone decides."""
     reports: list[Report | Lent | LoanEnded] = field(default_factory=list)
     progress: list[HandOverProgress] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
@@ -125,8 +141,7 @@ class TransferContext:
     _fence_op: Op | None = None  # of the last plan
 
     def __post_init__(self) -> None:
-        self.breakers = [Breaker() for _ in self.tiers]
-        self.write_breakers = [Breaker() for _ in self.tiers]
+        self.health = [TierHealth(tier, is_up=True) for tier in range(len(self.tiers))]
         self.hits = [0] * (len(self.tiers) + 2)
 
     @property
@@ -157,20 +172,17 @@ class TransferContext:
             self._fence_op = None  # with all that waited for it
 
     def tiers_up(self, first: int = 0) -> list[int]:
-        """The tiers from `first` on whose breaker is closed, nearest first."""
-        now = self.now
-        return [
-            tier for tier in range(first, len(self.tiers)) if self.breakers[tier].closed_at <= now
-        ]
+        """Return the tiers from `first` on that are up, nearest first."""
+        return [each.tier for each in self.health[first:] if each.is_up]
 
     def tiers_writable(self, first: int = 0) -> list[int]:
         """Return the tiers that may be written to, from tier `first` on."""
-        return [tier for tier in range(first, len(self.tiers)) if self.is_writable(tier)]
+        return [each.tier for each in self.health[first:] if each.is_up and each.is_writable]
 
     def is_writable(self, tier: int) -> bool:
         """Return True if a tier may be written to now."""
-        now = self.now
-        return self.breakers[tier].closed_at <= now and self.write_breakers[tier].closed_at <= now
+        health = self.health[tier]
+        return health.is_up and health.is_writable
 
     def may_retry(self, op: Op, tier: int, outcome: Outcome, *, writes: bool) -> bool:
         """Return True if another try of a failed op on its tier may help."""
@@ -194,12 +206,9 @@ class TransferContext:
             if hits:
                 registry.add("kvpool_hit_cells", hits, tier=name)
         self.hits = [0] * len(self.hits)
-        for tier, breaker, writes in zip(
-            self.tiers, self.breakers, self.write_breakers, strict=True
-        ):
-            registry.set("kvpool_tier_up", 0 if breaker.is_open(self.now) else 1, tier=tier.name)
-            is_open = writes.is_open(self.now)
-            registry.set("kvpool_tier_writable", 0 if is_open else 1, tier=tier.name)
+        for tier, health in zip(self.tiers, self.health, strict=True):
+            registry.set("kvpool_tier_up", int(health.is_up), tier=tier.name)
+            registry.set("kvpool_tier_writable", int(health.is_writable), tier=tier.name)
         if self.host_cache.capacity:
             clean, dirty, pinned = self.host_cache.num_slots()
             slot_bytes = self.slot_bytes

@@ -9,12 +9,11 @@ Invariants (`check`): those of the parts; every batch is answered once; an idle 
 but those of calls that hang.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from vllm_kvpool.staging.slots import Slot, SlotUse
-from vllm_kvpool.storage.breaker import Breaker
-from vllm_kvpool.transfer.context import FenceOp, Marker, Tier, TransferContext, is_transient
-from vllm_kvpool.transfer.fetches import Fetch, Fetches
+from vllm_kvpool.transfer.context import Marker, Tier, TransferContext
+from vllm_kvpool.transfer.fetches import Fetches
 from vllm_kvpool.transfer.graph import (
     Batch,
     BatchDone,
@@ -26,12 +25,11 @@ from vllm_kvpool.transfer.graph import (
     Scheduler,
 )
 from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
-from vllm_kvpool.transfer.loads import Loads, Scatter
+from vllm_kvpool.transfer.loads import Loads
 from vllm_kvpool.transfer.loans import Loans, ReplicaSet
 from vllm_kvpool.transfer.ops import (
     HOST,
     REPLICA,
-    WRITES,
     CancelRequest,
     CellOutcome,
     DropSaves,
@@ -54,9 +52,8 @@ from vllm_kvpool.transfer.ops import (
     TierHealth,
     TimePassed,
     each_of,
-    worst_of,
 )
-from vllm_kvpool.transfer.saves import Copy, SaveManager
+from vllm_kvpool.transfer.saves import SaveManager
 
 
 class HungCalls:
@@ -288,8 +285,6 @@ class Engine:
         self.running.remove(batch)
         lane: LaneName = batch.lane
         self.context.scheduler.batch_ended(batch)
-        if lane.tier >= 0:
-            self._watch_tier(lane, outcomes)
         if lane.kind is OpKind.GET:
             for op, outcome in zip(batch.ops, outcomes, strict=True):
                 if op.priority == Priority.LOAD:
@@ -317,48 +312,17 @@ class Engine:
         self.running.remove(batch)
         self.context.scheduler.batch_ended(batch)
         self.hung_calls.begin(batch)
-        if self._breaker(batch.lane).tripped(self.context.now):
-            self._lane_down(batch.lane)
         for op in batch.ops:
             self._handlers[batch.lane.kind](op, CellOutcome.TIMED_OUT)
 
-    def _watch_tier(self, lane: LaneName, outcomes: Sequence[Outcome]) -> None:
-        """A batch all of whose cells failed is a failure of the tier, or of writing to it."""
-        breaker = self._breaker(lane)
-        if not all(map(is_transient, outcomes)):
-            breaker.succeeded()
-        elif breaker.failed(self.context.now):
-            self._lane_down(lane)
-
-    def _breaker(self, lane: LaneName) -> Breaker:
-        context = self.context
-        return (context.write_breakers if lane.kind in WRITES else context.breakers)[lane.tier]
-
-    def _lane_down(self, lane: LaneName) -> None:
-        """The breaker has opened; that of writes does not stop loads."""
-        if lane.kind in WRITES:
-            self._fetches.writes_down(lane.tier)
-            self.saves.tier_down(lane.tier)
-        else:
-            self._tier_down(lane.tier)
-
     def _tier_changed(self, event: TierHealth) -> None:
-        """The store's guard has found it available or not; the breaker stays open until it is."""
-        breaker = self.context.breakers[event.tier]
-        if event.is_up:
-            breaker.half_open()
-            if event.is_writable:
-                self.context.write_breakers[event.tier].half_open()
-            else:
-                self.context.write_breakers[event.tier].hold_open()
-                self.saves.tier_down(event.tier)
-        else:
-            breaker.hold_open()
-            self._tier_down(event.tier)
-
-    def _tier_down(self, tier: int) -> None:
-        self._fetches.tier_down(tier)
-        self.saves.tier_down(tier)
+        """Move the ops that wait for a tier elsewhere, as far as its store takes none."""
+        self.context.health[event.tier] = event
+        if not (event.is_up and event.is_writable):
+            self._fetches.writes_down(event.tier)
+            self.saves.writes_down(event.tier)
+        if not event.is_up:
+            self._fetches.tier_down(event.tier)
 
     def _report_host_cache(self) -> None:
         """Report and count what host memory has gained and lost."""
@@ -379,23 +343,6 @@ class Engine:
         while scheduler.has_consequences:
             lost, reached = scheduler.take_lost(), scheduler.take_reached()
             for op, cause in lost:
-                if isinstance(op.what, Marker):
-                    op.what.on_lost()
-                elif isinstance(op.what, Scatter):
-                    self.loads.lost(op, _why(cause))
-                elif isinstance(op.what, Copy):
-                    self.saves.lost(op, _why(cause))
+                op.what.lost(op, cause.what.failure)
             for marker in reached:
                 marker.what.on_done()
-
-
-def _why(cause: Op) -> CellOutcome:
-    """The outcome of those that waited for an op that failed."""
-    what = cause.what
-    if isinstance(what, Fetch):
-        return what.trouble
-    if isinstance(what, FenceOp):
-        return CellOutcome.FAILED
-    if isinstance(what, Copy) and what.outcome is not None:
-        return worst_of(what.outcome)
-    return CellOutcome.CANCELLED

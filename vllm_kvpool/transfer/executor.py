@@ -55,14 +55,12 @@ logger = logging.getLogger(__name__)
 
 
 class Gauges:
-    """Sets the engine's levels and counts in the metrics; logs tiers that go down or up, and cells
-    that tiers did not take."""
+    """Sets the engine's levels and counts in the metrics; logs cells that tiers did not take."""
 
     def __init__(self, engine: Engine, registry: MetricsRegistry, trace: Trace) -> None:
         self._engine = engine
         self._registry = registry
         self._trace = trace
-        self._up = [True] * len(engine.context.tiers)
         self._num_untraced = 0
         self._drop_log = DropLog([tier.name for tier in engine.context.tiers])
 
@@ -82,21 +80,17 @@ class Gauges:
             registry.set("kvpool_queue_cells", lane.num_ready, lane=name.kind.value, tier=tier)
             trace.add(Level(now, f"{name.kind.value} {tier}", lane.num_ready))
         context.fill(registry)
-        self._log_tier_changes(now)
         self._drop_log.tell(context.drops, now)
         dropped = trace.dropped
         if dropped > self._num_untraced:
             registry.add("kvpool_trace_dropped", dropped - self._num_untraced)
         self._num_untraced = dropped
 
-    def _log_tier_changes(self, now: float) -> None:
-        for place, tier in enumerate(self._engine.context.tiers):
-            up = not self._engine.context.breakers[place].is_open(now)
-            if up != self._up[place]:
-                self._up[place] = up
-                self._trace.add(Instant(now, "tier up" if up else "tier down", tier=tier.name))
-                what = "available again" if up else "calls fail; it is skipped until it answers"
-                logger.warning("kvpool: tier %s: %s", tier.name, what)
+    def trace_tier(self, tier: int, *, is_up: bool) -> None:
+        """Note in the trace that a tier goes down or comes up, before the engine hears of it."""
+        context, what = self._engine.context, "tier up" if is_up else "tier down"
+        if is_up != context.health[tier].is_up:
+            self._trace.add(Instant(time.monotonic(), what, tier=context.tiers[tier].name))
 
 
 IDLE_TICK_S = 0.5
@@ -278,6 +272,9 @@ class Executor:
                 case Close():
                     closing = message.deadline
                     self._step(Flush())
+                case TierHealth(tier, is_up):
+                    self._gauges.trace_tier(tier, is_up=is_up)
+                    self._step(message)
                 case UseNamespace():
                     self._planner = self._planner.named(message.namespace, message.drafter)
                 case _:

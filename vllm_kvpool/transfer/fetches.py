@@ -39,6 +39,10 @@ class Fetch(SlabOp):
     reason: CellOutcome = CellOutcome.MISSING  # of the last of them that is not missing
     trouble: CellOutcome = CellOutcome.MISSING  # what a load that it fails reports
 
+    @property
+    def failure(self) -> CellOutcome:
+        return self.trouble
+
 
 class Fetches:
     """The fetches, and removals of bad cells. `copy_up(entry, tiers)` copies into nearer tiers.
@@ -124,8 +128,7 @@ class Fetches:
         host_cache.unpin(entry)
 
     def tier_down(self, tier: int) -> None:
-        """A tier is not asked any more: move its waiting fetches on, leave its bad cells there."""
-        self.writes_down(tier)
+        """A tier is not asked any more: move its waiting fetches on."""
         for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.GET, tier)):
             self._try_next_tier(op, CellOutcome.UNREACHABLE)
 

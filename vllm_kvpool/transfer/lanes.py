@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -45,7 +45,6 @@ from vllm_kvpool.transfer.trace import NO_TRACE, Span, Trace
 
 if TYPE_CHECKING:
     from vllm_kvpool.layout.pages import Int64s
-    from vllm_kvpool.storage.base import Pinning
     from vllm_kvpool.storage.contents.encryption import EncryptedCells
 
 logger = logging.getLogger(__name__)
@@ -273,7 +272,7 @@ class BatchRunner:
                 pinned[until_ns].append(key)
         if pinned and store.capabilities.pins:
             for until_ns, keys in pinned.items():
-                cast("Pinning", store).pin(keys, until_ns)
+                store.pin(keys, until_ns)
 
     def _check(self, key: str, buffer: Buffer) -> CellOutcome:
         if self.encrypted is None:

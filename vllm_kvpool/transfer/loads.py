@@ -50,6 +50,7 @@ class Scatter(SlabOp):
     """A slab of a load. `over`: it is in the pages, or given up."""
 
     load: "_Load" = field(kw_only=True)
+    loads: "Loads" = field(kw_only=True)
     op: Op | None = None
     over: bool = False
 
@@ -61,6 +62,9 @@ class Scatter(SlabOp):
     def may_clear(self) -> bool:
         """True if its pages can be cleared in place of the slab."""
         return self.entry is not None and self.slab.kind.is_optional
+
+    def lost(self, op: Op, failure: CellOutcome) -> None:
+        self.loads.lost(op, failure)
 
 
 @dataclass(slots=True)
@@ -210,7 +214,7 @@ class Loads:
         self, load: _Load, slab: Slab, entry: CacheEntry | None, after: Sequence[Op]
     ) -> None:
         """Add the op that moves a slab into the pages, or clears them."""
-        scatter = Scatter(slab, entry, load=load)
+        scatter = Scatter(slab, entry, load=load, loads=self)
         load.scatters.append(scatter)
         load.num_open += 1
         if load.job.plan.layered:

@@ -468,7 +468,7 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class TierHealth:
-    """A store has become available or unavailable; `is_writable`: saves may go to it."""
+    """News of a tier's store; `is_writable`: saves may go to it while it is up."""
 
     tier: int
     is_up: bool

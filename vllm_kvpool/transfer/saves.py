@@ -70,11 +70,19 @@ class Copy(SlabOp):
     """A slab on its way into tiers, for a save, or from host memory (`save` is None)."""
 
     entry: CacheEntry
+    saves: "SaveManager" = field(kw_only=True)
     save: _Save | None = None
     dirty: bool = False  # write-back: it stays in host memory only
     ops: list[Op] = field(default_factory=list)
     outcome: Outcome | None = None  # of the last failure
     reported: bool = False
+
+    @property
+    def failure(self) -> CellOutcome:
+        return CellOutcome.CANCELLED if self.outcome is None else worst_of(self.outcome)
+
+    def lost(self, op: Op, failure: CellOutcome) -> None:
+        self.saves.lost(self, failure)
 
 
 class SaveManager:
@@ -175,7 +183,7 @@ class SaveManager:
                 self._note_progress(save, slab, is_stored=False)
                 continue
             entry = context.host_cache.begin(slab)
-            copy = Copy(slab, entry, save=save, dirty=is_dirty)
+            copy = Copy(slab, entry, saves=self, save=save, dirty=is_dirty)
             self._copies[copy] = None
             gather = entry.op = self._add(save.owner, self._gathers, copy, save.fence)
             save.gathers.append(gather)
@@ -256,7 +264,7 @@ class SaveManager:
             self._report(copy, outcome, tier)
         self._end(op, copy, outcome)
 
-    def tier_down(self, tier: int) -> None:
+    def writes_down(self, tier: int) -> None:
         """A tier takes no writes for now: give up puts that wait for it."""
         for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.PUT, tier)):
             self._end(op, op.what, CellOutcome.UNREACHABLE)
@@ -300,7 +308,7 @@ class SaveManager:
     def _copy(self, entry: CacheEntry, tiers: Sequence[int]) -> None:
         """Copy a slab for no save; the copy pins the entry until it is settled."""
         self._context.host_cache.pin(entry)
-        copy = Copy(entry.slab, entry)
+        copy = Copy(entry.slab, entry, saves=self)
         self._copies[copy] = None
         self._add_puts(Owner(Priority.COPY), copy, tiers, ())
         self.finish_if_done(copy)
@@ -317,12 +325,11 @@ class SaveManager:
             self._context.scheduler.fail(op)
         self.finish_if_done(copy)
 
-    def lost(self, op: Op, outcome: CellOutcome) -> None:
+    def lost(self, copy: Copy, outcome: CellOutcome) -> None:
         """An op was cancelled since one before it has failed: a gather since its fence has.
 
         Later ops of a copy end with the failure of the op before them, which finishes the copy.
         """
-        copy: Copy = op.what
         if copy in self._copies:
             self._context.host_cache.failed(copy.entry)
             copy.outcome = outcome

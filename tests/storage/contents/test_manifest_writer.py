@@ -1,6 +1,7 @@
 """The thread that keeps manifests in stores; `close` waits for all that was asked before."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -112,6 +113,18 @@ def test_one_that_the_store_has_evicted_is_written_again(
         stage.wait_until(lambda: kept(stage, FIRST) == manifest(layers=4))
         assert thread.close(LONG_S)
         assert "is new" not in caplog.text
+
+
+def test_a_store_that_is_read_only_is_read_and_not_written(stage: Stage) -> None:
+    stage.inner.put([manifest_key(FIRST)], [make_buffer(MANIFEST_BYTES)], [ChunkRef("chunk")])
+    stage.inner.capabilities = replace(stage.inner.capabilities, writable=False)
+    stage.start()
+    asked: list[str] = []
+    stage.store.faults.on_call = lambda store, method, keys: asked.append(method)
+    stage.store.inject(Fault.SLOW, key=manifest_key(FIRST))
+    write(stage, manifest(layers=4))
+    assert (stage.heard, stage.heard_writable) == ([True], [False])
+    assert asked == ["get"]
 
 
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.FULL, Fault.FAILED])

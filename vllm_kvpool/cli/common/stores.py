@@ -4,9 +4,9 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import msgspec
@@ -18,8 +18,11 @@ from vllm_kvpool.identity.keys import Namespace, is_namespace
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Listing, Store
 from vllm_kvpool.storage.contents.manifest import Manifest, manifest_in
+from vllm_kvpool.storage.guarded import GuardedStore
 from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
 from vllm_kvpool.storage.url import FileOptions, StoreSpec, environment_for
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,11 @@ class NamedStore:
 
     url: str
     store: Store
+
+    def go_through(self, method: Callable[[Store], T]) -> T:
+        """Run a call that goes through the whole store, for a limited time if it is guarded."""
+        store = self.store
+        return store.go_through(method) if isinstance(store, GuardedStore) else method(store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +145,16 @@ def manifests(
     stores: Sequence[NamedStore], named: Iterable[Namespace] = ()
 ) -> dict[Namespace, Manifest]:
     """The manifests of all namespaces that stores can list; in others, those of `named` alone."""
-    found = {}
-    for each in stores:
-        store = each.store
+
+    def manifests_of(store: Store) -> dict[Namespace, Manifest]:
         names = map(Namespace, store.namespaces()) if isinstance(store, Listing) else named
-        for name in names:
-            manifest = manifest_in(store, name)
-            if manifest is not None:
-                found[manifest.namespace] = manifest
-    return found
+        found = (manifest_in(store, name) for name in names)
+        return {each.namespace: each for each in found if each is not None}
+
+    merged: dict[Namespace, Manifest] = {}
+    for each in stores:
+        merged |= each.go_through(manifests_of)
+    return merged
 
 
 def manifest_named(

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, manifest_key
-from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, namespaces_of
 from vllm_kvpool.storage.contents.manifest import (
     MANIFEST_BYTES,
     Manifest,
@@ -62,8 +62,8 @@ class ManifestWriter:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _changed(self, tier: int, is_up: bool) -> None:
-        if is_up:
+    def _changed(self, tier: int, is_up: bool, is_writable: bool) -> None:
+        if is_up and is_writable:
             self._inbox.put(tier)
 
     # The thread
@@ -111,7 +111,7 @@ class ManifestWriter:
             return
         model = namespace.partition("@")[0]
         others: list[Manifest] = []
-        for name in store.namespaces():
+        for name in store.go_through(namespaces_of):
             if (
                 name.partition("@")[0] == model
                 and name != namespace
@@ -155,6 +155,8 @@ class ManifestWriter:
         [got] = store.get([key], [self._buffer])
         if got is GetOutcome.OK and read_manifest(self._buffer.view, namespace) is not None:
             return PutOutcome.EXISTED
+        if not store.writable:
+            return PutOutcome.FAILED
         if got is not GetOutcome.MISSING:  # damaged, or of another release
             store.remove([key])
         self._buffer.view[:] = content

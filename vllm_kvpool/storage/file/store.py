@@ -17,6 +17,7 @@ import os
 import stat
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -228,7 +229,7 @@ class _OpenFile(NamedTuple):
     reservation: Reservation | None = None  # None while it is read
 
 
-class _FileBatch:
+class _FileBatch(ABC):
     """The files of one `get` or `put`; one thread.
 
     `Disk` draws from `transfers`, which opens one file after another, and `finish` takes each
@@ -238,14 +239,15 @@ class _FileBatch:
     page-aligned; the tail always goes through a buffer of its own.
     """
 
-    def __init__(self, reader: "_DirectoryReader", items: Mapping[int, _Item]) -> None:
+    def __init__(self, reader: "DirectoryReader", items: Mapping[int, _Item]) -> None:
         self._reader = reader
         self._items = items
         self._guard = DirectoryGuard(reader.root)
         self._open: dict[int, _OpenFile] = {}
 
+    @abstractmethod
     def transfers(self) -> Iterator[Transfer]:
-        raise NotImplementedError
+        """Open one file after another, and yield what to move."""
 
     def finish(self, done: Done) -> None:
         file = self._open.pop(done.tag)
@@ -272,19 +274,22 @@ class _FileBatch:
         return os.O_DIRECT if self._reader.direct and is_aligned else 0
 
     def _moved(self, i: int, file: _OpenFile) -> None:
-        """Called when all bytes of a file are moved."""
+        """Called when all bytes of a file are moved. By default nothing."""
+        return None
 
     def _closed(self, i: int, file: _OpenFile) -> None:
-        """Called after `_moved`, when the file is closed."""
+        """Called after `_moved`, when the file is closed. By default nothing."""
+        return None
 
+    @abstractmethod
     def _failed(self, i: int, file: _OpenFile, error: OSError) -> None:
-        raise NotImplementedError
+        """Called when a file's bytes were not all moved, or it was not closed."""
 
 
 class _GetBatch(_FileBatch):
     """The files of a `get`; `outcomes` are complete after the last `finish`."""
 
-    def __init__(self, reader: "_DirectoryReader", items: Mapping[int, _Item]) -> None:
+    def __init__(self, reader: "DirectoryReader", items: Mapping[int, _Item]) -> None:
         super().__init__(reader, items)
         self.outcomes = [GetOutcome.FAILED] * len(items)
 
@@ -442,8 +447,8 @@ class _PutBatch(_FileBatch):
             self._outcomes[i] = PutOutcome.FAILED
 
 
-class _DirectoryReader(Store):
-    """Reading from a directory, with or without permission to write."""
+class DirectoryReader(Store):
+    """Reading from a directory, with or without permission to write; implements `Listing`."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -492,7 +497,10 @@ class _DirectoryReader(Store):
         return [each for each in usage_in(self._index_path) if is_namespace(each.namespace)]
 
     def keys_written_before(self, namespace: str, time_ns: int) -> Iterator[str]:
-        """See `DetailedListing`. Reads the footer of each older file."""
+        """Yield the keys of a namespace's cells that were written before a time of the wall clock.
+
+        Manifests are no cells, here and below. Reads the footer of each older file.
+        """
         self._check_listed()
         if not is_namespace(namespace):
             return
@@ -504,7 +512,10 @@ class _DirectoryReader(Store):
                         yield found[0]
 
     def keys_of_owner(self, namespace: str, owner: str) -> Iterator[str]:
-        """See `DetailedListing`. Reads the footer of each file."""
+        """Yield the keys of a namespace's cells that take an owner's share of the room.
+
+        Reads the footer of each file.
+        """
         self._check_listed()
         for cell in cells_of_owner(self._index_path, namespace, owner):
             found = self._read_at(cell_path(self._objects, cell))
@@ -512,7 +523,11 @@ class _DirectoryReader(Store):
                 yield found[0]
 
     def chunks(self) -> Iterator[ChunkUsage]:
-        """See `DetailedListing`. Reads the footer of one file of each chunk."""
+        """Yield every chunk, a parent before its children.
+
+        Reads the footer of one file of each chunk. A million chunks take 0.4 GB of memory, and 17 s
+        from the page cache or two minutes from an SSD.
+        """
         for namespace, first, *values in [] if self._is_unused() else chunks_in(self._index_path):
             path = cell_path(self._objects, StoredCell(namespace, first, 0, b""))
             found = self._read_at(path) if is_namespace(namespace) else None
@@ -522,6 +537,7 @@ class _DirectoryReader(Store):
                     yield ChunkUsage._make((namespace, *values, written_ns, found[0]))
 
     def owners(self) -> list[OwnerUsage]:
+        """Return the usage of each owner; empty without shares. May take seconds."""
         return [] if self._is_unused() else owners_in(self._index_path)
 
     def _is_unused(self) -> bool:
@@ -567,11 +583,11 @@ class _DirectoryReader(Store):
                 batch.finish(done)
 
 
-class ReadOnlyFileStore(_DirectoryReader):
+class ReadOnlyFileStore(DirectoryReader):
     """A directory that this process may not write: cells are read, none are saved.
 
-    Implements `Store` and `Listing`; ConfigError as in `FileStore`. It creates no file, records no
-    hits and removes nothing. Reads go through the page cache, as O_DIRECT cannot be tried.
+    ConfigError as in `FileStore`. It creates no file, records no hits and removes nothing. Reads go
+    through the page cache, as O_DIRECT cannot be tried.
     """
 
     capabilities = READ_ONLY
@@ -595,8 +611,8 @@ class ReadOnlyFileStore(_DirectoryReader):
         self._disk.close()
 
 
-class FileStore(_DirectoryReader):
-    """A directory of at most `size_bytes`; implements every protocol of `base.py`.
+class FileStore(DirectoryReader):
+    """A directory of at most `size_bytes`.
 
     `io` is one of `IO_CHOICES`. ConfigError if the directory cannot be used, or `uring` was asked
     for and does not work; StoreUnreachable if the disk has no space for a new directory.
@@ -723,7 +739,7 @@ class FileStore(_DirectoryReader):
         return num_removed
 
     def pin(self, keys: Sequence[str], until_ns: int) -> int:
-        """See `Pinning`. Half of the size may be pinned (`index.PINNED_SHARE`)."""
+        """Pin chunks as `Store.pin` says; half of the size may be pinned (`index.PINNED_SHARE`)."""
         chunks = [cell_of(key, UNKNOWN_CHUNK, 0).chunk for key in keys]
         count = 0
         with self._store_errors("cannot pin"):
