@@ -9,12 +9,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.worker.replicas import CHUNKS, LIMIT_S, NUM_CELLS, ReplicaRank, ranks_in_threads
+from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.transfer.ops import LoanEnded
+from vllm_kvpool.transfer.loans import Loans
+from vllm_kvpool.transfer.ops import Lent
 from vllm_kvpool.transfer.replicas import Card, ReplicaExchange
 
 SIZE = 3
@@ -41,18 +42,18 @@ def hang_at(moment: str) -> None:
     if moment == "fetching":
         FileStore.get = hang  # type: ignore[method-assign]
     elif moment == "asked":
-        ReplicaExchange.answer = hang  # type: ignore[method-assign]
-    elif moment == "copied":
-        answer = ReplicaExchange.answer
+        Loans.lend = hang  # type: ignore[method-assign]
+    elif moment == "lent":
+        send = ReplicaExchange.send
 
-        def answer_or_hang(self: ReplicaExchange, message: Any) -> None:
-            if isinstance(message, LoanEnded):
+        def send_and_hang(self: ReplicaExchange, message: Any) -> None:
+            send(self, message)
+            if isinstance(message, Lent):
                 hang()
-            answer(self, message)
 
-        ReplicaExchange.answer = answer_or_hang  # type: ignore[method-assign]
-    elif moment == "copying":
-        np.copyto = hang
+        ReplicaExchange.send = send_and_hang  # type: ignore[method-assign]
+    elif moment == "scattering":
+        CpuCopier.scatter = hang  # type: ignore[method-assign]
 
 
 def serve(pipe: Connection, rank: int, store: str, options: dict[str, object]) -> None:

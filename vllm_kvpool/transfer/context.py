@@ -4,7 +4,7 @@ Each of them owns its jobs and never touches another's. They meet in the slabs o
 (`host_cache.py`) and in the graphs of the scheduler.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,8 +20,6 @@ from vllm_kvpool.transfer.ops import (
     CellOutcome,
     Cells,
     HandOverProgress,
-    Lent,
-    LoanEnded,
     OpKind,
     Outcome,
     Part,
@@ -112,7 +110,9 @@ class TransferContext:
     breakers: list[Breaker] = field(init=False)
     write_breakers: list[Breaker] = field(init=False)
     """Breakers of puts and removes, held open for a store that is not writable."""
-    reports: list[Report | Lent | LoanEnded] = field(default_factory=list)
+    lenders: defaultdict[int, Breaker] = field(default_factory=lambda: defaultdict(Breaker))
+    """Breakers of the ranks on this host that lend slabs (`loans.py`), by number."""
+    reports: list[Report] = field(default_factory=list)
     progress: list[HandOverProgress] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
     drops: Drops = field(default_factory=Counter)

@@ -32,6 +32,8 @@ from vllm_kvpool.transfer.ops import (
     HOST,
     REPLICA,
     WRITES,
+    Ask,
+    BorrowerGone,
     CancelRequest,
     CellOutcome,
     DropSaves,
@@ -40,15 +42,14 @@ from vllm_kvpool.transfer.ops import (
     HandOverProgress,
     Landed,
     LaneName,
-    Lend,
+    LenderGone,
     Lent,
     LoadJob,
-    LoanEnded,
-    LoanOver,
     OpKind,
     Outcome,
     PrefetchJob,
     Report,
+    Returned,
     SaveJob,
     SavesDropped,
     TierHealth,
@@ -118,9 +119,11 @@ def _entries_of(batch: Batch) -> list[CacheEntry]:
 OWNERS_SHOWN = 4  # jobs named in a batch
 
 Job = LoadJob | SaveJob | PrefetchJob
-Command = CancelRequest | DropSaves | Flush | HandOverEnd | Landed | Lend | LoanOver | TierHealth
-Event = Job | BatchDone | BatchHung | Command | TimePassed
-Action = Batch | Report | HandOverProgress | Lent | LoanEnded
+Command = CancelRequest | DropSaves | Flush | HandOverEnd | Landed | TierHealth
+Message = Ask | Lent | Returned
+"""To and from the ranks on this host that hold the same KV."""
+Event = Job | BatchDone | BatchHung | Command | Message | LenderGone | BorrowerGone | TimePassed
+Action = Batch | Report | HandOverProgress | Message
 
 
 def lane_names(num_tiers: int, *, replicas: bool = False) -> list[LaneName]:
@@ -190,7 +193,7 @@ class Engine:
             self._report_host_cache()
         reports, context.reports = context.reports, []
         progress, context.progress = context.progress, []
-        return [*reports, *progress, *started]
+        return [*reports, *progress, *self.loans.take_messages(), *started]
 
     def _take(self, event: Event) -> None:
         match event:
@@ -218,10 +221,16 @@ class Engine:
                 self.saves.hand_over_ends(event)
             case Flush():
                 self.saves.flush()
-            case Lend():
+            case Ask():
                 self.loans.lend(event)
-            case LoanOver():
-                self.loans.over(event)
+            case Lent():
+                self.loans.lent(event)
+            case Returned():
+                self.loans.returned(event)
+            case LenderGone():
+                self.loans.lender_gone(event.member)
+            case BorrowerGone():
+                self.loans.borrower_gone(event.member)
             case TimePassed():
                 pass
 
@@ -243,21 +252,22 @@ class Engine:
 
     def _bind_get(self, op: Op) -> bool:
         use = SlotUse.LOAD if op.priority == Priority.LOAD else SlotUse.SAVE
-        entry = op.what.entry
-        if not (self.loans.may_begin(entry) and self.context.host_cache.assign_slots(entry, use)):
-            return False
-        self.loans.has_begun(entry)
-        return True
+        is_borrowed = op.what.tier == REPLICA
+        return is_borrowed or self.context.host_cache.assign_slots(op.what.entry, use)
 
     def _bind_gather(self, op: Op) -> bool:
         return self.context.host_cache.assign_slots(op.what.entry, SlotUse.SAVE)
 
     def _start(self) -> list[Action]:
-        batches = self.context.scheduler.take(self.context.now)
-        for batch in batches:
+        started: list[Action] = []
+        for batch in self.context.scheduler.take(self.context.now):
+            if batch.lane.tier == REPLICA:
+                self.loans.ask(batch)
+                continue
             self._describe(batch)
-        self.running.update(batches)
-        return [*batches]
+            self.running.add(batch)
+            started.append(batch)
+        return started
 
     def _describe(self, batch: Batch) -> None:
         """Fill in what the lane reads."""
@@ -275,7 +285,6 @@ class Engine:
                 attempts = op.attempts
         batch.parts = [op.what.part for op in batch.ops]
         batch.owners, batch.ready_at, batch.attempt = tuple(owners), ready_at, 1 + attempts
-        batch.generation = self.context.generation
 
     # Batches that ended
 

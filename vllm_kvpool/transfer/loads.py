@@ -287,6 +287,8 @@ class Loads:
     def scattered(self, op: Op, outcome: Outcome) -> None:
         scatter: Scatter = op.what
         entry = scatter.entry
+        if entry is not None and entry.loan is not None and entry.loan.until <= self._context.now:
+            outcome = CellOutcome.TIMED_OUT  # the lender may have reused the slots meanwhile
         if outcome is CellOutcome.DONE:
             self._context.scheduler.finish(op)
             if entry is not None and entry.prefetched:
