@@ -20,7 +20,7 @@ from vllm_kvpool.staging.slots import Slot, SlotPool
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.transfer.context import Tier
-from vllm_kvpool.transfer.engine import Action, Engine, Event, lane_names
+from vllm_kvpool.transfer.engine import Action, Engine, Event, Message, lane_names
 from vllm_kvpool.transfer.graph import Batch, BatchDone, BatchHung, LaneLimits
 from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.loans import ReplicaSet
@@ -227,6 +227,7 @@ class Bench:
         self.stalls: list[float] = []
         self.saved: list[SaveDone] = []
         self.loaded: list[LoadDone] = []
+        self.sent: list[Message] = []
 
     # Events
 
@@ -297,6 +298,8 @@ class Bench:
                 self.saved.append(action)
             elif isinstance(action, LoadDone):
                 self.loaded.append(action)
+            elif isinstance(action, Message):
+                self.sent.append(action)
             told.append(line)
         due = self.engine.next_deadline()
         is_naming = self.engine.loads.is_naming or self.engine.saves.is_naming
