@@ -95,7 +95,7 @@ BUDGET_BATCHES = 4  # bytes in flight in a lane, in batches
 LOAD_RESERVE = 4  # a quarter of the slots is for loads alone
 REPLICA_ASKS = 256  # slabs that a rank waits for from others
 REPLICA_BUDGETS = 2  # so that it asks before a lender fetches them for itself
-KEPT_SHARE = 2  # at most half of them is kept for replicas that have not asked yet
+KEPT_SHARE = 4  # at most a quarter of the slots is kept for ranks that have not asked yet
 REPLICA_CALLS = 1.5  # call_timeout_s that a borrower waits: its lender may ask a second store
 REPLICA_LOADS = 0.5  # and of load_timeout_s at most: then there is time to ask the tiers instead
 PINNED_SHARE = 4  # at most a quarter of the engine's blocks wait for their gather
@@ -575,8 +575,7 @@ class WorkerSide:
         replicas = None
         if self._exchange is not None:
             replicas = ReplicaSet(
-                me=self._exchange.number,
-                members=self._members,
+                layer_groups=self._members,
                 ask_s=ask_s,
                 loan_s=2 * ask_s,  # a borrower has as long for its scatter
                 max_retained=arena.num_slots // KEPT_SHARE,

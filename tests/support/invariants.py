@@ -198,11 +198,9 @@ def _(loans: Loans) -> None:
         assert lending.entry.pins
         assert lending.entry.state is not CacheEntryState.GONE
     assert loans._num_retained == sum(entry.num_cells for entry in loans._retained)
-    assert loans._retained.keys() <= loans._awaited.keys()
     for entry in loans._retained:
         assert entry.pins
         assert entry.state is CacheEntryState.PRESENT
-        assert loans._awaited[entry]
     assert not loans._context.host_cache.ended_loans, "a loan is not given back"
 
 

@@ -40,8 +40,7 @@ class Rank(Bench):
     """A rank's engine, the bytes in its slots, and what its copies have read."""
 
     def __init__(self, number: int, clock: FakeClock, keep: int) -> None:
-        members = {"": frozenset(RANKS)}
-        replicas = ReplicaSet(number, members, ASK_S, LOAN_S, max_retained=2)
+        replicas = ReplicaSet(("",), ASK_S, LOAN_S, max_retained=2)
         super().__init__(DISK, replicas=replicas, keep=keep, slots=4)
         self.clock = clock
         self.number = number

@@ -158,7 +158,7 @@ class Engine:
         self.saves = SaveManager(self.context, write_back=write_back)
         self._fetches = Fetches(self.context, self.saves.copy_up)
         self.loans = Loans(self.context, self._fetches, replicas)
-        self.loads = Loads(self.context, self._fetches, self.loans.wanted)
+        self.loads = Loads(self.context, self._fetches)
         self.hung_calls = HungCalls(host_cache)
         self.running: set[Batch] = set()
         """Batches that lanes have, but for those that hang."""
@@ -168,7 +168,7 @@ class Engine:
             OpKind.SEAL: self.saves.sealed,
             OpKind.PUT: self.saves.put,
             OpKind.GET: self._fetches.got,
-            OpKind.CHECK: self._fetches.checked,
+            OpKind.CHECK: self._checked,
             OpKind.SCATTER: self.loads.scattered,
             OpKind.REMOVE: self._fetches.removed,
         }
@@ -307,6 +307,10 @@ class Engine:
         handle = self._handlers[lane.kind]
         for op, outcome in zip(batch.ops, outcomes, strict=True):
             handle(op, outcome)
+
+    def _checked(self, op: Op, outcome: Outcome) -> None:
+        self._fetches.checked(op, outcome)
+        self.loans.retain(op.what.entry)
 
     def _forget(self, generation: int | None) -> None:
         """A reset: no cell from before it may be found after it."""

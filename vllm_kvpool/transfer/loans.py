@@ -16,12 +16,12 @@ borrower's process has ended, or after `loan_s`. Slots of a dead lender keep the
 hands them out. A borrower waits `ask_s` for an answer, then fetches for itself, and leaves a late
 lender alone for a while. A lender fetches from stores only, so no two ranks wait for each other.
 
-Members get the same plans at different moments. Without a host tier a fetched slab is retained
-until each member has wanted it, for `HOLD_S` at most, in at most `max_retained` slots.
+Members get the same plans at different moments. So, without a host tier, the slabs that were
+fetched last are retained for `HOLD_S`, in at most `max_retained` slots.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -50,13 +50,9 @@ HOLD_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSet:
-    """The ranks on this host that hold the same KV, by number, `me` included.
+    """The limits of loans, and the layer groups that other ranks on this host hold as well."""
 
-    `members` has one set for each layer group that is replicated on this host.
-    """
-
-    me: int
-    members: Mapping[str, frozenset[int]]
+    layer_groups: Collection[str]
     ask_s: float
     loan_s: float  # longer than `ask_s`
     max_retained: int  # slots
@@ -79,15 +75,13 @@ class Loans:
     ) -> None:
         self._context = context
         self._fetches = fetches
-        self._set = replicas or ReplicaSet(0, {}, 0.0, 0.0, 0)
+        self._set = replicas or ReplicaSet((), 0.0, 0.0, 0)
         self._num_asked = 0
         # In order of time: borrowed slabs that no answer has come for, and lent ones.
         self._asked: dict[tuple[int, int], tuple[Batch, float]] = {}
         self._lent: dict[tuple[int, int], _Lending] = {}
-        self._awaited: dict[CacheEntry, set[int]] = {}  # members that have not wanted a slab yet
         self._retained: dict[CacheEntry, float] = {}  # until when, in order
         self._num_retained = 0  # slots
-        self._silent: set[int] = set()  # members that let retained slabs expire, or have gone
         # To be sent, by member:
         self._asks: defaultdict[int, list[tuple[int, Slab]]] = defaultdict(list)
         self._answers: defaultdict[int, list[tuple[int, Sequence[Slot]]]] = defaultdict(list)
@@ -177,8 +171,7 @@ class Loans:
             if entry is None:
                 self._answers[event.member].append((loan_id, ()))
                 continue
-            context.host_cache.pin(entry)  # before `wanted`, which may drop its own pin
-            self.wanted(entry, owner, event.member)
+            context.host_cache.pin(entry)
             lending = self._lent[key] = _Lending(entry, context.now + self._set.loan_s)
             if entry.op is None:
                 self._arrived(key)
@@ -222,7 +215,6 @@ class Loans:
 
     def borrower_gone(self, member: int) -> None:
         """The member's process has ended, or reads nothing any more."""
-        self._silent.add(member)
         for key in [key for key in self._lent if key[0] == member]:
             self._release(key)
 
@@ -237,41 +229,23 @@ class Loans:
 
     # Retaining, without a host tier
 
-    def wanted(self, entry: CacheEntry, owner: Owner, member: int | None = None) -> None:
-        """A member, by default this rank, wants a slab that this rank fetches for its set."""
-        context, members = self._context, self._set.members
-        group = members and members.get(layer_group_of(entry.slab.chunk.id))
-        if not group or context.host_cache.capacity:
+    def retain(self, entry: CacheEntry) -> None:
+        """Keep a slab that has been fetched for all members a while, and drop the oldest one."""
+        is_shared = layer_group_of(entry.slab.chunk.id) in self._set.layer_groups
+        if not is_shared or self._context.host_cache.capacity:
             return
-        member = self._set.me if member is None else member
-        self._silent.discard(member)
-        if (left := self._awaited.get(entry)) is not None:
-            left.discard(member)
-            if not left:
-                self._drop(entry)
-        elif left := set(group - self._silent - {member}):
-            self._awaited[entry] = left
-            after = () if entry.op is None else (entry.op,)
-            marker = Marker(partial(self._retain, entry), partial(self._drop, entry))
-            context.scheduler.add(owner, None, marker, after=after)
+        if entry.state is CacheEntryState.PRESENT and entry.indexed:
+            self._context.host_cache.pin(entry)
+            self._retained[entry] = self._context.now + HOLD_S
+            self._num_retained += entry.num_cells
+        while self._num_retained > self._set.max_retained:
+            self._drop_oldest()
 
-    def _retain(self, entry: CacheEntry) -> None:
-        """Pin a slab that has arrived, if a member has yet to want it."""
-        num_slots = self._num_retained + entry.num_cells
-        is_here = entry.state is CacheEntryState.PRESENT and entry.indexed
-        if entry not in self._awaited or not is_here or num_slots > self._set.max_retained:
-            self._awaited.pop(entry, None)
-            return
-        self._context.host_cache.pin(entry)
-        self._retained[entry] = self._context.now + HOLD_S
-        self._num_retained = num_slots
-
-    def _drop(self, entry: CacheEntry) -> None:
-        """Retain a slab no longer."""
-        self._awaited.pop(entry, None)
-        if self._retained.pop(entry, None) is not None:
-            self._num_retained -= entry.num_cells
-            self._context.host_cache.unpin(entry)
+    def _drop_oldest(self) -> None:
+        entry = next(iter(self._retained))
+        del self._retained[entry]
+        self._num_retained -= entry.num_cells
+        self._context.host_cache.unpin(entry)
 
     # Deadlines and resets
 
@@ -287,9 +261,8 @@ class Loans:
             self._end(key, CellOutcome.TIMED_OUT)
         while self._lent and (key := next(iter(self._lent))) and self._lent[key].until <= now:
             self._release(key)
-        while self._retained and self._retained[entry := next(iter(self._retained))] <= now:
-            self._silent |= self._awaited[entry]
-            self._drop(entry)
+        while self._retained and next(iter(self._retained.values())) <= now:
+            self._drop_oldest()
 
     def next_time(self) -> float | None:
         """When the first of these times is over."""
@@ -299,5 +272,5 @@ class Loans:
 
     def forget(self) -> None:
         """A reset: drop all retained slabs. Loans go on, with slabs from before it."""
-        for entry in list(self._retained):
-            self._drop(entry)
+        while self._retained:
+            self._drop_oldest()
