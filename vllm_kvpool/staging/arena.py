@@ -108,7 +108,7 @@ class Arena:
         # By owner: this rank, then members by number: addresses of first slots, bytes of a slot.
         self._owners = np.array([[address + start, self.slot_bytes]], np.int64)
         self._num_slots_of: dict[int, int] = {}
-        self._mapped: list[mmap.mmap] = []
+        self._mapped: list[Buffer] = []  # slots of members
         self.whole = Buffer(address + start, memoryview(self._memory)[start : start + nbytes])
         self.spare = Buffer(
             self.whole.address + slots_nbytes,
@@ -156,15 +156,15 @@ class Arena:
         owners[: len(self._owners)] = self._owners
         owners[number + 1] = address, slot_bytes
         self._owners, self._num_slots_of[number] = owners, num_slots
-        self._mapped.append(memory)
+        slots = Buffer(address, memoryview(memory)[start : start + num_slots * slot_bytes])
+        self._mapped.append(slots)
         if on_mapped:
-            view = memoryview(memory)[start : start + num_slots * slot_bytes]
-            self._in_background(self._each_part, Buffer(address, view), slot_bytes, on_mapped)
+            self._in_background(self._each_part, slots, slot_bytes, on_mapped)
 
     @property
     def num_mapped_bytes(self) -> int:
-        """Bytes of this arena and of those of other ranks."""
-        return self.whole.nbytes + sum(map(len, self._mapped))
+        """Bytes of this arena, and of other ranks' slots."""
+        return self.whole.nbytes + sum(slots.nbytes for slots in self._mapped)
 
     def member_slots(self, number: int, slots: Sequence[int]) -> tuple[Slot, ...]:
         """Return the slots of another rank as `payload_addresses` takes them, or ValueError."""
