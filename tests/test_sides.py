@@ -624,8 +624,8 @@ def test_how_much_of_the_memory_is_page_locked_is_a_metric(
     rank = one_rank([HOST, tiers.memory])
     arena = rank.side._arena
     assert arena is not None
-    assert arena._thread is not None
-    arena._thread.join(30)
+    [thread] = arena._threads
+    thread.join(30)
     share = rank.side.registry.snapshot()["kvpool_page_locked_share"]
     assert share == (0.0 if is_refused else 1.0)
     rank.close()

@@ -116,6 +116,7 @@ class Arena:
         )
         self._committed = 0
         self._threads: list[threading.Thread] = []
+        self._acting = threading.Lock()
         self._closing = False
         self._commit(count * self.slot_bytes)
 
@@ -214,12 +215,16 @@ class Arena:
         )
 
     def _each_part(self, whole: Buffer, slot_bytes: int, act: Callable[[Buffer], None]) -> None:
-        """Call `act` with parts of whole slots, in order, until the arena is closed."""
+        """Call `act` with parts of whole slots, in order, until the arena is closed.
+
+        One thread calls at a time.
+        """
         step = max(1, COMMIT_STEP_BYTES // slot_bytes) * slot_bytes
         for start in range(0, whole.nbytes, step):
             if self._closing:
                 return
-            act(Buffer(whole.address + start, whole.view[start : start + step]))
+            with self._acting:
+                act(Buffer(whole.address + start, whole.view[start : start + step]))
 
     def _commit(self, stop: int) -> None:
         start, self._committed = self._committed, stop

@@ -10,7 +10,6 @@ kinds may be mixed. `torch_npu` is imported when the first NPU is met.
 """
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -236,18 +235,14 @@ class PageLock:
 
     def __init__(self, locker: Locker) -> None:
         self._locker = locker
-        self._mutex = threading.Lock()
         self._locked: list[int] = []
         self._refused = False
         self.num_bytes = 0  # locked
 
     def lock(self, part: Buffer) -> None:
         """Lock a part of whole slots: no copy may cross from one part to another."""
-        with self._mutex:
-            if not self._refused:
-                self._lock(part)
-
-    def _lock(self, part: Buffer) -> None:
+        if self._refused:
+            return
         reason = self._locker.lock(part.address, part.nbytes)
         if reason:
             self._refused = True
