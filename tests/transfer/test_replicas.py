@@ -1,6 +1,7 @@
 """The exchange between ranks of a host: messages, mapped memory, and what ends a connection."""
 
 import contextlib
+import ctypes
 import mmap
 import os
 import socket
@@ -10,7 +11,6 @@ from functools import partial
 from queue import SimpleQueue
 
 import msgspec
-import numpy as np
 import pytest
 
 from vllm_kvpool.identity.keys import HeadShard, LayerSpan
@@ -134,7 +134,7 @@ def test_lent_slots_are_mapped(pair: Pair) -> None:
     assert isinstance(lent, Lent)
     addresses = pair.borrower.arena.payload_addresses([*lent.loans[0][1], Slot(4)])
     payload = CELL_BYTES - HEADER_BYTES
-    read = [bytes((np.ctypeslib.ctypes.c_char * payload).from_address(int(a))) for a in addresses]
+    read = [bytes((ctypes.c_char * payload).from_address(int(a))) for a in addresses]
     assert read == [bytes([number]) * payload for number in (5, 9, 4)], "the last is its own"
 
 

@@ -131,8 +131,11 @@ class ReplicaRank:
         return self.count("kvpool_cells", direction="load", store="file")
 
     def borrowed(self, outcome: str = "done") -> float:
-        """Cells asked of a replica, by outcome, as the engine thread has counted by now."""
-        time.sleep(2 * IDLE_TICK_S)  # it hands its counts over when it wakes
+        """Cells asked of a replica, by outcome."""
+        deadline = time.monotonic() + LIMIT_S
+        while self.side._executor._engine.context.counts:  # not in the registry yet
+            assert time.monotonic() < deadline, "the engine thread does not wake"
+            time.sleep(IDLE_TICK_S / 10)
         return self.count("kvpool_cells", direction="load", store="replica", outcome=outcome)
 
     @property

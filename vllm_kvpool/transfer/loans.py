@@ -1,23 +1,12 @@
 """Loans of host memory between the ranks of a host that hold the same KV (pure; engine thread's).
 
-One of these ranks fetches a chunk and checks it. The others ask for its slabs, and scatter them
-straight out of its slots, which every member has mapped (`replicas.py`).
+One of these ranks fetches and checks a chunk. The others scatter it straight out of its slots:
 
     borrower's engine                             lender's engine
-    Ask (loans, slabs, generation)   ──────────▶  fetches what is not here, pins
+    Ask (loans, slabs, generation)   ──────────▶  fetches absent slabs, pins
                                      ◀──────────  Lent (slots; none: it has not got the slab)
     scatters, then looks at the time
     Returned (loans)                 ──────────▶  unpins
-
-A loan lasts `loan_s`. The borrower counts from before it asks, the lender from when it has been
-asked, so a borrower's loan ends first: a scatter that ended in time read what was lent, and any
-other is a lost cell (`loads.py: scattered`). The lender unpins when the slab is returned, when the
-borrower's process has ended, or after `loan_s`. Slots of a dead lender keep their bytes: nobody
-hands them out. A borrower waits `ask_s` for an answer, then fetches for itself, and leaves a late
-lender alone for a while. A lender fetches from stores only, so no two ranks wait for each other.
-
-Members get the same plans at different moments. So, without a host tier, the slabs that were
-fetched last are retained for `HOLD_S`, in at most `max_retained` slots.
 """
 
 from collections import defaultdict
@@ -68,7 +57,18 @@ class _Lending:
 
 
 class Loans:
-    """What this rank borrows, lends and retains; a loan is named by the other member and an id."""
+    """What this rank borrows, lends and retains; a loan is named by the other member and an id.
+
+    A loan lasts `loan_s`: for the borrower since before it asks, for the lender since it was asked.
+    So a scatter that ends in time has read what was lent; one that ends later is a lost cell
+    (`loads.py`). The lender unpins when the slab is returned, the borrower's process has ended, or
+    `loan_s` is over. Slots of a dead lender keep their bytes: nobody hands them out. A borrower
+    waits `ask_s` for an answer, then fetches for itself, and leaves that lender alone for a while.
+    A lender fetches from stores only, so no two ranks wait for each other.
+
+    Members get the same plans at different moments. So, without a host tier, the slabs that were
+    fetched last are retained for `HOLD_S`, in at most `max_retained` slots.
+    """
 
     def __init__(
         self, context: TransferContext, fetches: Fetches, replicas: ReplicaSet | None
