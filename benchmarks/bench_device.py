@@ -313,7 +313,7 @@ class Rig:
         )
         self.batches: Counter[str] = Counter()
         copy_bytes = copy_batch_bytes(device, STAGING_CELLS * SLOT_BYTES)
-        lanes = lanes_of(tiers, copy_bytes, copiers[0].num_threads, None)
+        lanes = lanes_of(tiers, copy_bytes, copiers[0].num_threads)
         engine = Engine(
             HostCache(
                 SlotPool(num_slots, STAGING_CELLS // LOAD_RESERVE),

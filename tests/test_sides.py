@@ -624,8 +624,8 @@ def test_how_much_of_the_memory_is_page_locked_is_a_metric(
     rank = one_rank([HOST, tiers.memory])
     arena = rank.side._arena
     assert arena is not None
-    assert arena._thread is not None
-    arena._thread.join(30)
+    [thread] = arena._threads
+    thread.join(30)
     share = rank.side.registry.snapshot()["kvpool_page_locked_share"]
     assert share == (0.0 if is_refused else 1.0)
     rank.close()
@@ -647,7 +647,7 @@ def test_checksums_have_as_many_threads_as_the_machine_can_spare(
     """The model of a CPU engine needs the cores itself."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
     assert sides.spare_threads(device, ranks) == threads
-    lanes = sides.lanes_of(sides.OpenTiers((), (), (), ()), 8 << 20, 1, None, threads)
+    lanes = sides.lanes_of(sides.OpenTiers((), (), (), ()), 8 << 20, 1, threads)
     for kind in (OpKind.SEAL, OpKind.CHECK):
         count, limits = lanes[LaneName(kind, ops.HOST)]
         assert count == threads
@@ -703,7 +703,7 @@ def test_a_tier_has_as_many_lanes_as_its_url_says(tiers: Tiers) -> None:
 def test_a_put_of_files_takes_two_batches_at_a_time(tiers: Tiers) -> None:
     specs = [parse_store_url(url) for url in (tiers.memory, tiers.file)]
     opened = sides.open_tiers(specs, CallTimeouts(call_s=5.0, answer_s=5.0), segment=False)
-    lanes = sides.lanes_of(opened, 8 << 20, 1, None)
+    lanes = sides.lanes_of(opened, 8 << 20, 1)
     for lane, factor in zip(
         itertools.product((OpKind.PUT, OpKind.GET), (0, 1)), (1, 2, 1, 1), strict=True
     ):
@@ -749,7 +749,7 @@ def test_a_copy_between_devices_takes_more_at_a_time(
 ) -> None:
     opened = sides.OpenTiers((), (), (), ())
     assert sides.copy_batch_bytes(device, staging_bytes) == most_bytes
-    lanes = sides.lanes_of(opened, most_bytes, 2, None)
+    lanes = sides.lanes_of(opened, most_bytes, 2)
     for kind in (OpKind.GATHER, OpKind.SCATTER):
         threads, limits = lanes[LaneName(kind, ops.HOST)]
         assert threads == 2

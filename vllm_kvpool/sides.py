@@ -93,9 +93,9 @@ COPY_SHARE = 8  # a copy's batch is an eighth of the slots at most
 COPY_CELL_BYTES = 128 << 10  # of smaller cells a copy's batch has fewer bytes
 BUDGET_BATCHES = 4  # bytes in flight in a lane, in batches
 LOAD_RESERVE = 4  # a quarter of the slots is for loads alone
-REPLICA_BATCH_CELLS = 32
-REPLICA_SHARE = 4  # at most a quarter of the slots waits for replicas, which may wait for ours
-KEPT_SHARE = 2  # at most half of them is kept for replicas that have not asked yet
+REPLICA_ASKS = 256  # slabs that a rank waits for from others
+REPLICA_BUDGETS = 2  # so that it asks before a lender fetches them for itself
+KEPT_SHARE = 4  # at most a quarter of the slots is kept for ranks that have not asked yet
 REPLICA_CALLS = 1.5  # call_timeout_s that a borrower waits: its lender may ask a second store
 REPLICA_LOADS = 0.5  # and of load_timeout_s at most: then there is time to ask the tiers instead
 PINNED_SHARE = 4  # at most a quarter of the engine's blocks wait for their gather
@@ -106,7 +106,6 @@ VLLM_SHUTDOWN_S = 4.0  # vLLM kills worker processes about a second later
 REQUIRED_WAIT_S = 120.0  # Mooncake tries for 90 s
 SPARE_SHARE = 4  # a quarter of a worker's cores computes checksums
 MAX_SEAL_THREADS = 4  # more than a link to a device brings
-REPLICA_LANES = 2  # one copies while the other waits
 HOST_DEVICE: Device = HostDevice()
 
 
@@ -215,22 +214,22 @@ def lanes_of(
     tiers: OpenTiers,
     copy_bytes: int,
     copy_threads: int,
-    replica_bytes: int | None,
     seal_threads: int = 1,
+    *,
+    replicas: bool = False,
 ) -> dict[LaneName, tuple[int, LaneLimits]]:
     """Return the number of threads of each lane, and its limits.
 
     `copy_bytes`: most of a gather or scatter; `copy_threads`: as `Copier.num_threads`.
     `seal_threads`: those of seals and of checks, whose checksums take one core each.
-    `replica_bytes`: most of what may wait for other ranks that hold the same KV; None without any.
+    `replicas`: other ranks on this host hold the same KV. No thread waits for those.
     """
     lanes = {}
-    for lane in lane_names(len(tiers.stores), replicas=replica_bytes is not None):
+    for lane in lane_names(len(tiers.stores), replicas=replicas):
         threads, cells, nbytes, budget = 1, BATCH_CELLS, BATCH_BYTES, BUDGET_BATCHES * BATCH_BYTES
         if lane.tier == REPLICA:
-            assert replica_bytes is not None
-            threads, cells, budget = REPLICA_LANES, REPLICA_BATCH_CELLS, replica_bytes
-            nbytes = HOST_DEVICE.copy_batch_bytes
+            lanes[lane] = 0, LaneLimits(REPLICA_ASKS, 1, 1, REPLICA_BUDGETS * budget)
+            continue
         elif lane.kind is OpKind.FENCE:
             cells = 1  # a plan waits for its own fence, not for those after it
         elif lane.kind in COPIES:
@@ -568,27 +567,25 @@ class WorkerSide:
             verify_checksum=config.verify is Verify.CHECKSUM,
             registry=self.registry,
             trace=self._trace,
-            borrow=None if self._exchange is None else self._exchange.borrow,
             encrypted=self._encrypted,
             zeros=_zeros(planner),
         )
-        borrow_timeout_s = min(
-            REPLICA_CALLS * config.call_timeout_s, REPLICA_LOADS * config.load_timeout_s
-        )
+        ask_s = min(REPLICA_CALLS * config.call_timeout_s, REPLICA_LOADS * config.load_timeout_s)
         staging = arena.num_slots - arena.num_kept
-        replicas = replica_bytes = None
+        replicas = None
         if self._exchange is not None:
-            replica_bytes = staging // REPLICA_SHARE * arena.slot_bytes
             replicas = ReplicaSet(
-                me=self._exchange.number,
-                members=self._members,
-                loan_s=2 * borrow_timeout_s,  # more than a borrower waits
+                layer_groups=self._members,
+                ask_s=ask_s,
+                loan_s=2 * ask_s,  # a borrower has as long for its scatter
                 max_retained=arena.num_slots // KEPT_SHARE,
             )
         copy_bytes = copy_batch_bytes(self._device, staging * arena.slot_bytes)
         copy_threads = min(copier.num_threads for copier in copiers)
         seal_threads = spare_threads(self._device, place.ranks_on_host)
-        lanes = lanes_of(self._tiers, copy_bytes, copy_threads, replica_bytes, seal_threads)
+        lanes = lanes_of(
+            self._tiers, copy_bytes, copy_threads, seal_threads, replicas=replicas is not None
+        )
         engine = Engine(
             HostCache(
                 SlotPool(arena.num_slots, staging // LOAD_RESERVE),
@@ -621,24 +618,25 @@ class WorkerSide:
             call_timeout_s=config.call_timeout_s,
             on_hung=lambda lane: stores[lane.tier].report_hung(writes=lane.kind in WRITES),
             on_lane_start=self._device.enter_thread,
-            lender=self._exchange,
+            exchange=self._exchange,
             notices=self._notices,
             record_span=self._record_span,
         )
+        lock_pages = partial(self._lock_pages, arena) if self._page_lock else None
         if self._exchange is not None:
-            self._exchange.start(arena, executor.post, borrow_timeout_s)
+            self._exchange.start(arena, executor.post, lock_pages)
         for tier, store in enumerate(stores):
             store.listen(partial(_post_health, executor, tier))
         if stores and place.rank == 0:
             self._manifests = ManifestWriter(stores, arena.spare)
-        arena.commit_in_background(partial(self._lock_pages, arena) if self._page_lock else None)
+        arena.commit_in_background(lock_pages)
         return executor
 
     def _lock_pages(self, arena: Arena, part: Buffer) -> None:
         """Page-lock a part of the arena, and tell how much is locked (the arena's thread)."""
         assert self._page_lock is not None
         self._page_lock.lock(part)
-        share = self._page_lock.num_bytes / arena.whole.nbytes
+        share = self._page_lock.num_bytes / arena.num_mapped_bytes
         self.registry.set("kvpool_page_locked_share", share)
 
     def use_namespace(self, namespace: Namespace, drafter: str = "") -> None:
@@ -654,10 +652,10 @@ class WorkerSide:
 
     def close(self) -> None:
         """Finish saves for a bounded time, end the threads, release memory and stores."""
-        if self._exchange is not None:  # replicas ask the tiers from now on
-            self._exchange.close()
         until = time.monotonic() + self._shutdown_s
         stores_idle = self._executor.close(self._shutdown_s)
+        if self._exchange is not None:  # lent slots are read no more
+            self._exchange.close()
         if self._notices is not None:  # what was stored last is told
             self._notices.close()
         if self._manifests is not None:

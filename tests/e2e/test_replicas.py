@@ -54,5 +54,9 @@ def test_a_prompt_is_fetched_once_for_both_ranks(
         assert read.cached_tokens == 1024
         same(read, wanted)
         assert len(cell_files(tmp_path / "pool")) == 2 * share
-    same_for_both = {"store=file,outcome=done}": share, "store=replica,outcome=done}": share}
-    assert [loaded_cells(stats, rank) for rank in range(2)] == [same_for_both] * 2
+    for rank in range(2):
+        cells = loaded_cells(stats, rank)
+        assert cells.pop("store=replica,outcome=done}") == share
+        # The second load may find slabs that are retained since the first.
+        assert share / 2 <= cells.pop("store=file,outcome=done}") <= share
+        assert not cells

@@ -40,8 +40,8 @@ def test_every_slot_is_locked_in_one_part(monkeypatch: pytest.MonkeyPatch) -> No
     accounts = Accounts()
     page_lock = PageLock(accounts)
     arena.commit_in_background(page_lock.lock)
-    assert arena._thread is not None
-    arena._thread.join(30)
+    [thread] = arena._threads
+    thread.join(30)
     assert arena.close()
     ends = [arena.whole.address]
     for address, nbytes in accounts.locked.items():
@@ -58,8 +58,8 @@ def test_memory_that_is_committed_already_is_locked_too() -> None:
     arena = Arena(1 << 20, CELL_BYTES)
     accounts = Accounts()
     arena.commit_in_background(PageLock(accounts).lock)
-    assert arena._thread is not None
-    arena._thread.join(30)
+    [thread] = arena._threads
+    thread.join(30)
     assert accounts.locked == {arena.whole.address: arena.whole.nbytes}
 
 

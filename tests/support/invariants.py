@@ -194,16 +194,14 @@ def _(loads: Loads) -> None:
 
 @check.register
 def _(loans: Loans) -> None:
-    assert loans._slots_retained.keys() <= loans._retained.keys()
-    for loan in loans._loans.values():
-        held = [each for each in loan.slabs if not each.over]
-        assert all(
-            each.entry.pins and each.entry.state is not CacheEntryState.GONE for each in held
-        )
-        assert loan.num_open == sum(not loan.slots[each.place] for each in held)
-    for retained in loans._retained.values():
-        assert retained.left or retained.until is None
-        assert retained.until is None or retained.entry.pins
+    for lending in loans._lent.values():
+        assert lending.entry.pins
+        assert lending.entry.state is not CacheEntryState.GONE
+    assert loans._num_retained == sum(entry.num_cells for entry in loans._retained)
+    for entry in loans._retained:
+        assert entry.pins
+        assert entry.state is CacheEntryState.PRESENT
+    assert not loans._context.host_cache.ended_loans, "a loan is not given back"
 
 
 @check.register

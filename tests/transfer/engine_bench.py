@@ -3,7 +3,8 @@
 `"a b"` are two slabs of one cell, each of a chunk; `"a0 a1 b0 b1"` two slabs of two cells: the
 letter is the chunk. `"a?"` is an optional slab of chunk `a`. Batch 3, of the lane GET of tier 0
 and with two cells, reads `"3 get-0 a b"`, and the reports `"loaded 1 to 2 missing"`,
-`"gathered 1"`, `"saved 1: 2 done"` and `"host +a -b"`.
+`"gathered 1"`, `"saved 1: 2 done"` and `"host +a -b"`. Messages to other ranks read `"asks 1: a"`,
+`"lends 1: 7 yes, 8 no"` (loans by id) and `"returns 1: 7"`.
 """
 
 from collections.abc import Callable
@@ -20,11 +21,13 @@ from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.storage.health import CallKind, StoreAccess, StoreHealth
 from vllm_kvpool.transfer.context import TRANSIENT, Tier
-from vllm_kvpool.transfer.engine import Action, Engine, Event, lane_names
+from vllm_kvpool.transfer.engine import Action, Engine, Event, Message, lane_names
 from vllm_kvpool.transfer.graph import Batch, BatchDone, BatchHung, LaneLimits
 from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.loans import ReplicaSet
 from vllm_kvpool.transfer.ops import (
+    REPLICA,
+    Ask,
     CancelRequest,
     CellOutcome,
     DropSaves,
@@ -38,11 +41,11 @@ from vllm_kvpool.transfer.ops import (
     LoadDone,
     LoadJob,
     LoadPlan,
-    LoanEnded,
     OpKind,
     Outcome,
     PrefetchJob,
     PrefetchPlan,
+    Returned,
     SaveDone,
     SaveGathered,
     SaveJob,
@@ -70,6 +73,7 @@ OPTIONAL = replace(PLACE, is_draft=True, is_optional=True)
 
 WIDE = LaneLimits(batches=2, batch_ops=64, batch_bytes=1 << 30, budget_bytes=1 << 30)
 SINGLE = LaneLimits(batches=2, batch_ops=1, batch_bytes=1 << 30, budget_bytes=1 << 30)
+ASKS = LaneLimits(batches=64, batch_ops=1, batch_bytes=1, budget_bytes=1 << 30)
 
 MOST_LINES = 100_000  # of a run: more is a loop
 
@@ -170,10 +174,14 @@ def in_words(action: Action) -> str:
             return f"saved {job}: {counts_of(outcomes)}"
         case HostCacheChange(added, removed):
             return " ".join(["host", *(f"+{g}" for g in added), *(f"-{g}" for g in removed)])
-        case Lent(loan, slots):
-            return f"lent {loan}: {' '.join('yes' if each else 'no' for each in slots)}"
-        case LoanEnded(loan, held):
-            return f"loan {loan} was {'' if held else 'not '}held"
+        case Ask(member, loans):
+            cells = (key for _, slab in loans for key in slab.cell_keys())
+            return f"asks {member}: {' '.join(cells)}"
+        case Lent(member, loans):
+            told = (f"{loan} {'yes' if slots else 'no'}" for loan, slots in loans)
+            return f"lends {member}: {', '.join(told)}"
+        case Returned(member, loans):
+            return f"returns {member}: {' '.join(map(str, loans))}"
         case SavesDropped(generation):
             return f"dropped {generation}"
 
@@ -210,7 +218,7 @@ class Bench:
         self.engine = Engine(
             self.host_cache,
             tiers,
-            {name: own.get(name.kind, limits) for name in names},
+            {name: ASKS if name.tier == REPLICA else own.get(name.kind, limits) for name in names},
             write_back=write_back,
             slot_bytes=CELL_BYTES,
             replicas=replicas,
@@ -228,6 +236,7 @@ class Bench:
         self.stalls: list[float] = []
         self.saved: list[SaveDone] = []
         self.loaded: list[LoadDone] = []
+        self.sent: list[Message] = []
 
     # Events
 
@@ -335,6 +344,8 @@ class Bench:
                 self.saved.append(action)
             elif isinstance(action, LoadDone):
                 self.loaded.append(action)
+            elif isinstance(action, Message):
+                self.sent.append(action)
             told.append(line)
         due = self.engine.next_deadline()
         is_naming = self.engine.loads.is_naming or self.engine.saves.is_naming

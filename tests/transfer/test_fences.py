@@ -148,7 +148,7 @@ def test_pages_of_an_optional_cell_are_not_cleared_if_the_fence_fails() -> None:
 
 def test_the_lane_takes_fences_one_by_one() -> None:
     """In one batch the first would be reported with the last."""
-    _, limits = lanes_of(OpenTiers((), (), (), ()), 1 << 20, 1, None)[LaneName(OpKind.FENCE, HOST)]
+    _, limits = lanes_of(OpenTiers((), (), (), ()), 1 << 20, 1)[LaneName(OpKind.FENCE, HOST)]
     assert limits.batch_ops == 1
 
 

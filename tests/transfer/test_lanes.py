@@ -21,13 +21,12 @@ from vllm_kvpool.layout.topology import LocalCell, Piece
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Retention, Store
+from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Retention, Store
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, verify, write_header
 from vllm_kvpool.transfer.graph import Batch, Op, Owner, Priority
 from vllm_kvpool.transfer.lanes import BatchRunner
 from vllm_kvpool.transfer.ops import (
     HOST,
-    REPLICA,
     CellOutcome,
     Cells,
     JobPages,
@@ -776,35 +775,6 @@ def test_stored_cells_of_a_slab_are_pinned_where_its_chunk_is() -> None:
     batch.parts = [first._replace(slab=first.slab._replace(chunk=chunk)), second]
     assert bench.runner.perform(batch) == [(EXISTED, DONE, EXISTED), EXISTED]
     assert pins == [(["key-a", "key-c"], 77)]
-
-
-def test_slabs_of_a_replica_are_borrowed_into_their_slots() -> None:
-    """One outcome each, which counts for all cells of the slab."""
-    bench = Bench()
-    asked: list[tuple[list[str], int]] = []
-
-    def borrow(
-        slabs: Sequence[Slab], buffers: Sequence[Sequence[Buffer]], generation: int
-    ) -> list[CellOutcome]:
-        asked.append(([slab.id for slab in slabs], generation))
-        for number, cells in enumerate(buffers):
-            for cell in cells:
-                cell.view[HEADER_BYTES:] = bytes([number]) * PAYLOAD_BYTES
-        return [DONE, MISSING]
-
-    bench.runner = replace(bench.runner, borrow=borrow)
-    batch = batch_of(OpKind.GET, "key-a key-b", "key-c", tier=REPLICA)
-    batch.generation = 5
-    assert bench.runner.perform(batch) == [DONE, MISSING]
-    assert asked == [(["chunk", "chunk"], 5)]
-    assert [bench.payload(i) for i in range(3)] == [
-        bytes([number]) * PAYLOAD_BYTES for number in (0, 0, 1)
-    ]
-    cells = "kvpool_cells{direction=load,store=replica,outcome="
-    assert bench.counts("kvpool_cells") == {f"{cells}done}}": 2, f"{cells}missing}}": 1}
-    assert bench.counts("kvpool_bytes") == {
-        "kvpool_bytes{direction=load,store=replica}": 2 * CELL_BYTES
-    }
 
 
 def test_a_fence_that_fails_is_traced_as_such() -> None:

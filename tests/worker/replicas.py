@@ -22,6 +22,7 @@ from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
+from vllm_kvpool.transfer.executor import IDLE_TICK_S
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, PrefetchPlan, SavePlan
 from vllm_kvpool.transfer.replicas import Card
 from vllm_kvpool.worker import StepResults
@@ -127,12 +128,15 @@ class ReplicaRank:
     @property
     def gets(self) -> float:
         """Cells that came from a store."""
-        return self.count("kvpool_cells", direction="load") - self.borrowed("")
+        return self.count("kvpool_cells", direction="load", store="file")
 
     def borrowed(self, outcome: str = "done") -> float:
-        """Cells asked of a replica, by outcome; "" for all."""
-        labels = {"outcome": outcome} if outcome else {}
-        return self.count("kvpool_cells", direction="load", store="replica", **labels)
+        """Cells asked of a replica, by outcome."""
+        deadline = time.monotonic() + LIMIT_S
+        while self.side._executor._engine.context.counts:  # not in the registry yet
+            assert time.monotonic() < deadline, "the engine thread does not wake"
+            time.sleep(IDLE_TICK_S / 10)
+        return self.count("kvpool_cells", direction="load", store="replica", outcome=outcome)
 
     @property
     def num_kept(self) -> int:

@@ -37,7 +37,8 @@ COMMIT_STEP_BYTES = 64 << 20
 CLOSE_WAIT_S = 2.0
 HUGE_PAGE_BYTES = 2 << 20
 _MAP_HUGETLB = 0x40000
-_SEAL_FUTURE_WRITE = 0x10  # since Linux 5.1
+MEMBER_BITS = 32  # of a slot's number; the bits above tell whose slot it is
+_PLACE = (1 << MEMBER_BITS) - 1
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
 
@@ -54,7 +55,7 @@ class Arena:
     `alignment` bytes, a power of two. `memory_from(n)` may provide n bytes as writable uint8; with
     None the arena allocates them: in huge pages if the system has set any aside, else in
     transparent ones if it grants them; if `shared` in a memory file without a name, which other
-    processes may map read-only.
+    ranks on this host map (`add_member`).
     """
 
     def __init__(
@@ -102,16 +103,20 @@ class Arena:
                     f"the system refuses ({error}); lower them, or raise its limit (ulimit -v, "
                     "vm.overcommit_memory)"
                 ) from error
-        self.file_bytes = len(self._memory)
         address = int(np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0])
-        start = self._start = -address % alignment
+        start = self.file_start = -address % alignment
+        # By owner: this rank, then members by number: addresses of first slots, bytes of a slot.
+        self._owners = np.array([[address + start, self.slot_bytes]], np.int64)
+        self._num_slots_of: dict[int, int] = {}
+        self._mapped: list[Buffer] = []  # slots of members
         self.whole = Buffer(address + start, memoryview(self._memory)[start : start + nbytes])
         self.spare = Buffer(
             self.whole.address + slots_nbytes,
             self.whole.view[slots_nbytes : slots_nbytes + spare_nbytes],
         )
         self._committed = 0
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._acting = threading.Lock()
         self._closing = False
         self._commit(count * self.slot_bytes)
 
@@ -123,13 +128,50 @@ class Arena:
             for slot, nbytes in zip(slots, sizes, strict=True)
         ]
 
-    def file_offset(self, slot: Slot) -> int:
-        """Return the offset of a slot in the memory file."""
-        return self._start + slot * self.slot_bytes
-
     def payload_addresses(self, slots: Sequence[Slot]) -> "Int64s":
         """Return the addresses of the cell payloads in these slots, as int64."""
-        return np.array(slots, np.int64) * self.slot_bytes + self.whole.address + HEADER_BYTES
+        numbers = np.array(slots, np.int64)
+        owners = self._owners[numbers >> MEMBER_BITS]
+        addresses: Int64s = (numbers & _PLACE) * owners[:, 1] + owners[:, 0] + HEADER_BYTES
+        return addresses
+
+    def add_member(
+        self,
+        number: int,
+        descriptor: int,
+        start: int,
+        slot_bytes: int,
+        num_slots: int,
+        on_mapped: Callable[[Buffer], None] | None,
+    ) -> None:
+        """Map the memory file of another rank, whose slots begin at `start`; ValueError if short.
+
+        The mapping is read-only, unless `on_mapped`, which page-locks it part by part, is called.
+        """
+        if not 0 <= start <= start + num_slots * slot_bytes <= os.fstat(descriptor).st_size:
+            raise ValueError("its memory file is shorter than its slots")
+        prot = mmap.PROT_READ | (mmap.PROT_WRITE if on_mapped else 0)
+        memory = mmap.mmap(descriptor, 0, prot=prot)
+        address = int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0]) + start
+        owners = np.zeros((max(len(self._owners), number + 2), 2), np.int64)
+        owners[: len(self._owners)] = self._owners
+        owners[number + 1] = address, slot_bytes
+        self._owners, self._num_slots_of[number] = owners, num_slots
+        slots = Buffer(address, memoryview(memory)[start : start + num_slots * slot_bytes])
+        self._mapped.append(slots)
+        if on_mapped:
+            self._in_background(self._each_part, slots, slot_bytes, on_mapped)
+
+    @property
+    def num_mapped_bytes(self) -> int:
+        """Bytes of this arena, and of other ranks' slots."""
+        return self.whole.nbytes + sum(slots.nbytes for slots in self._mapped)
+
+    def member_slots(self, number: int, slots: Sequence[int]) -> tuple[Slot, ...]:
+        """Return the slots of another rank as `payload_addresses` takes them, or ValueError."""
+        if slots and not 0 <= min(slots) <= max(slots) < self._num_slots_of.get(number, 0):
+            raise ValueError("slots beyond the end of its memory")
+        return tuple(Slot((number + 1 << MEMBER_BITS) + slot) for slot in slots)
 
     def commit_in_background(self, then: Callable[[Buffer], None] | None = None) -> None:
         """Commit the rest, in a thread that ends when it is done or the arena is closed.
@@ -137,10 +179,12 @@ class Arena:
         It calls `then` with each part, of whole slots, of the whole arena in order.
         """
         if then is not None or self._committed < self.whole.nbytes:
-            self._thread = threading.Thread(
-                target=self._commit_rest, args=(then,), name="kvpool-arena", daemon=True
-            )
-            self._thread.start()
+            self._in_background(self._commit_rest, then)
+
+    def _in_background(self, work: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=work, args=args, name="kvpool-arena", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def close(self) -> bool:
         """End the thread that commits memory; False if it does not end within `CLOSE_WAIT_S`."""
@@ -148,27 +192,39 @@ class Arena:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
-        if self._thread is not None:
-            self._thread.join(CLOSE_WAIT_S)
-            return not self._thread.is_alive()
-        return True
+        until = time.monotonic() + CLOSE_WAIT_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _commit_rest(self, then: Callable[[Buffer], None] | None) -> None:
         began = time.monotonic()
-        step = max(1, COMMIT_STEP_BYTES // self.slot_bytes) * self.slot_bytes
-        for start in range(0, self.whole.nbytes, step):
-            if self._closing:
-                return
-            stop = min(start + step, self.whole.nbytes)
+
+        def commit(part: Buffer) -> None:
+            stop = part.address + part.nbytes - self.whole.address
             if stop > self._committed:
                 self._commit(stop)
             if then is not None:
-                then(Buffer(self.whole.address + start, self.whole.view[start:stop]))
+                then(part)
+
+        self._each_part(self.whole, self.slot_bytes, commit)
         logger.info(
             "kvpool: staging memory and host tier are committed: %d MiB in %.1f s",
-            self.whole.nbytes >> 20,
+            self._committed >> 20,
             time.monotonic() - began,
         )
+
+    def _each_part(self, whole: Buffer, slot_bytes: int, act: Callable[[Buffer], None]) -> None:
+        """Call `act` with parts of whole slots, in order, until the arena is closed.
+
+        One thread calls at a time.
+        """
+        step = max(1, COMMIT_STEP_BYTES // slot_bytes) * slot_bytes
+        for start in range(0, whole.nbytes, step):
+            if self._closing:
+                return
+            with self._acting:
+                act(Buffer(whole.address + start, whole.view[start : start + step]))
 
     def _commit(self, stop: int) -> None:
         start, self._committed = self._committed, stop
@@ -232,10 +288,8 @@ def _mapped_file(nbytes: int, flags: int) -> tuple[mmap.mmap, int]:
     try:
         os.ftruncate(descriptor, nbytes)
         memory = mmap.mmap(descriptor, nbytes)
-        # No one may shrink it, which would kill its readers, or write but through this mapping.
+        # No one may shrink it, which would kill its readers.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        with contextlib.suppress(OSError):  # an older kernel: readers are trusted not to write
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
     except OSError:
         os.close(descriptor)
         raise

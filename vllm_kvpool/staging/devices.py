@@ -228,7 +228,7 @@ class CudaLocker:
 
 
 class PageLock:
-    """The page-locked parts of the arena.
+    """The page-locked parts of the arena, and of those of other ranks that it has mapped.
 
     A refusal is a warning: copies then are correct but slow, and not asynchronous.
     """

@@ -43,3 +43,7 @@ class Breaker:
         """Count a failure that suffices to open it; True as in `failed`."""
         self.failures = max(self.failures, FAILURES_TO_OPEN - 1)
         return self.failed(now, jitter)
+
+    def hold_open(self) -> None:
+        """Open for good, as what failed has ended."""
+        self.closed_at = float("inf")

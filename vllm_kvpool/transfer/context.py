@@ -4,12 +4,13 @@ Each of them owns its jobs and never touches another's. They meet in the slabs o
 (`host_cache.py`) and in the graphs of the scheduler.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_kvpool.metrics import MetricsRegistry, NameLabels
 from vllm_kvpool.staging.devices import Fence
+from vllm_kvpool.storage.breaker import Breaker
 from vllm_kvpool.transfer.drop_log import Drops
 from vllm_kvpool.transfer.graph import Lane, Op, Owner, Priority, Scheduler
 from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
@@ -18,8 +19,6 @@ from vllm_kvpool.transfer.ops import (
     CellOutcome,
     Cells,
     HandOverProgress,
-    Lent,
-    LoanEnded,
     OpKind,
     Outcome,
     Part,
@@ -128,7 +127,9 @@ class TransferContext:
     slot_bytes: int
     health: list[TierHealth] = field(init=False)
     """The last news of each tier's store; its guard alone decides."""
-    reports: list[Report | Lent | LoanEnded] = field(default_factory=list)
+    lenders: defaultdict[int, Breaker] = field(default_factory=lambda: defaultdict(Breaker))
+    """Breakers of the ranks on this host that lend slabs (`loans.py`), by number."""
+    reports: list[Report] = field(default_factory=list)
     progress: list[HandOverProgress] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
     drops: Drops = field(default_factory=Counter)

@@ -30,6 +30,8 @@ from vllm_kvpool.transfer.loans import Loans, ReplicaSet
 from vllm_kvpool.transfer.ops import (
     HOST,
     REPLICA,
+    Ask,
+    BorrowerGone,
     CancelRequest,
     CellOutcome,
     DropSaves,
@@ -38,15 +40,14 @@ from vllm_kvpool.transfer.ops import (
     HandOverProgress,
     Landed,
     LaneName,
-    Lend,
+    LenderGone,
     Lent,
     LoadJob,
-    LoanEnded,
-    LoanOver,
     OpKind,
     Outcome,
     PrefetchJob,
     Report,
+    Returned,
     SaveJob,
     SavesDropped,
     TierHealth,
@@ -115,9 +116,11 @@ def _entries_of(batch: Batch) -> list[CacheEntry]:
 OWNERS_SHOWN = 4  # jobs named in a batch
 
 Job = LoadJob | SaveJob | PrefetchJob
-Command = CancelRequest | DropSaves | Flush | HandOverEnd | Landed | Lend | LoanOver | TierHealth
-Event = Job | BatchDone | BatchHung | Command | TimePassed
-Action = Batch | Report | HandOverProgress | Lent | LoanEnded
+Command = CancelRequest | DropSaves | Flush | HandOverEnd | Landed | TierHealth
+Message = Ask | Lent | Returned
+"""To and from the ranks on this host that hold the same KV."""
+Event = Job | BatchDone | BatchHung | Command | Message | LenderGone | BorrowerGone | TimePassed
+Action = Batch | Report | HandOverProgress | Message
 
 
 def lane_names(num_tiers: int, *, replicas: bool = False) -> list[LaneName]:
@@ -152,7 +155,7 @@ class Engine:
         self.saves = SaveManager(self.context, write_back=write_back)
         self._fetches = Fetches(self.context, self.saves.copy_up)
         self.loans = Loans(self.context, self._fetches, replicas)
-        self.loads = Loads(self.context, self._fetches, self.loans.wanted)
+        self.loads = Loads(self.context, self._fetches)
         self.hung_calls = HungCalls(host_cache)
         self.running: set[Batch] = set()
         """Batches that lanes have, but for those that hang."""
@@ -162,7 +165,7 @@ class Engine:
             OpKind.SEAL: self.saves.sealed,
             OpKind.PUT: self.saves.put,
             OpKind.GET: self._fetches.got,
-            OpKind.CHECK: self._fetches.checked,
+            OpKind.CHECK: self._checked,
             OpKind.SCATTER: self.loads.scattered,
             OpKind.REMOVE: self._fetches.removed,
         }
@@ -187,7 +190,7 @@ class Engine:
             self._report_host_cache()
         reports, context.reports = context.reports, []
         progress, context.progress = context.progress, []
-        return [*reports, *progress, *started]
+        return [*reports, *progress, *self.loans.take_messages(), *started]
 
     def _take(self, event: Event) -> None:
         match event:
@@ -215,10 +218,16 @@ class Engine:
                 self.saves.hand_over_ends(event)
             case Flush():
                 self.saves.flush()
-            case Lend():
+            case Ask():
                 self.loans.lend(event)
-            case LoanOver():
-                self.loans.over(event)
+            case Lent():
+                self.loans.lent(event)
+            case Returned():
+                self.loans.returned(event)
+            case LenderGone():
+                self.loans.lender_gone(event.member)
+            case BorrowerGone():
+                self.loans.borrower_gone(event.member)
             case TimePassed():
                 pass
 
@@ -240,21 +249,22 @@ class Engine:
 
     def _bind_get(self, op: Op) -> bool:
         use = SlotUse.LOAD if op.priority == Priority.LOAD else SlotUse.SAVE
-        entry = op.what.entry
-        if not (self.loans.may_begin(entry) and self.context.host_cache.assign_slots(entry, use)):
-            return False
-        self.loans.has_begun(entry)
-        return True
+        is_borrowed = op.what.tier == REPLICA
+        return is_borrowed or self.context.host_cache.assign_slots(op.what.entry, use)
 
     def _bind_gather(self, op: Op) -> bool:
         return self.context.host_cache.assign_slots(op.what.entry, SlotUse.SAVE)
 
     def _start(self) -> list[Action]:
-        batches = self.context.scheduler.take(self.context.now)
-        for batch in batches:
+        started: list[Action] = []
+        for batch in self.context.scheduler.take(self.context.now):
+            if batch.lane.tier == REPLICA:
+                self.loans.ask(batch)
+                continue
             self._describe(batch)
-        self.running.update(batches)
-        return [*batches]
+            self.running.add(batch)
+            started.append(batch)
+        return started
 
     def _describe(self, batch: Batch) -> None:
         """Fill in what the lane reads."""
@@ -272,7 +282,6 @@ class Engine:
                 attempts = op.attempts
         batch.parts = [op.what.part for op in batch.ops]
         batch.owners, batch.ready_at, batch.attempt = tuple(owners), ready_at, 1 + attempts
-        batch.generation = self.context.generation
 
     # Batches that ended
 
@@ -293,6 +302,10 @@ class Engine:
         handle = self._handlers[lane.kind]
         for op, outcome in zip(batch.ops, outcomes, strict=True):
             handle(op, outcome)
+
+    def _checked(self, op: Op, outcome: Outcome) -> None:
+        self._fetches.checked(op, outcome)
+        self.loans.retain(op.what.entry)
 
     def _forget(self, generation: int | None) -> None:
         """A reset: no cell from before it may be found after it."""

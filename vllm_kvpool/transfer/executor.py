@@ -21,12 +21,14 @@ from vllm_kvpool.identity.keys import Namespace
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.devices import Fence
 from vllm_kvpool.transfer.drop_log import DropLog
-from vllm_kvpool.transfer.engine import Engine, Event
+from vllm_kvpool.transfer.engine import Engine, Event, Message
 from vllm_kvpool.transfer.graph import Batch, BatchDone, BatchHung
 from vllm_kvpool.transfer.lane_pool import LANE_JOIN_S, LanePool, Perform
 from vllm_kvpool.transfer.open_jobs import OpenJobs
 from vllm_kvpool.transfer.ops import (
     NO_STORE,
+    Ask,
+    BorrowerGone,
     CancelRequest,
     DropSaves,
     Flush,
@@ -34,14 +36,13 @@ from vllm_kvpool.transfer.ops import (
     HandOverProgress,
     Landed,
     LaneName,
-    Lend,
+    LenderGone,
     Lent,
     LoadJob,
     LoadPlan,
-    LoanEnded,
-    LoanOver,
     PrefetchPlan,
     Report,
+    Returned,
     SaveJob,
     SavePlan,
     SavesDropped,
@@ -131,21 +132,22 @@ Post = (
     | DropSaves
     | HandOverEnd
     | TierHealth
-    | Lend
-    | LoanOver
+    | Message
+    | LenderGone
+    | BorrowerGone
     | UseNamespace
     | Close
 )
 
 
-class Lender(Protocol):
-    """Answers replicas on this host. Never blocks."""
+class Exchange(Protocol):
+    """Sends messages to ranks on this host that hold the same KV. Never blocks."""
 
-    def answer(self, message: Lent | LoanEnded) -> None:
-        """Answer a borrower; engine thread."""
+    def send(self, message: Message) -> None:
+        """Send a message; engine thread."""
 
     def close(self) -> None:
-        """The engine has failed: lend nothing any more."""
+        """The engine has failed: neither lend nor borrow any more."""
 
 
 class Notices(Protocol):
@@ -177,11 +179,11 @@ class Executor:
         call_timeout_s: float = CALL_TIMEOUT_S,
         on_hung: Callable[[LaneName], None] = lambda lane: None,
         on_lane_start: Callable[[], None] = lambda: None,
-        lender: Lender | None = None,
+        exchange: Exchange | None = None,
         notices: Notices | None = None,
         record_span: RecordSpan = no_span,
     ) -> None:
-        self._lender = lender
+        self._exchange = exchange
         self._notices = notices
         self._engine = engine
         self._planner = planner
@@ -244,8 +246,8 @@ class Executor:
                 "vLLM restarts"
             )
             self._registry.add("kvpool_failures", kind="engine")
-            if self._lender is not None:
-                self._lender.close()
+            if self._exchange is not None:
+                self._exchange.close()
             if self._notices is not None:
                 self._notices.close()
             self._lanes.end()
@@ -351,9 +353,9 @@ class Executor:
         for action in self._engine.step(event, time.monotonic()):
             if isinstance(action, Batch):
                 self._started.append(action)
-            elif isinstance(action, Lent | LoanEnded):
-                if self._lender is not None:
-                    self._lender.answer(action)
+            elif isinstance(action, Ask | Lent | Returned):
+                if self._exchange is not None:
+                    self._exchange.send(action)
             elif isinstance(action, HandOverProgress):
                 if self._notices is not None:
                     self._notices.tell(*action)

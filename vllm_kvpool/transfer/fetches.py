@@ -61,7 +61,9 @@ class Fetches:
     def begin(self, slab: Slab, owner: Owner) -> CacheEntry | None:
         """Start to fetch a slab that is not in host memory; None if no tier can be asked."""
         context = self._context
-        tier = REPLICA if slab.fetcher is not None else self._next_tier(slab)
+        lender = None if slab.fetcher is None else context.lenders[slab.fetcher]
+        may_ask = lender is not None and not lender.is_open(context.now)
+        tier = REPLICA if may_ask else self._next_tier(slab)
         if tier is None:
             return None
         entry = context.host_cache.begin(slab)
@@ -117,8 +119,8 @@ class Fetches:
     def _arrived(self, op: Op) -> None:
         fetch, host_cache = op.what, self._context.host_cache
         entry = fetch.entry
-        if fetch.slab.fetcher is not None and host_cache.capacity:
-            host_cache.unindex(entry)  # another rank's host tier keeps it
+        if fetch.slab.fetcher is not None:
+            host_cache.unindex(entry)  # the other rank keeps it
         host_cache.arrived(entry, self._context.now_ns)
         if fetch.tier > 0:
             nearer = [t for t in range(fetch.tier) if self._context.is_writable(t)]
@@ -130,7 +132,11 @@ class Fetches:
     def tier_down(self, tier: int) -> None:
         """A tier is not asked any more: move its waiting fetches on."""
         for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.GET, tier)):
-            self._try_next_tier(op, CellOutcome.UNREACHABLE)
+            self.skip_tier(op)
+
+    def skip_tier(self, op: Op) -> None:
+        """Ask the next tier for a slab that waits for one which cannot be reached."""
+        self._try_next_tier(op, CellOutcome.UNREACHABLE)
 
     def writes_down(self, tier: int) -> None:
         """A tier takes no writes for now: give up waiting removals."""

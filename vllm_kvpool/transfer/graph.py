@@ -95,7 +95,6 @@ class Batch:
     ready_at: float = 0.0  # since when the first of them could have started
     owners: Sequence[Owner] = ()  # the first few jobs it is for
     attempt: int = 1  # of the op that was tried most often
-    generation: int = 0  # how many resets came before
 
     @property
     def num_cells(self) -> int:

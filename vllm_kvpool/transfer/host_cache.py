@@ -21,7 +21,7 @@ from vllm_kvpool.identity.keys import layer_group_of
 from vllm_kvpool.staging.slots import Slot, SlotPool, SlotUse
 from vllm_kvpool.storage.base import NO_RETENTION, Retention
 from vllm_kvpool.storage.eviction import EvictedScores, EvictionPolicy
-from vllm_kvpool.transfer.ops import HostCacheChange, Slab
+from vllm_kvpool.transfer.ops import HostCacheChange, Loan, Slab
 
 if TYPE_CHECKING:
     from vllm_kvpool.transfer.graph import Op
@@ -46,6 +46,7 @@ class CacheEntry:
 
     slab: Slab  # without pages, whose block tables it would keep alive
     slots: list[Slot] = field(default_factory=list)  # one for each cell, or none
+    loan: Loan | None = None  # its slots are another rank's
     pins: int = 1  # the first is that of the transfer that brings it in
     state: CacheEntryState = CacheEntryState.ARRIVING
     op: "Op | None" = None
@@ -120,6 +121,7 @@ class HostCache:
         self.num_idle = 0  # slots of slabs that are present, indexed and unpinned
         self.num_dirty = 0  # of those
         # Since the engine last reset them:
+        self.ended_loans: list[Loan] = []
         self.num_dropped = 0  # cells
         self.unused_prefetches = 0  # of those
 
@@ -153,8 +155,11 @@ class HostCache:
 
     def release_slots(self, entry: CacheEntry) -> None:
         """Free the slots; the slab's bytes are lost."""
-        self.slots.give_back(entry.slots)
-        entry.slots = []
+        if entry.loan is None:
+            self.slots.give_back(entry.slots)
+        else:
+            self.ended_loans.append(entry.loan)
+        entry.slots, entry.loan = [], None
 
     def arrived(self, entry: CacheEntry, now_ns: int, *, dirty: bool = False) -> None:
         """The slab's bytes are in its slots; the transfer still holds its pin."""

@@ -30,7 +30,6 @@ from vllm_kvpool.transfer.graph import Batch
 from vllm_kvpool.transfer.ops import (
     COPIES,
     NO_STORE,
-    REPLICA,
     CellOutcome,
     LaneName,
     OpKind,
@@ -62,9 +61,6 @@ _PUT = {
     PutOutcome.FAILED: CellOutcome.FAILED,
 }
 _DIRECTION = {OpKind.GET: "load", OpKind.PUT: "save", OpKind.REMOVE: "remove"}
-
-Borrow = Callable[[Sequence[Slab], Sequence[Sequence[Buffer]], int], list[CellOutcome]]
-"""`ReplicaExchange.borrow`."""
 
 
 class _Pieces(NamedTuple):
@@ -171,7 +167,6 @@ class BatchRunner:
     registry: MetricsRegistry
     trace: Trace = NO_TRACE
     clock: Callable[[], float] = time.monotonic  # also the engine's and the trace's
-    borrow: Borrow | None = None  # where replicas are on this host
     encrypted: "EncryptedCells | None" = None  # if cells are encrypted
     zeros: Buffer | None = None  # as many bytes of zeros as the largest optional cell has
     _slabs: dict[tuple[int, int], tuple[list[_Pieces], tuple[LocalCell, ...]]] = field(
@@ -206,10 +201,6 @@ class BatchRunner:
             case OpKind.FENCE:
                 for fence in batch.fences:
                     fence.synchronize()
-            case OpKind.GET if tier == REPLICA:
-                assert self.borrow is not None
-                slabs, buffers = [part.slab for part in parts], list(map(self._buffers, parts))
-                return self.borrow(slabs, buffers, batch.generation)
             case OpKind.GET:
                 return self._get(self.stores[tier], parts)
             case OpKind.PUT:

@@ -12,7 +12,7 @@ until a `Landed` names their chunk, from which the deadline counts anew.
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -94,16 +94,10 @@ class _Load:
 
 
 class Loads:
-    """The loads in progress. `on_wanted` is called for each slab that this rank fetches itself."""
+    """The loads in progress."""
 
-    def __init__(
-        self,
-        context: TransferContext,
-        fetches: "Fetches",
-        on_wanted: Callable[[CacheEntry, Owner], None],
-    ) -> None:
+    def __init__(self, context: TransferContext, fetches: "Fetches") -> None:
         self._context = context
-        self._on_wanted = on_wanted
         self._fetches = fetches
         self._scatters = context.lane(OpKind.SCATTER)
         self._loads: dict[JobId, _Load] = {}
@@ -192,8 +186,6 @@ class Loads:
             elif entry.op is not None:
                 context.scheduler.raise_priority(entry.op, Priority.LOAD)
             host_cache.pin(entry)
-            if slab.fetcher is None:
-                self._on_wanted(entry, owner)
             if entry.op is not None:
                 self._scatter(load, slab, entry, (*load.fence, entry.op))
                 continue
@@ -291,6 +283,8 @@ class Loads:
     def scattered(self, op: Op, outcome: Outcome) -> None:
         scatter: Scatter = op.what
         entry = scatter.entry
+        if entry is not None and entry.loan is not None and entry.loan.until <= self._context.now:
+            outcome = CellOutcome.TIMED_OUT  # the lender may have reused the slots meanwhile
         if outcome is CellOutcome.DONE:
             self._context.scheduler.finish(op)
             if entry is not None and entry.prefetched:

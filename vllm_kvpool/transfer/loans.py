@@ -1,124 +1,183 @@
-"""Loans of this rank's host memory to replicas on the same host (pure; the engine thread's).
+"""Loans of host memory between the ranks of a host that hold the same KV (pure; engine thread's).
 
-Of the ranks of a host that hold the same KV one fetches a chunk, and lends its slabs to the others.
-A loan pins slabs until its borrower has copied them, has gone, or is late (`ReplicaSet.loan_s`).
-A lender fetches from stores only, never from a replica, so no two ranks wait for each other.
+One of these ranks fetches and checks a chunk. The others scatter it straight out of its slots:
 
-All members get the same plans, but at different moments. Without a host tier a fetched slab is
-retained until each member has asked once, for `HOLD_S` at most; no more than
-`ReplicaSet.max_retained` slots hold such slabs, and further fetches for the set wait. For a member
-that let that time pass nothing is retained until it asks again: it may have died.
+    borrower's engine                             lender's engine
+    Ask (loans, slabs, generation)   ──────────▶  fetches absent slabs, pins
+                                     ◀──────────  Lent (slots; none: it has not got the slab)
+    scatters, then looks at the time
+    Returned (loans)                 ──────────▶  unpins
 """
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from typing import TYPE_CHECKING
 
 from vllm_kvpool.identity.keys import layer_group_of
-from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.transfer.context import Marker, TransferContext
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
-from vllm_kvpool.transfer.graph import Op, Owner, Priority
+from vllm_kvpool.transfer.graph import Batch, Op, Owner, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
     REPLICA,
-    Lend,
+    Ask,
+    CellOutcome,
     Lent,
-    LoanEnded,
-    LoanOver,
+    Loan,
+    OpKind,
+    Returned,
     Slab,
 )
+
+if TYPE_CHECKING:
+    from vllm_kvpool.staging.slots import Slot
 
 HOLD_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSet:
-    """The ranks on this host that hold the same KV, by number, `me` included.
+    """The limits of loans, and the layer groups that other ranks on this host hold as well."""
 
-    `members` has one set for each layer group that is replicated on this host.
-    """
-
-    me: int
-    members: Mapping[str, frozenset[int]]
-    loan_s: float
+    layer_groups: Collection[str]
+    ask_s: float
+    loan_s: float  # longer than `ask_s`
     max_retained: int  # slots
 
 
 @dataclass(slots=True, eq=False)
-class _Loan:
-    loan_id: int
+class _Lending:
+    """A slab that a member borrows; `op` is a marker after its fetch."""
+
+    entry: CacheEntry
     until: float
-    slots: list[Sequence[Slot]]
-    slabs: list["_Borrowed"] = field(default_factory=list)
-    num_open: int = 0  # slabs that are still being fetched
-
-
-@dataclass(slots=True, eq=False)
-class _Borrowed:
-    """A slab of a loan; `op` is a marker after its fetch."""
-
-    loan: _Loan
-    place: int
-    entry: CacheEntry
     op: Op | None = None
-    over: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Retained:
-    """A slab that is retained for members that have not asked for it (`left`)."""
-
-    entry: CacheEntry
-    left: AbstractSet[int]
-    until: float | None = None  # while it is pinned
 
 
 class Loans:
-    """The loans and retained slabs."""
+    """What this rank borrows, lends and retains; a loan is named by the other member and an id.
+
+    A loan lasts `loan_s`: for the borrower since before it asks, for the lender since it was asked.
+    So a scatter that ends in time has read what was lent; one that ends later is a lost cell
+    (`loads.py`). The lender unpins when the slab is returned, the borrower's process has ended, or
+    `loan_s` is over. Slots of a dead lender keep their bytes: nobody hands them out. A borrower
+    waits `ask_s` for an answer, then fetches for itself, and leaves that lender alone for a while.
+    A lender fetches from stores only, so no two ranks wait for each other.
+
+    Members get the same plans at different moments. So, without a host tier, the slabs that were
+    fetched last are retained for `HOLD_S`, in at most `max_retained` slots.
+    """
 
     def __init__(
         self, context: TransferContext, fetches: Fetches, replicas: ReplicaSet | None
     ) -> None:
         self._context = context
         self._fetches = fetches
-        self._replicas = replicas
-        self._loans: dict[int, _Loan] = {}  # in order of their deadlines
-        self._retained: dict[str, _Retained] = {}  # by slab, from the first member that wants it
-        self._slots_retained: dict[str, int] = {}  # their slots, of those that have any
-        self._in_order: deque[_Retained] = deque()  # by deadline, dropped ones too
-        self._silent: set[int] = set()  # members that let retained slabs expire
+        self._set = replicas or ReplicaSet((), 0.0, 0.0, 0)
+        self._num_asked = 0
+        # In order of time: borrowed slabs that no answer has come for, and lent ones.
+        self._asked: dict[tuple[int, int], tuple[Batch, float]] = {}
+        self._lent: dict[tuple[int, int], _Lending] = {}
+        self._retained: dict[CacheEntry, float] = {}  # until when, in order
+        self._num_retained = 0  # slots
+        # To be sent, by member:
+        self._asks: defaultdict[int, list[tuple[int, Slab]]] = defaultdict(list)
+        self._answers: defaultdict[int, list[tuple[int, Sequence[Slot]]]] = defaultdict(list)
 
     @property
     def num_open(self) -> int:
-        """The number of loans, and of retained slabs that hold a pin."""
-        return len(self._loans) + sum(each.until is not None for each in self._retained.values())
+        """The number of slabs that are asked for, lent or retained."""
+        return len(self._asked) + len(self._lent) + len(self._retained)
 
-    def lend(self, event: Lend) -> None:
-        """Lend slabs, after fetching those that are not here; `Lent` follows."""
-        context, replicas = self._context, self._replicas
-        assert replicas is not None
-        slabs = event.slabs if event.generation == context.generation else ()
-        slots: list[Sequence[Slot]] = [()] * len(event.slabs)
-        loan = _Loan(event.loan_id, context.now + replicas.loan_s, slots)
-        self._loans[loan.loan_id] = loan
-        owner = Owner(Priority.LOAD)
-        for place, slab in enumerate(slabs):
-            entry = self._entry_of(slab, owner)
-            if entry is None:
+    def take_messages(self) -> list[Ask | Lent | Returned]:
+        """Return the messages of a step to other members."""
+        returned, self._context.host_cache.ended_loans = self._context.host_cache.ended_loans, []
+        if not (returned or self._asks or self._answers):
+            return []
+        by_lender: defaultdict[int, list[int]] = defaultdict(list)
+        for loan in returned:
+            by_lender[loan.lender].append(loan.loan_id)
+        generation = self._context.generation
+        asks, self._asks = self._asks, defaultdict(list)
+        answers, self._answers = self._answers, defaultdict(list)
+        return [
+            *(Ask(member, tuple(loans), generation) for member, loans in asks.items()),
+            *(Lent(member, tuple(loans)) for member, loans in answers.items()),
+            *(Returned(member, tuple(loans)) for member, loans in by_lender.items()),
+        ]
+
+    # Borrowing
+
+    def ask(self, batch: Batch) -> None:
+        """Ask the member that fetches the slab of a batch's only op."""
+        [op] = batch.ops
+        lender = op.what.slab.fetcher
+        self._num_asked += 1
+        self._asked[lender, self._num_asked] = batch, self._context.now
+        self._asks[lender].append((self._num_asked, op.what.slab))
+
+    def lent(self, event: Lent) -> None:
+        """Take a lender's answers; slots that come too late go back at once."""
+        for loan_id, slots in event.loans:
+            batch, asked_at = self._asked.get((event.member, loan_id), (None, 0.0))
+            loan = Loan(event.member, loan_id, asked_at + self._set.loan_s)
+            if batch is None:
+                if slots:
+                    self._context.host_cache.ended_loans.append(loan)
                 continue
-            context.host_cache.pin(entry)  # before `_retain`, which may drop its own pin
-            self._retain(entry, owner, event.borrower)
-            borrowed = _Borrowed(loan, place, entry)
-            after = () if entry.op is None else (entry.op,)
-            marker = Marker(partial(self._arrived, borrowed), partial(self._lost, borrowed))
-            borrowed.op = context.scheduler.add(owner, None, marker, after=after)
-            loan.slabs.append(borrowed)
-            loan.num_open += 1
-        self._answer(loan)
+            entry: CacheEntry = batch.ops[0].what.entry
+            if len(slots) == entry.num_cells:
+                entry.slots, entry.loan = list(slots), loan
+            self._context.lenders[event.member].succeeded()
+            outcome = CellOutcome.DONE if entry.slots else CellOutcome.MISSING
+            self._end((event.member, loan_id), outcome)
+
+    def lender_gone(self, member: int) -> None:
+        """The member answers no more: fetch for this rank what it was asked for."""
+        self._context.lenders[member].hold_open()
+        self._leave(member)
+        for key in [key for key in self._asked if key[0] == member]:
+            self._end(key, CellOutcome.UNREACHABLE)
+
+    def _leave(self, member: int) -> None:
+        """Fetch from the tiers what waits to be asked of a member."""
+        context = self._context
+        for op in context.scheduler.waiting_in(context.lane(OpKind.GET, REPLICA)):
+            if op.what.slab.fetcher == member:
+                self._fetches.skip_tier(op)
+
+    def _end(self, key: tuple[int, int], outcome: CellOutcome) -> None:
+        context, (batch, _) = self._context, self._asked.pop(key)
+        [op] = batch.ops
+        labels = {"direction": "load", "store": "replica"}
+        context.count("kvpool_cells", op.size, **labels, outcome=outcome.value)
+        if outcome is CellOutcome.DONE:
+            context.count("kvpool_bytes", op.nbytes, **labels)
+            context.hits[REPLICA] += op.size
+        context.scheduler.batch_ended(batch)
+        self._fetches.got(op, outcome)
+
+    # Lending
+
+    def lend(self, event: Ask) -> None:
+        """Lend slabs, after fetching those that are not here; a `Lent` follows for each."""
+        context, owner = self._context, Owner(Priority.LOAD)
+        is_current = event.generation == context.generation
+        for loan_id, slab in event.loans:
+            key = event.member, loan_id
+            entry = self._entry_of(slab, owner) if is_current and key not in self._lent else None
+            if entry is None:
+                self._answers[event.member].append((loan_id, ()))
+                continue
+            context.host_cache.pin(entry)
+            lending = self._lent[key] = _Lending(entry, context.now + self._set.loan_s)
+            if entry.op is None:
+                self._arrived(key)
+            else:
+                marker = Marker(partial(self._arrived, key), partial(self._lost, key))
+                lending.op = context.scheduler.add(owner, None, marker, after=(entry.op,))
 
     def _entry_of(self, slab: Slab, owner: Owner) -> CacheEntry | None:
         entry = self._context.host_cache.get(slab.id)
@@ -133,149 +192,85 @@ class Loans:
             self._context.scheduler.raise_priority(entry.op, Priority.LOAD)
         return entry
 
-    def over(self, event: LoanOver) -> None:
-        """The borrower has copied the slabs or is gone; `LoanEnded` follows."""
-        loan = self._loans.pop(event.loan_id, None)
-        if loan is not None:
-            self._release(loan)
-        self._context.reports.append(LoanEnded(event.loan_id, loan is not None))
-
-    def _arrived(self, borrowed: _Borrowed) -> None:
-        """A lent slab has arrived in host memory."""
-        if borrowed.over:
+    def _arrived(self, key: tuple[int, int]) -> None:
+        """A slab that is to be lent is in host memory."""
+        if (lending := self._lent.get(key)) is None:
             return
-        loan, entry = borrowed.loan, borrowed.entry
-        loan.slots[borrowed.place] = entry.slots if entry.state is CacheEntryState.PRESENT else ()
-        loan.num_open -= 1
-        self._answer(loan)
+        lending.op, entry = None, lending.entry
+        if entry.state is not CacheEntryState.PRESENT:
+            self._lost(key)
+        else:
+            self._answers[key[0]].append((key[1], tuple(entry.slots)))
 
-    def _lost(self, borrowed: _Borrowed) -> None:
+    def _lost(self, key: tuple[int, int]) -> None:
         """No tier has the slab."""
-        if borrowed.over:
+        if key in self._lent:
+            self._release(key)
+            self._answers[key[0]].append((key[1], ()))
+
+    def returned(self, event: Returned) -> None:
+        """The borrower reads the slots of these loans no more."""
+        for loan_id in event.loans:
+            self._release((event.member, loan_id))
+
+    def borrower_gone(self, member: int) -> None:
+        """The member's process has ended, or reads nothing any more."""
+        for key in [key for key in self._lent if key[0] == member]:
+            self._release(key)
+
+    def _release(self, key: tuple[int, int]) -> None:
+        if (lending := self._lent.pop(key, None)) is None:
             return
-        borrowed.over = True
-        self._context.host_cache.unpin(borrowed.entry)
-        borrowed.loan.num_open -= 1
-        self._answer(borrowed.loan)
+        if lending.op is not None:
+            self._context.scheduler.cancel(lending.op)
+        self._context.host_cache.unpin(lending.entry)
+        if lending.entry.op is not None:
+            self._fetches.release(lending.entry)
 
-    def _answer(self, loan: _Loan) -> None:
-        if not loan.num_open:
-            self._context.reports.append(Lent(loan.loan_id, tuple(loan.slots)))
+    # Retaining, without a host tier
 
-    def _release(self, loan: _Loan) -> None:
-        for borrowed in loan.slabs:
-            if borrowed.over:
-                continue
-            borrowed.over = True
-            if borrowed.op is not None:
-                self._context.scheduler.cancel(borrowed.op)
-            self._context.host_cache.unpin(borrowed.entry)
-            if borrowed.entry.op is not None:
-                self._fetches.release(borrowed.entry)
-
-    # Retained slabs
-
-    def wanted(self, entry: CacheEntry, owner: Owner) -> None:
-        """A load of this rank wants a slab that it fetches for its set."""
-        if self._replicas is not None:
-            self._retain(entry, owner, self._replicas.me)
-
-    def _retain(self, entry: CacheEntry, owner: Owner, member: int) -> None:
-        context, replicas = self._context, self._replicas
-        assert replicas is not None
-        slab_id = entry.slab.id
-        members = replicas.members.get(layer_group_of(entry.slab.chunk.id))
-        if members is None or context.host_cache.capacity:
+    def retain(self, entry: CacheEntry) -> None:
+        """Keep a slab that has been fetched for all members a while, and drop the oldest one."""
+        is_shared = layer_group_of(entry.slab.chunk.id) in self._set.layer_groups
+        if not is_shared or self._context.host_cache.capacity:
             return
-        self._silent.discard(member)
-        retained = self._retained.get(slab_id)
-        if retained is None or retained.entry is not entry:
-            if retained is not None:
-                self._drop(retained)
-            left = members - self._silent - {member}
-            if not left:
-                return
-            retained = self._retained[slab_id] = _Retained(entry, left)
-            after = () if entry.op is None else (entry.op,)
-            marker = Marker(partial(self._pin, retained), partial(self._forget, retained))
-            context.scheduler.add(owner, None, marker, after=after)
-            return
-        retained.left -= {member}
-        if not retained.left and retained.until is not None:
-            self._drop(retained)
+        if entry.state is CacheEntryState.PRESENT and entry.indexed:
+            self._context.host_cache.pin(entry)
+            self._retained[entry] = self._context.now + HOLD_S
+            self._num_retained += entry.num_cells
+        while self._num_retained > self._set.max_retained:
+            self._drop_oldest()
 
-    def may_begin(self, entry: CacheEntry) -> bool:
-        """Return True if a fetch may take slots: not while `max_retained` are of such slabs."""
-        slab_id = entry.slab.id
-        retained = self._retained.get(slab_id)
-        if retained is None or retained.entry is not entry or slab_id in self._slots_retained:
-            return True
-        assert self._replicas is not None
-        return sum(self._slots_retained.values()) < self._replicas.max_retained
-
-    def has_begun(self, entry: CacheEntry) -> None:
-        """The fetch has taken its slots."""
-        retained = self._retained.get(entry.slab.id)
-        if retained is not None and retained.entry is entry:
-            self._slots_retained[entry.slab.id] = entry.num_cells
-
-    def _pin(self, retained: _Retained) -> None:
-        """A slab to retain is in host memory."""
-        entry = retained.entry
-        if self._retained.get(entry.slab.id) is not retained:
-            return
-        if not retained.left or entry.state is not CacheEntryState.PRESENT or not entry.indexed:
-            self._drop(retained)
-            return
-        self._context.host_cache.pin(entry)
-        retained.until = self._context.now + HOLD_S
-        self._in_order.append(retained)
-
-    def _forget(self, retained: _Retained) -> None:
-        """The fetch of a slab to retain has failed or was cancelled."""
-        if self._retained.get(retained.entry.slab.id) is retained:
-            self._drop(retained)
-
-    def _drop(self, retained: _Retained) -> None:
-        del self._retained[retained.entry.slab.id]
-        self._slots_retained.pop(retained.entry.slab.id, None)
-        if retained.until is not None:
-            retained.until = None
-            self._context.host_cache.unpin(retained.entry)
+    def _drop_oldest(self) -> None:
+        entry = next(iter(self._retained))
+        del self._retained[entry]
+        self._num_retained -= entry.num_cells
+        self._context.host_cache.unpin(entry)
 
     # Deadlines and resets
 
     def expire(self) -> None:
-        """Release loans and retained slabs whose time is over."""
+        """Give up asks, loans and retained slabs whose time is over."""
         now = self._context.now
-        while self._loans and (loan := next(iter(self._loans.values()))).until <= now:
-            del self._loans[loan.loan_id]
-            self._release(loan)
-        while self._in_order and ((until := self._in_order[0].until) is None or until <= now):
-            retained = self._in_order.popleft()
-            if retained.until is not None:
-                self._drop(retained)
-                self._expect_no_more(retained.left)
-
-    def _expect_no_more(self, members: AbstractSet[int]) -> None:
-        """Retain nothing for members that let slabs expire."""
-        if members <= self._silent:
-            return
-        self._silent |= members
-        for retained in list(self._retained.values()):
-            retained.left -= self._silent
-            if not retained.left and retained.until is not None:
-                self._drop(retained)
+        while self._asked:
+            key, (_, asked_at) = next(iter(self._asked.items()))
+            if asked_at + self._set.ask_s > now:
+                break
+            self._context.lenders[key[0]].tripped(now)
+            self._leave(key[0])
+            self._end(key, CellOutcome.TIMED_OUT)
+        while self._lent and (key := next(iter(self._lent))) and self._lent[key].until <= now:
+            self._release(key)
+        while self._retained and next(iter(self._retained.values())) <= now:
+            self._drop_oldest()
 
     def next_time(self) -> float | None:
-        while self._in_order and self._in_order[0].until is None:
-            self._in_order.popleft()
-        due = [loan.until for loan in islice(self._loans.values(), 1)]
-        if self._in_order and (until := self._in_order[0].until) is not None:
-            due.append(until)
-        return min(due, default=None)
+        """When the first of these times is over."""
+        asks = [asked_at + self._set.ask_s for _, asked_at in self._asked.values()][:1]
+        loans = [lending.until for lending in self._lent.values()][:1]
+        return min((*asks, *loans, *list(self._retained.values())[:1]), default=None)
 
     def forget(self) -> None:
         """A reset: drop all retained slabs. Loans go on, with slabs from before it."""
-        for retained in list(self._retained.values()):
-            self._drop(retained)
+        while self._retained:
+            self._drop_oldest()

@@ -411,36 +411,50 @@ class HostCacheChange:
         )
 
 
-class Lend(NamedTuple):
-    """A replica, member `borrower` of the set, asks for slabs of this rank's host memory.
+class Loan(NamedTuple):
+    """A slab in the slots of another rank on this host: what was read before `until` is valid."""
 
+    lender: int
+    loan_id: int
+    until: float
+
+
+class Ask(NamedTuple):
+    """A borrower asks a lender for slabs of its host memory, each under an id of the loan.
+
+    `member` is the other end of a message: its receiver before it is sent, then its sender.
     `generation` is the borrower's: a lender that has seen other resets lends it nothing.
     """
 
-    loan_id: int
-    borrower: int
+    member: int
+    loans: tuple[tuple[int, Slab], ...]
     generation: int
-    slabs: tuple[Slab, ...]
-
-
-class LoanOver(NamedTuple):
-    """The borrower has copied the cells of a loan, or its connection has ended."""
-
-    loan_id: int
 
 
 class Lent(NamedTuple):
-    """The slots of a loan's slabs, pinned until `LoanEnded`; none where a slab is not here."""
+    """The slots of lent slabs, by loan; none where the lender has not got the slab."""
 
-    loan_id: int
-    slots: tuple[Sequence[Slot], ...]
+    member: int
+    loans: tuple[tuple[int, Sequence[Slot]], ...]
 
 
-class LoanEnded(NamedTuple):
-    """`held`: the cells were pinned until the end, so what was copied is intact."""
+class Returned(NamedTuple):
+    """The borrower does not read the slots of these loans any more."""
 
-    loan_id: int
-    held: bool
+    member: int
+    loans: tuple[int, ...]
+
+
+class LenderGone(NamedTuple):
+    """A member lends nothing any more. The bytes of its loans stay as they are."""
+
+    member: int
+
+
+class BorrowerGone(NamedTuple):
+    """A member reads none of its loans any more."""
+
+    member: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
-"""Ranks of one host that hold the same KV copy slabs out of each other's host memory.
+"""Connections and mapped memory between the ranks of a host that hold the same KV.
 
-borrower's get-replica lane                      lender's replicas thread     its engine thread
-    Ask (slabs, generation)   ────────────────▶  Lend  ──────────────────▶  fetch, pin
-    Lent (offsets)            ◀──────────────────────────────────────────  Lent
-    copies out of the lender's arena, which it has mapped read-only
-    Copied                    ────────────────▶  LoanOver ───────────────▶  unpin
-    Ended (held)              ◀──────────────────────────────────────────  LoanEnded
+A borrower connects to each member that may lend to it, and sends a token. The lender's first answer
+brings the descriptor of its arena, a memory file, which the borrower maps. After that both ends
+pass on the messages of their engines (`loans.py`), and tell them when the other end has gone.
+
+Nothing has a name in a file system: sockets are abstract, arenas have no name. Both ends belong to
+one user, and the borrower knows the lender's token from its `Card`, which ranks exchange over the
+engine's own connections. A message that may not come ends the use of its connection, but no loan:
+the other end may still read lent slots. Only the end of its process, or its `close`, ends those.
 """
 
 import array
@@ -14,38 +16,24 @@ import fcntl
 import hashlib
 import hmac
 import logging
-import mmap
 import os
 import secrets
-import select
 import selectors
 import socket
 import struct
 import threading
-import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-import numpy as np
 
 from vllm_kvpool.layout.topology import ReplicaRank
 from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.storage.base import Buffer, ChunkRef
-from vllm_kvpool.storage.breaker import Breaker
-from vllm_kvpool.transfer.ops import (
-    CellOutcome,
-    Lend,
-    Lent,
-    LoanEnded,
-    LoanOver,
-    Slab,
-    SlabKind,
-)
+from vllm_kvpool.transfer.ops import Ask, BorrowerGone, LenderGone, Lent, Returned, Slab, SlabKind
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +44,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = "/proc/self/ns/net"  # abstract sockets are known within one
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _CARD = struct.Struct("<16s16s16sIII")
+
+Post = Callable[[Ask | Lent | Returned | LenderGone | BorrowerGone], None]
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -68,7 +58,7 @@ class Card(msgspec.Struct, frozen=True):
     rank: int  # of the engine
 
     def pack(self) -> bytes:
-        """Bytes; of the same length for every card."""
+        """Return the card in bytes, of the same length for every card."""
         return _CARD.pack(self.host, self.name, self.token, *self.place, self.rank)
 
     @classmethod
@@ -91,10 +81,6 @@ def host_digest() -> bytes:
     return hashlib.blake2b("/".join(parts).encode(), digest_size=16).digest()
 
 
-_Kind = tuple[str, tuple[str, ...]]  # `SlabKind.part` and `key_prefixes`
-_Name = tuple[int, ChunkRef, str, tuple[int, ...]]  # which kind; as the fields of a `Slab`
-
-
 class _Hello(msgspec.Struct, tag="hello"):
     token: bytes
     number: int
@@ -102,88 +88,104 @@ class _Hello(msgspec.Struct, tag="hello"):
 
 class _Ask(msgspec.Struct, tag="ask"):
     generation: int
-    kinds: list[_Kind]
-    slabs: list[_Name]
-
-
-class _Copied(msgspec.Struct, tag="copied"):
-    pass
+    kinds: list[tuple[str, tuple[str, ...]]]  # `SlabKind.part` and `key_prefixes`
+    loans: list[tuple[int, int, ChunkRef, str, tuple[int, ...]]]  # id, which kind, as in `Slab`
 
 
 class _Welcome(msgspec.Struct, tag="welcome"):
-    """With it comes the arena's descriptor."""
+    """The place of slots in the arena, whose descriptor comes with it."""
 
-    nbytes: int
-
-
-class _LentSlabs(msgspec.Struct, tag="lent"):
-    offsets: list[list[int]]  # of each slab's cells in the arena's file; none: it is not here
+    start: int
+    slot_bytes: int
+    num_slots: int
 
 
-class _Ended(msgspec.Struct, tag="ended"):
-    held: bool
+class _Lent(msgspec.Struct, tag="lent"):
+    loans: list[tuple[int, list[int]]]
+
+
+class _Returned(msgspec.Struct, tag="returned"):
+    loans: list[int]
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_FROM_BORROWER = msgspec.msgpack.Decoder(_Hello | _Ask | _Copied)
-_FROM_LENDER = msgspec.msgpack.Decoder(_Welcome | _LentSlabs | _Ended)
+_FROM_BORROWER = msgspec.msgpack.Decoder(_Hello | _Ask | _Returned)
+_FROM_LENDER = msgspec.msgpack.Decoder(_Welcome | _Lent)
 
 
-def _ask_for(slabs: Sequence[Slab], generation: int) -> _Ask:
-    kinds: dict[SlabKind, int] = {}
-    names = [
-        (kinds.setdefault(slab.kind, len(kinds)), slab.chunk, slab.chunk_hex, slab.sizes)
-        for slab in slabs
-    ]
-    return _Ask(generation, [(kind.part, kind.key_prefixes) for kind in kinds], names)
+def _packed(message: Ask | Lent | Returned) -> list[bytes]:
+    """Return the bytes of a message, in parts of `MAX_MESSAGE`."""
+    loans: Any = message.loans
+    if isinstance(message, Ask):
+        kinds: dict[SlabKind, int] = {}
+        data = _encode(
+            _Ask(
+                loans=[
+                    (loan_id, kinds.setdefault(s.kind, len(kinds)), s.chunk, s.chunk_hex, s.sizes)
+                    for loan_id, s in message.loans
+                ],
+                generation=message.generation,
+                kinds=[(kind.part, kind.key_prefixes) for kind in kinds],
+            )
+        )
+    else:
+        data = _encode((_Lent if isinstance(message, Lent) else _Returned)(list(loans)))
+    if len(data) <= MAX_MESSAGE or len(loans) == 1:
+        return [data]
+    half = len(loans) // 2
+    first, second = message._replace(loans=loans[:half]), message._replace(loans=loans[half:])
+    return [*_packed(first), *_packed(second)]
 
 
-def _slabs_of(message: _Ask) -> tuple[Slab, ...] | None:
-    """The slabs that a borrower asks for; None if the message is not sound."""
+def _slabs_of(message: _Ask, slot_bytes: int) -> tuple[tuple[int, Slab], ...]:
+    """Return the slabs that a borrower asks for; ValueError if the message is not sound."""
     kinds = [SlabKind(prefixes, (), part=part) for part, prefixes in message.kinds]
     slabs = []
-    for number, chunk, chunk_hex, sizes in message.slabs:
-        if not 0 <= number < len(kinds) or not sizes or min(sizes) <= 0:
-            return None
-        if len(sizes) != len(kinds[number].key_prefixes):
-            return None
-        kind = kinds[number]
-        slabs.append(Slab(chunk.id + kind.part, kind, chunk, chunk_hex, sizes, sum(sizes)))
+    for loan_id, number, chunk, chunk_hex, sizes in message.loans:
+        kind = kinds[number] if 0 <= number < len(kinds) else None
+        if kind is None or not sizes or len(sizes) != len(kind.key_prefixes):
+            raise ValueError("it asks for cells that its message does not name")
+        if min(sizes) <= 0 or max(sizes) > slot_bytes:
+            raise ValueError("it asks for cells that fill no slot")
+        slab = Slab(chunk.id + kind.part, kind, chunk, chunk_hex, sizes, sum(sizes))
+        slabs.append((loan_id, slab))
     return tuple(slabs)
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """A connection: to a lender, or of a borrower, whose number is known from its hello on."""
+
+    peer: socket.socket
+    number: int | None
+    is_to_lender: bool
 
 
 class ReplicaExchange:
     """The end of a rank, as borrower and lender.
 
-    Copied bytes count only if the lender confirms that it held the cells until then. A connection
-    carries one loan at a time, and its end, even by `kill -9`, ends the loan; any unexpected
-    message ends the connection, and the borrower asks the tiers. A borrower waits `timeout_s`; a
-    replica that was late or gone is not asked for a while (`storage/breaker.py`).
-
-    Nothing has a name in a file system: sockets are abstract, arenas are memory files sealed
-    against other writers. Both ends belong to one user, and the borrower knows the lender's token
-    from its `Card`, which ranks exchange over the engine's own connections.
-
-    Make it, exchange cards, `join`, then `start` it when there is an engine. `borrow` is for lanes,
-    `answer` for the engine thread, the rest for the thread that made it.
+    Make it, exchange cards, `join`, then `start` it when there is an engine. `send` is for the
+    engine thread, the rest for the thread that made it.
     """
 
     def __init__(self, place: ReplicaRank, rank: int, *, shares: bool = True) -> None:
-        self.card = Card(
-            host_digest() if shares else secrets.token_bytes(16),
-            secrets.token_bytes(16),
-            secrets.token_bytes(16),
-            place,
-            rank,
-        )
+        host = host_digest() if shares else secrets.token_bytes(16)
+        name, token = secrets.token_bytes(16), secrets.token_bytes(16)
+        self.card = Card(host, name, token, place, rank)
         self._listener = _new_socket()
         self._listener.bind(self.card.address)
         self._listener.listen(MAX_LINKS)
         self._listener.setblocking(False)
         self.number = 0
         self._cards: dict[int, Card] = {}  # of the others on this host
-        self._lender: _LenderThread | None = None
-        self._borrower: _Borrower | None = None
+        self._links: set[_Link] = set()
+        self._lenders: dict[int, _Link] = {}
+        self._borrowers: dict[int, _Link] = {}
+        self._lock = threading.Lock()  # guards sockets against being closed in use
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._thread: threading.Thread | None = None
+        self._closing = False
 
     def join(self, cards: Sequence[bytes]) -> None:
         """Take the cards of all ranks of the pipeline stage, in the same order on all of them."""
@@ -203,116 +205,56 @@ class ReplicaExchange:
         return tuple(cards[number].rank for number in numbers)
 
     def start(
-        self, arena: Arena, post: Callable[[Lend | LoanOver], None], timeout_s: float
+        self, arena: Arena, post: Post, on_mapped: Callable[[Buffer], None] | None = None
     ) -> None:
-        """Begin to lend; `post` takes the engine's events."""
-        self._borrower = _Borrower(self.number, self._cards, timeout_s)
-        self._lender = _LenderThread(self._listener, self.card.token, self._cards, arena, post)
+        """Begin to lend and to borrow; `post` takes the engine's events.
 
-    def borrow(
-        self, slabs: Sequence[Slab], buffers: Sequence[Sequence[Buffer]], generation: int
-    ) -> list[CellOutcome]:
-        """Copy slabs out of the host memory of the members that fetch them, within `timeout_s`.
-
-        `buffers` has one for each cell of each slab. MISSING: the lender has not got it; TIMED_OUT,
-        UNREACHABLE: the lender did not answer.
+        `on_mapped`, if given, is called with each part of a lender's arena, of whole slots, in
+        a thread of the arena.
         """
-        if self._borrower is None:  # not started yet
-            return [CellOutcome.UNREACHABLE] * len(slabs)
-        return self._borrower.borrow(slabs, buffers, generation)
-
-    def answer(self, message: Lent | LoanEnded) -> None:
-        if self._lender is not None:
-            self._lender.answer(message)
-
-    def close(self) -> None:
-        """Lend and borrow nothing any more; ends calls in progress. May be called twice."""
-        if self._borrower is not None:
-            self._borrower.close()
-        if self._lender is not None:
-            self._lender.close()
-        else:
-            self._listener.close()
-
-
-def _new_socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-
-
-def _shut(peer: socket.socket) -> None:
-    """End a connection that another thread may use."""
-    with contextlib.suppress(OSError):  # it has ended already
-        peer.shutdown(socket.SHUT_RDWR)
-
-
-def _is_own_user(peer: socket.socket) -> bool:
-    data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(data)[1] == os.geteuid())
-
-
-# The lender's side
-
-
-@dataclass(eq=False)
-class _Link:
-    """A borrower's connection; `number` is the borrower's, once it has sent the token."""
-
-    peer: socket.socket
-    number: int | None = None
-    loan_id: int | None = None
-
-
-class _LenderThread:
-    """Reads borrowers' messages and hands them to the engine."""
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        token: bytes,
-        siblings: Mapping[int, Card],
-        arena: Arena,
-        post: Callable[[Lend | LoanOver], None],
-    ) -> None:
-        self._listener = listener
-        self._token = token
-        self._siblings = siblings
-        self._arena = arena
-        self._post = post
-        self._next_loan = 0
-        self._links: set[_Link] = set()
-        self._lock = threading.Lock()  # guards `_loans`, and sockets against being closed in use
-        self._loans: dict[int, _Link] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ, None)
-        self._wake, self._woken = socket.socketpair()
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
-        self._closing = False
+        self._arena, self._post, self._on_mapped = arena, post, on_mapped
+        for each in (self._listener, self._woken):
+            self._selector.register(each, selectors.EVENT_READ, None)
+        for number, card in self._cards.items():
+            peer = _new_socket()
+            try:
+                peer.connect(card.address)
+                if not _is_own_user(peer):
+                    raise OSError("another user listens on its socket")
+                peer.send(_encode(_Hello(card.token, self.number)))
+            except OSError as error:
+                peer.close()
+                self._leave(number, error)
+            else:
+                self._lenders[number] = link = _Link(peer, number, is_to_lender=True)
+                self._add(link)
         self._thread = threading.Thread(target=self._run, name="kvpool-replicas", daemon=True)
         self._thread.start()
 
-    def answer(self, message: Lent | LoanEnded) -> None:
-        with self._lock:
-            link = self._loans.get(message.loan_id)
-            if link is None:  # the borrower has gone
-                return
-            if isinstance(message, LoanEnded):
-                del self._loans[message.loan_id]
-                link.loan_id = None
-                reply: _LentSlabs | _Ended = _Ended(message.held)
-            else:
-                place_of = self._arena.file_offset
-                reply = _LentSlabs([[place_of(slot) for slot in slots] for slots in message.slots])
-            try:
-                link.peer.send(_encode(reply), socket.MSG_DONTWAIT)
-            except OSError:
-                _shut(link.peer)  # `_run` sees the end
+    def send(self, message: Ask | Lent | Returned) -> None:
+        """Send a message. A lost one ends with the time of its ask or loan."""
+        links = self._borrowers if isinstance(message, Lent) else self._lenders
+        if (link := links.get(message.member)) is None:
+            return
+        with self._lock, contextlib.suppress(OSError):
+            for data in _packed(message):
+                link.peer.send(data, socket.MSG_DONTWAIT)
 
     def close(self) -> None:
+        """Lend and borrow nothing any more; no copy out of lent slots may run. Idempotent."""
         self._closing = True
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # closed already
             self._wake.send(b"x")
-        self._thread.join(JOIN_S)
-        self._wake.close()
+        if self._thread is not None:
+            self._thread.join(JOIN_S)
+        with self._lock:
+            self._selector.close()
+            for each in (self._listener, self._wake, self._woken):
+                each.close()
+            for link in self._links:
+                link.peer.close()
+
+    # The thread
 
     def _run(self) -> None:
         try:
@@ -324,323 +266,135 @@ class _LenderThread:
                         self._read(key.data)
         except Exception:
             logger.exception(
-                "kvpool: lending to replicas on this host failed; until vLLM restarts they fetch "
-                "from the tiers"
+                "kvpool: sharing host memory with ranks on this host failed; until vLLM restarts "
+                "each fetches from the tiers"
             )
-        finally:
-            self._selector.close()
-            self._listener.close()
-            self._woken.close()
-            for link in list(self._links):
-                self._drop(link)
+            for number in self._lenders:  # connections stay open, as in `_read`
+                self._post(LenderGone(number))
+
+    def _add(self, link: _Link) -> None:
+        self._links.add(link)
+        self._selector.register(link.peer, selectors.EVENT_READ, link)
 
     def _accept(self) -> None:
         try:
             peer, _ = self._listener.accept()
         except OSError:
             return
-        if len(self._links) >= MAX_LINKS or not _is_own_user(peer):
+        if len(self._links) >= MAX_LINKS + len(self._lenders) or not _is_own_user(peer):
             peer.close()
-            return
-        link = _Link(peer)
-        self._links.add(link)
-        self._selector.register(peer, selectors.EVENT_READ, link)
+        else:
+            self._add(_Link(peer, None, is_to_lender=False))
 
     def _read(self, link: _Link) -> None:
+        """Take a message, or the end of a connection."""
         try:
-            data = link.peer.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
-            message = _FROM_BORROWER.decode(data) if data else None
+            data, descriptors = _receive(link.peer)
         except BlockingIOError:
             return
-        except (OSError, *UNREADABLE):
-            message = None
-        if message is None or not self._take(link, message):
-            self._selector.unregister(link.peer)
-            self._drop(link)
-
-    def _take(self, link: _Link, message: _Hello | _Ask | _Copied) -> bool:
-        """Handle a message; False if it may not come now."""
-        if isinstance(message, _Hello):
-            if link.number is not None or message.number not in self._siblings:
-                return False
-            if not hmac.compare_digest(message.token, self._token):
-                return False
-            link.number = message.number
-            return self._welcome(link)
-        if isinstance(message, _Ask):
-            if link.number is None or link.loan_id is not None:
-                return False
-            slabs = _slabs_of(message)
-            if slabs is None or any(max(each.sizes) > self._arena.slot_bytes for each in slabs):
-                return False
-            self._next_loan += 1
-            link.loan_id = self._next_loan
-            with self._lock:
-                self._loans[link.loan_id] = link
-            self._post(Lend(link.loan_id, link.number, message.generation, slabs))
-            return True
-        loan_id = link.loan_id
-        if loan_id is None:
-            return False
-        self._post(LoanOver(loan_id))
-        return True
-
-    def _welcome(self, link: _Link) -> bool:
-        descriptor = self._arena.descriptor
-        if descriptor is None:
-            return False
-        passed = array.array("i", [descriptor])
-        try:
-            link.peer.sendmsg(
-                [_encode(_Welcome(self._arena.file_bytes))],
-                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)],
-                socket.MSG_DONTWAIT,
-            )
         except OSError:
-            return False
-        return True
-
-    def _drop(self, link: _Link) -> None:
-        self._links.discard(link)
-        with self._lock:
-            loan_id, link.loan_id = link.loan_id, None
-            if loan_id is not None:
-                self._loans.pop(loan_id, None)
-            link.peer.close()
-        if loan_id is not None:
-            self._post(LoanOver(loan_id))
-
-
-# The borrower's side
-
-
-@dataclass(eq=False)
-class _OpenLoan:
-    """The part of a `borrow` that one lender answers; `places` index the slabs of the call."""
-
-    number: int
-    peer: socket.socket
-    places: list[int]
-    copied: list[int] = field(default_factory=list)
-
-
-class _Borrower:
-    """Asks lenders, on the lanes' threads."""
-
-    def __init__(self, number: int, siblings: Mapping[int, Card], timeout_s: float) -> None:
-        self._number = number
-        self._siblings = siblings
-        self._timeout_s = timeout_s
-        self._lock = threading.Lock()  # guards all below
-        self._idle: defaultdict[int, list[socket.socket]] = defaultdict(list)
-        self._busy: set[socket.socket] = set()
-        self._arenas: dict[int, Any] = {}  # mapped for as long as this process lives
-        self._breakers: defaultdict[int, Breaker] = defaultdict(Breaker)
-        self._closed = False
-
-    def borrow(
-        self, slabs: Sequence[Slab], buffers: Sequence[Sequence[Buffer]], generation: int
-    ) -> list[CellOutcome]:
-        deadline = time.monotonic() + self._timeout_s
-        outcomes = [CellOutcome.UNREACHABLE] * len(slabs)
-        places_of: defaultdict[int, list[int]] = defaultdict(list)
-        for place, slab in enumerate(slabs):
-            assert slab.fetcher is not None, slab
-            places_of[slab.fetcher].append(place)
-        loans: dict[int, _OpenLoan] = {}  # by file descriptor
-        poll = select.poll()
-        for number, places in places_of.items():
-            peer = self._connection(number)
-            if peer is None:
-                continue
-            if not self._send(peer, _ask_for([slabs[place] for place in places], generation)):
-                self._end(number, peer, failed=True)
-                continue
-            loans[peer.fileno()] = _OpenLoan(number, peer, places)
-            poll.register(peer, select.POLLIN)
-        while loans:
-            left_ms = max(0.0, deadline - time.monotonic()) * 1000
-            ready = poll.poll(left_ms)
-            if not ready:
-                break
-            for fd, _ in ready:
-                loan, failed = loans[fd], False
-                try:
-                    has_ended = self._take(loan, buffers, outcomes)
-                except BlockingIOError:
-                    continue
-                except (OSError, ValueError) as error:
-                    has_ended = failed = True
-                    logger.warning(
-                        "kvpool: replica %d on this host failed, its chunks are fetched from the "
-                        "tiers: %s",
-                        loan.number,
-                        error,
-                    )
-                if has_ended:
-                    poll.unregister(fd)
-                    del loans[fd]
-                    self._end(loan.number, loan.peer, failed=failed)
-        for loan in loans.values():
-            logger.warning(
-                "kvpool: replica %d on this host did not lend %d parts of chunks within %.1f s; "
-                "they are fetched from the tiers",
-                loan.number,
-                len(loan.places),
-                self._timeout_s,
-            )
-            for place in loan.places:
-                outcomes[place] = CellOutcome.TIMED_OUT
-            self._end(loan.number, loan.peer, failed=True)
-        return outcomes
-
-    def _take(
-        self,
-        loan: _OpenLoan,
-        buffers: Sequence[Sequence[Buffer]],
-        outcomes: list[CellOutcome],
-    ) -> bool:
-        """Take an answer; whether the loan has ended.
-
-        BlockingIOError if there is none yet; OSError or ValueError if the lender has failed.
-        """
-        match self._receive(loan.number, loan.peer):
-            case _Welcome():
-                return False
-            case _LentSlabs(offsets) if not loan.copied:
-                self._copy(loan, offsets, buffers, outcomes)
-                if not self._send(loan.peer, _Copied()):
-                    raise OSError("connection closed")
-                return False
-            case _Ended(held):
-                for place in loan.copied:
-                    outcomes[place] = CellOutcome.DONE if held else CellOutcome.TIMED_OUT
-                return True
-        raise ValueError("an unexpected message")
-
-    def _copy(
-        self,
-        loan: _OpenLoan,
-        offsets: Sequence[Sequence[int]],
-        buffers: Sequence[Sequence[Buffer]],
-        outcomes: list[CellOutcome],
-    ) -> None:
-        """Copy what is lent out of the lender's arena; it lacks a slab without offsets."""
-        arena = self._arenas.get(loan.number)
-        if arena is None or len(offsets) != len(loan.places):
-            raise ValueError("its answer does not match the request")
-        for place, starts in zip(loan.places, offsets, strict=True):
-            outcomes[place] = CellOutcome.MISSING
-            if not starts:
-                continue
-            if len(starts) != len(buffers[place]):
-                raise ValueError("it lends a slab of another size")
-            for start, buffer in zip(starts, buffers[place], strict=True):
-                lent = arena[start : start + buffer.nbytes] if start >= 0 else arena[:0]
-                if len(lent) < buffer.nbytes:
-                    raise ValueError("it lends memory beyond the end of its arena")
-                np.copyto(np.frombuffer(buffer.view, np.uint8), lent)
-            outcomes[place] = CellOutcome.UNREACHABLE  # until it is confirmed
-            loan.copied.append(place)
-
-    def _connection(self, number: int) -> socket.socket | None:
-        """A connection of this call's own, with the hello sent; None if there is none now."""
-        with self._lock:
-            if self._closed or self._breakers[number].is_open(time.monotonic()):
-                return None
-            if self._idle[number]:
-                peer = self._idle[number].pop()
-                self._busy.add(peer)
-                return peer
-        peer = _new_socket()
-        peer.setblocking(False)
-        try:
-            peer.connect(self._siblings[number].address)
-            if not _is_own_user(peer):
-                raise OSError("another user listens on its socket")
-            peer.send(_encode(_Hello(self._siblings[number].token, self._number)))
-        except OSError as error:
-            peer.close()
-            with self._lock:
-                self._breakers[number].tripped(time.monotonic())
-            logger.warning(
-                "kvpool: replica %d on this host cannot be reached, its chunks are fetched from "
-                "the tiers: %s",
-                number,
-                error,
-            )
-            return None
-        return peer if self._use(peer) else None
-
-    def _use(self, peer: socket.socket) -> bool:
-        """Record a new connection as busy; False after `close`, which would not end it."""
-        with self._lock:
-            if self._closed:
-                peer.close()
-                return False
-            self._busy.add(peer)
-        return True
-
-    def _receive(self, number: int, peer: socket.socket) -> _Welcome | _LentSlabs | _Ended:
-        """Receive a message; a welcome brings the lender's arena, which is mapped."""
-        # Not `socket.recv_fds`, which drops the flags (CPython 3.11).
-        room = socket.CMSG_SPACE(array.array("i").itemsize)
-        flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-        data, ancillary, _, _ = peer.recvmsg(MAX_MESSAGE, room, flags)
-        descriptors = array.array("i")
-        for _, _, passed in ancillary:
-            descriptors.frombytes(passed)
+            data, descriptors = b"", []
         try:
             if not data:
-                raise OSError("connection closed")
-            try:
-                message: _Welcome | _LentSlabs | _Ended = _FROM_LENDER.decode(data)
-            except UNREADABLE as error:
-                raise ValueError(f"an unreadable message: {error}") from None
-            if isinstance(message, _Welcome):
-                self._map(number, descriptors[0] if descriptors else -1, message.nbytes)
-            return message
+                self._end(link)
+            elif link.is_to_lender:
+                self._take_answer(link, _FROM_LENDER.decode(data), descriptors)
+            else:
+                self._take(link, _FROM_BORROWER.decode(data))
+        except (OSError, ValueError, *UNREADABLE) as error:
+            self._selector.unregister(link.peer)
+            if link.is_to_lender:  # stays open: its end would say that this rank reads no more
+                assert link.number is not None
+                self._leave(link.number, error)
+            else:
+                self._drop(link)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _map(self, number: int, descriptor: int, nbytes: int) -> None:
-        with self._lock:
-            if number in self._arenas:
-                return
-            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-            if not seals & fcntl.F_SEAL_SHRINK:  # reading beyond the end would kill this process
-                raise OSError("its memory file is not sealed against shrinking")
-            memory = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
-            self._arenas[number] = np.frombuffer(memory, np.uint8)
+    def _end(self, link: _Link) -> None:
+        """The other end has closed the connection, or its process has ended."""
+        self._selector.unregister(link.peer)
+        self._drop(link)
+        if link.number is None:
+            return
+        if link.is_to_lender:
+            self._leave(link.number, OSError("connection closed"))
+        else:
+            self._post(BorrowerGone(link.number))
 
-    @staticmethod
-    def _send(peer: socket.socket, message: msgspec.Struct) -> bool:
-        try:
-            peer.send(_encode(message), socket.MSG_DONTWAIT)
-        except OSError:
-            return False
-        return True
+    def _leave(self, number: int, error: Exception) -> None:
+        logger.warning(
+            "kvpool: rank %d on this host lends nothing any more, its chunks are fetched from the "
+            "tiers: %s",
+            self._cards[number].rank,
+            error,
+        )
+        self._post(LenderGone(number))
 
-    def _end(self, number: int, peer: socket.socket, *, failed: bool) -> None:
-        """Return the connection for other calls, or close it if the lender has failed."""
+    def _drop(self, link: _Link) -> None:
+        self._links.discard(link)
         with self._lock:
-            self._busy.discard(peer)
-            if not failed:
-                self._breakers[number].succeeded()
-            elif not self._closed:
-                self._breakers[number].tripped(time.monotonic())
-            if failed or self._closed:
-                peer.close()
-            else:
-                self._idle[number].append(peer)
+            link.peer.close()
 
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            for peer in self._busy:
-                _shut(peer)
-            for idle in self._idle.values():
-                for peer in idle:
-                    peer.close()
-            self._idle.clear()
+    def _take(self, link: _Link, message: _Hello | _Ask | _Returned) -> None:
+        """Pass on a borrower's message; ValueError if it may not come now."""
+        number, arena = link.number, self._arena
+        if isinstance(message, _Hello) and number is None:
+            is_free = message.number in self._cards and message.number not in self._borrowers
+            if not (is_free and hmac.compare_digest(message.token, self.card.token)):
+                raise ValueError("a stranger")
+            if arena.descriptor is None:
+                raise ValueError("there is no memory to share")
+            welcome = _encode(_Welcome(arena.file_start, arena.slot_bytes, arena.num_slots))
+            passed = array.array("i", [arena.descriptor])
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)]
+            link.peer.sendmsg([welcome], rights, socket.MSG_DONTWAIT)
+            link.number, self._borrowers[message.number] = message.number, link
+        elif isinstance(message, _Ask) and number is not None:
+            slabs = _slabs_of(message, arena.slot_bytes)
+            self._post(Ask(number, slabs, message.generation))
+        elif isinstance(message, _Returned) and number is not None:
+            self._post(Returned(number, tuple(message.loans)))
+        else:
+            raise ValueError("an unexpected message")
+
+    def _take_answer(
+        self, link: _Link, message: _Welcome | _Lent, descriptors: Sequence[int]
+    ) -> None:
+        """Pass on a lender's message; OSError or ValueError if it cannot be used."""
+        assert link.number is not None
+        if isinstance(message, _Lent):
+            slots_of = self._arena.member_slots
+            loans = [(loan_id, slots_of(link.number, slots)) for loan_id, slots in message.loans]
+            self._post(Lent(link.number, tuple(loans)))
+            return
+        if len(descriptors) != 1:
+            raise ValueError("no memory file")
+        if not fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise ValueError("its memory may shrink, and reading beyond the end would kill us")
+        place = message.start, message.slot_bytes, message.num_slots
+        self._arena.add_member(link.number, descriptors[0], *place, self._on_mapped)
+
+
+def _new_socket() -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    peer.setblocking(False)
+    return peer
+
+
+def _is_own_user(peer: socket.socket) -> bool:
+    data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(data)[1] == os.geteuid())
+
+
+def _receive(peer: socket.socket) -> tuple[bytes, list[int]]:
+    """Receive a message and the descriptors that came with it."""
+    # Not `socket.recv_fds`, which drops the flags (CPython 3.11).
+    room = socket.CMSG_SPACE(array.array("i").itemsize)
+    flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+    data, ancillary, _, _ = peer.recvmsg(MAX_MESSAGE, room, flags)
+    descriptors = array.array("i")
+    for _, _, passed in ancillary:
+        descriptors.frombytes(passed)
+    return data, list(descriptors)
