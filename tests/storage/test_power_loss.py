@@ -139,8 +139,8 @@ def test_power_loss_leaves_cells_whole_or_missing_and_a_store_that_keeps_its_siz
         "UPDATE owner SET bytes = 0",
         "DELETE FROM owner",
         "DELETE FROM namespace",
-        "UPDATE chunk SET children = 0",
-        "DELETE FROM chunk WHERE position = 1",
+        "UPDATE chunk SET children = 2 - 2 * position WHERE position < 2",
+        "UPDATE chunk SET parent = 99, children = position WHERE position < 2",
         "UPDATE chunk SET holders = 1",
         "UPDATE chunk SET holders = -1, bytes = 0, cells = x''; UPDATE store SET used_bytes = 0; "
         "UPDATE owner SET bytes = 0",

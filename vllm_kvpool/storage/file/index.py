@@ -611,7 +611,7 @@ class FileIndex:
                     number, text = errno.ENOSPC, os.strerror(errno.ENOSPC)
                 raise OSError(number, text, self._path) from error
             self._set_aside(error)
-            raise OSError(errno.ESTALE, f"the index was damaged: {error}", self._path) from error
+            raise OSError(errno.ESTALE, f"the index was replaced: {error}", self._path) from error
 
     def _set_aside(self, error: Exception) -> None:
         """Rename the damaged index, unless another process has done so and made a new one."""
@@ -621,9 +621,9 @@ class FileIndex:
             return
         kept = [set_aside(each) for each in reversed(files_of(self._path))]  # the index last
         logger.warning(
-            "file store index %s is damaged, kept as %s and made anew from the files, without pins "
-            "and times to live: %s",
-            *(self._path, kept[-1], error),
+            "file store index %s is damaged or of another release (%s): kept as %s and made anew "
+            "from the files, without pins and times to live",
+            *(self._path, error, kept[-1]),
         )
 
     def _connected(self) -> sqlite3.Connection:

@@ -19,7 +19,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from vllm_kvpool.errors import StoreError
+from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, is_namespace, manifest_key
 from vllm_kvpool.storage.base import (
     NO_RETENTION,
@@ -574,8 +574,9 @@ class Rows:
 def prepare(db: sqlite3.Connection, path: str, now_ns: int, boot: str) -> None:
     """Set up the connection and missing tables.
 
-    DatabaseError if the file is of another version; StoreError if others have it open with mapped
-    files, and its file system does not keep these here.
+    DamagedIndex if the file is of another version, StoreUnreachable if processes of that version
+    have it open. StoreError if others have it open with mapped files, and its file system does not
+    keep these here.
     """
     db.execute(f"PRAGMA busy_timeout = {int(WAIT_S * 1000)}")
     mode = _choose_journal(db, path)
@@ -587,12 +588,31 @@ def prepare(db: sqlite3.Connection, path: str, now_ns: int, boot: str) -> None:
     db.execute("COMMIT")
     if (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
         if num_tables:
-            raise sqlite3.DatabaseError("not an index of this release")
+            text = f"it has version {version}, this release has {SCHEMA_VERSION}"
+            _check_unused(db, path, text)
+            raise DamagedIndex(text)
         db.executescript(
             _SCHEMA.format(now_ns=now_ns, boot=boot)
         )  # idempotent: others may do the same
     if mode == "wal":
         db.execute("PRAGMA busy_timeout = 0")
+
+
+def _check_unused(db: sqlite3.Connection, path: str, text: str) -> None:
+    """Raise StoreUnreachable if another process has an index of another version open.
+
+    Without WAL only a transaction under way is noticed.
+    """
+    db.execute("PRAGMA busy_timeout = 0")
+    try:
+        db.execute("PRAGMA journal_mode = DELETE")  # needs the file alone
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+            raise
+        raise StoreUnreachable(
+            f"the index {path} is in use by engines of another release ({text}); this engine uses "
+            "the store once they have ended, or name another directory"
+        ) from error
 
 
 def _choose_journal(db: sqlite3.Connection, path: str) -> str:
