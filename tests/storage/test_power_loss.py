@@ -101,7 +101,7 @@ class Bench:
                 self.reopen(self.root)
 
 
-@pytest.mark.parametrize("seed", seeds(30, 2000))
+@pytest.mark.parametrize("seed", seeds(20, 2000))
 def test_power_loss_leaves_cells_whole_or_missing_and_a_store_that_keeps_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
