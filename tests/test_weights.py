@@ -371,6 +371,15 @@ def test_a_file_that_was_written_to_is_read_again(large: Path) -> None:
     assert known_sample(large, later) == sample_weights(large)
 
 
+def test_file_with_other_bytes_and_its_former_time_is_read_again(large: Path) -> None:
+    """As a tool leaves it that writes in place and restores times."""
+    before, path = known_sample(large, later), large / "part-0.safetensors"
+    written_ns = path.stat().st_mtime_ns
+    change(path, path.stat().st_size - 1)
+    os.utime(path, ns=(written_ns, written_ns))
+    assert known_sample(large, later) == sample_weights(large) != before
+
+
 def test_files_that_were_written_just_now_may_still_change_unseen(large: Path) -> None:
     assert known_sample(large) == sample_weights(large)
     before = reads()

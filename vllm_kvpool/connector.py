@@ -31,7 +31,11 @@ from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.request import ScheduledStep, StateOffer
 from vllm_kvpool.sides import SchedulerSide, WorkerSide
 from vllm_kvpool.storage.contents.manifest import Manifest, fitted, write_manifest
-from vllm_kvpool.storage.start_notes import without_effect, work_in_words
+from vllm_kvpool.storage.start_notes import (
+    without_effect,
+    without_shared_store,
+    work_in_words,
+)
 from vllm_kvpool.storage.tiers import tier_specs
 from vllm_kvpool.vllm_adapt import ascend, compat, engine_config, kv_events
 from vllm_kvpool.vllm_adapt.identity import weights_version
@@ -151,7 +155,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._facts.shape.cells_per_chunk,
                 manifest_key(self._facts.shape.namespace),
             )
-            for note in without_effect(self._config, tier_specs(self._config)):
+            specs = tier_specs(self._config)
+            num_hosts = vllm_config.parallel_config.nnodes_within_dp
+            for note in (
+                *without_effect(self._config, specs),
+                *without_shared_store(specs, num_hosts),
+            ):
                 logger.warning("kvpool: %s", note)
             self._hit_sources = HitSources([tier.name for tier in self._scheduler_side.tiers])
             self._events = self._make_events()

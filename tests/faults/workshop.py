@@ -103,14 +103,25 @@ class Workshop:
         self._own += threads.alive()
         return store
 
-    def rig(self, spec: RigSpec, store: str | list[str] = "", name: str = "rig") -> Rig:
+    def rig(
+        self,
+        spec: RigSpec,
+        store: str | list[str] = "",
+        name: str = "rig",
+        *,
+        second_host: list[str] | None = None,
+    ) -> Rig:
+        """Make a rig. `second_host`: the stores of its last rank, which runs on another host."""
         config = self._config(spec, store)
+        config.parallel_config.nnodes = 1 if second_host is None else 2
 
         def rank_config(rank: int) -> Any:
             self._opening = f"{name}.{rank}"
             mine = copy.copy(config)
             mine.parallel_config = copy.copy(config.parallel_config)
             mine.parallel_config.rank = rank
+            if second_host is not None and rank == spec.tp - 1:
+                mine.kv_transfer_config = self._config(spec, second_host).kv_transfer_config
             return mine
 
         self._opening = f"{name}.scheduler"

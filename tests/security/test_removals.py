@@ -70,7 +70,6 @@ TABLE: dict[str, tuple[str, str]] = {
     "private_files.py replace_file os.open _CREATE": (NEW, STATS),
     "staging/arena.py _mapped_file os.ftruncate": (NEW, BESIDE),  # memory without a name
     "storage/file/index.py FileIndex._connected sqlite3.connect": (UNCHANGED, STORE),
-    "storage/file/index.py FileIndex.check_after_power_loss sqlite3.connect": (UNCHANGED, STORE),
     "storage/file/index.py create_safely os.fchmod": (NEW, STORE),
     "storage/file/index.py create_safely os.open O_WRONLY": (NEW, STORE),
     "storage/file/io.py probe os.open O_RDWR": (NEW, STORE),

@@ -507,7 +507,7 @@ TRANSACTIONS = frozenset(
             "remove_cells",
             "add_found",
         ),
-        *("remove_namespace", "left_by", "complete", "check_after_power_loss"),
+        *("remove_namespace", "left_by", "complete", "_check_after_reboot"),
         *("pin", "expire"),
     }
 )
@@ -552,7 +552,7 @@ def test_a_transaction_touches_no_file_and_changes_a_bounded_number_of_rows(
     store.remove_namespace(NAMESPACE)
     assert store._space.index.used_bytes() == 0
     monkeypatch.setattr(index_module, "_boot", lambda: "another boot")
-    store._space.index.check_after_power_loss()
+    store._space.index._check_after_reboot()
     store.close()
     assert {name for name, _, _ in transactions} == TRANSACTIONS
     touched = {(name, call) for name, _, calls in transactions for call in calls}
@@ -620,7 +620,6 @@ def test_directory_whose_name_is_not_utf8_is_listed_and_checked_after_a_reboot(
     store.close()
     monkeypatch.setattr(index_module, "_boot", lambda: "another boot")
     store = FileStore(root, 400 * FILE)
-    store._space.index.check_after_power_loss()
     assert wait_complete(store, LIMIT_S)
     assert store.usage() == listed
     store.close()

@@ -11,6 +11,7 @@ from tests.transfer.engine_bench import (
     SINGLE,
     TIMEOUT_S,
     Bench,
+    load_job,
     words,
 )
 from vllm_kvpool.transfer.graph import LaneLimits
@@ -173,6 +174,15 @@ def test_stream_waits_for_chunks_beyond_its_deadline() -> None:
     bench.land(1, 2)
     assert bench.engine.next_deadline() == 3 * TIMEOUT_S
     assert bench.after(TIMEOUT_S) == ["loaded 1 to 1 timed_out"]
+
+
+def test_stream_waits_beyond_its_deadline_for_chunks_that_are_not_named_yet() -> None:
+    bench = Bench(DISK, slots=8, reserve=0)
+    job = load_job(1, "a b c", landed=0)
+    bench.step(job._replace(slabs=job.slabs[:2], rest=iter([job.slabs[2:]])))
+    assert bench.after(2 * TIMEOUT_S) == []
+    bench.land(1, 3, final=True)
+    assert bench.run()[-1] == "loaded 1 to 3 done"
 
 
 def test_fetch_that_hangs_after_the_producer_has_gone_ends_the_load_soon() -> None:

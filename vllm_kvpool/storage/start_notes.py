@@ -1,13 +1,15 @@
 """The effective configuration, for the engine's first log line and `kvpool doctor`."""
 
+import os
 from collections.abc import Iterator
 from enum import Enum
 
 from vllm_kvpool.config import KVPoolConfig, KVRole, Verify, WritePolicy
+from vllm_kvpool.storage.file.file_system import file_system_of
 from vllm_kvpool.storage.mooncake import MooncakeOptions
 from vllm_kvpool.storage.mooncake_wheel import transport
 from vllm_kvpool.storage.tiers import TierSpecs
-from vllm_kvpool.storage.url import StoreSpec
+from vllm_kvpool.storage.url import FileOptions, StoreSpec
 
 
 class StoreState(Enum):
@@ -55,3 +57,22 @@ def without_effect(config: KVPoolConfig, specs: TierSpecs) -> Iterator[str]:
         yield "write_policy=back has no effect: without host://, every cell goes to stores at once"
     if config.verify is Verify.LENGTH and config.encrypts_cells:
         yield "verify=length has no effect: encrypted cells are checked whole"
+
+
+def without_shared_store(specs: TierSpecs, num_hosts: int) -> Iterator[str]:
+    """Yield a sentence if an engine's workers run on several hosts without a common store."""
+    if num_hosts > 1 and specs.stores and all(map(_is_of_one_host, specs.stores)):
+        urls = " and ".join(each.url for each in specs.stores)
+        yield (
+            f"the engine's workers run on {num_hosts} hosts, and each has its own files in {urls}"
+            ": lookups see this host's cells alone, so nothing is found there; add one that all "
+            "hosts reach: mooncake://, s3://, or file:// on a file system that all of them mount"
+        )
+
+
+def _is_of_one_host(spec: StoreSpec) -> bool:
+    return (
+        isinstance(spec.options, FileOptions)
+        and os.path.isdir(spec.options.path)
+        and file_system_of(spec.options.path).is_local
+    )

@@ -5,8 +5,9 @@ evicted, lowest score first. Rows are written before files and removed after the
 leaves a count that is too high, never too low. The charge of a cell ends only in a transaction that
 finds no file of it and no other writer that holds its chunk; a writer publishes files of chunks
 that it holds. A transaction changes about `MAX_ROWS` rows and touches no other file, except to ask
-for files of cells whose charge may end. Nothing is synced: after a power loss the index is checked,
-and set aside if it is damaged. A lost index is rebuilt from the files, which are read without it.
+for files of cells whose charge may end. Nothing is synced, so the first process that opens
+the index after a reboot checks all rows. It sets an index aside whose rows do not agree, and adds
+missing files to a sound one. A lost index is rebuilt from the files, which are read without it.
 """
 
 import contextlib
@@ -23,11 +24,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from urllib.parse import quote
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.storage.eviction import EvictionPolicy, highest_score
-from vllm_kvpool.storage.file.file_system import NO_ROOM
+from vllm_kvpool.storage.file.file_system import NO_ROOM, file_system_of
 from vllm_kvpool.storage.file.paths import FILE_MODE, set_aside
 from vllm_kvpool.storage.file.rows import (
     LEAVING,
@@ -39,6 +39,7 @@ from vllm_kvpool.storage.file.rows import (
     DamagedIndex,
     Rows,
     StoredCell,
+    check_consistency,
     files_of,
     number_in,
     prepare,
@@ -128,9 +129,12 @@ class FileIndex:
         self._opened: tuple[int, int] | None = None  # device, inode
         self._noted: deque[tuple[bytes, _Hits]] = deque()  # by any thread; goes into `_hits`
         self._hits: dict[bytes, _Hits] = {}  # by chunk, not written yet
+        # On a network file system a reboot of this host loses no writes.
+        is_local = file_system_of(os.path.dirname(path)).is_local
+        check = self._check_after_reboot if is_local else self.used_bytes
         with contextlib.suppress(OSError):
-            self.used_bytes()  # replaces a damaged index
-        self.used_bytes()
+            check()  # replaces a damaged index
+        check()
 
     def close(self) -> None:
         with self._lock:
@@ -384,25 +388,21 @@ class FileIndex:
 
     def complete(self) -> None:
         """Every file has been added."""
-        boot = _boot()
         with self._writing() as rows:
             rows.incomplete_since = 0
-            rows.db.execute("UPDATE store SET boot = ?", (boot,))
 
-    def check_after_power_loss(self) -> None:
-        """After a reboot replace a damaged index, and mark a sound one incomplete."""
+    def _check_after_reboot(self) -> None:
+        """Replace an index that a power loss has damaged, and mark a sound one incomplete."""
         boot = _boot()
         with self._reading() as db:
-            row = db.execute("SELECT boot FROM store").fetchone()
-            if row is None:
-                raise DamagedIndex("the row of the store is missing")
-            if row[0] in ("", boot):
-                return
-        url = f"file:{quote(os.fsencode(self._path))}?mode=rw"  # creates none
-        with self._replacing_damage(), contextlib.closing(sqlite3.connect(url, uri=True)) as db:
-            [first] = db.execute("PRAGMA quick_check(1)").fetchone()
-            if first != "ok":
-                raise sqlite3.DatabaseError(first)
+            db.execute("BEGIN")
+            try:
+                row = db.execute("SELECT boot FROM store").fetchone()
+                if row is not None and row[0] == boot:
+                    return
+                check_consistency(db)
+            finally:
+                db.execute("ROLLBACK")
         with self._writing() as rows:
             rows.incomplete_since, rows.found_bytes = self._clock_ns(), rows.used_bytes
             rows.db.execute("UPDATE store SET boot = ?", (boot,))
@@ -616,7 +616,7 @@ class FileIndex:
                     number, text = errno.ENOSPC, os.strerror(errno.ENOSPC)
                 raise OSError(number, text, self._path) from error
             self._set_aside(error)
-            raise OSError(errno.ESTALE, f"the index was damaged: {error}", self._path) from error
+            raise OSError(errno.ESTALE, f"the index was replaced: {error}", self._path) from error
 
     def _set_aside(self, error: Exception) -> None:
         """Rename the damaged index, unless another process has done so and made a new one."""
@@ -626,9 +626,9 @@ class FileIndex:
             return
         kept = [set_aside(each) for each in reversed(files_of(self._path))]  # the index last
         logger.warning(
-            "file store index %s is damaged, kept as %s and made anew from the files, without pins "
-            "and times to live: %s",
-            *(self._path, kept[-1], error),
+            "file store index %s is damaged or of another release (%s): kept as %s and made anew "
+            "from the files, without pins and times to live",
+            *(self._path, error, kept[-1]),
         )
 
     def _connected(self) -> sqlite3.Connection:
@@ -641,7 +641,7 @@ class FileIndex:
         self._opened = _identity(self._path)
         db = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
-            prepare(db, self._path, self._clock_ns())
+            prepare(db, self._path, self._clock_ns(), _boot())
         except BaseException:
             db.close()
             raise

@@ -19,7 +19,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from vllm_kvpool.errors import StoreError
+from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, is_namespace, manifest_key
 from vllm_kvpool.storage.base import (
     NO_RETENTION,
@@ -51,7 +51,7 @@ CREATE TABLE IF NOT EXISTS store (
     incomplete_since INTEGER NOT NULL,  -- 0 if every file is known
     evicted_bytes INTEGER NOT NULL DEFAULT 0, forgotten_bytes INTEGER NOT NULL DEFAULT 0,
     boot TEXT NOT NULL DEFAULT '');
-INSERT OR IGNORE INTO store (id, incomplete_since) VALUES (1, {{now_ns}});
+INSERT OR IGNORE INTO store (id, incomplete_since, boot) VALUES (1, {{now_ns}}, '{{boot}}');
 CREATE TABLE IF NOT EXISTS namespace (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
 -- A parent's position is lower than its child's, so there are no cycles. `evicted` is the store's
 -- `evicted_bytes` after the chunk's last eviction, 0 if it was never evicted. Chunks evicted up to
@@ -218,6 +218,38 @@ def number_in(row: tuple[Any, ...] | None) -> int:
         raise DamagedIndex("a row is missing")
     _check_numbers(row[:1])
     return int(row[0])
+
+
+# Each query counts rows that whole transactions cannot leave.
+_DISAGREEMENTS = (
+    "SELECT used_bytes != (SELECT ifnull(sum(bytes), 0) FROM chunk WHERE holders >= 0) "
+    "+ (SELECT ifnull(sum(recycled), 0) FROM writer) FROM store",
+    "SELECT count(*) FROM owner LEFT JOIN (SELECT owner, sum(bytes) AS used FROM chunk "
+    "WHERE holders >= 0 GROUP BY owner) AS own ON own.owner = owner.id "
+    "WHERE owner.bytes != ifnull(used, 0)",
+    "SELECT count(*) FROM chunk LEFT JOIN (SELECT parent AS id, count(*) AS number FROM chunk "
+    "GROUP BY parent) AS child ON child.id = chunk.id WHERE children != ifnull(number, 0)",
+    "SELECT count(parent) != ifnull(sum(children), 0) FROM chunk",
+    "SELECT count(*) FROM chunk WHERE namespace NOT IN (SELECT id FROM namespace) "
+    "OR owner NOT IN (SELECT 0 UNION SELECT id FROM owner)",
+)
+
+
+def check_consistency(db: sqlite3.Connection) -> None:
+    """Read every row; raise DamagedIndex or sqlite3.Error unless rows, sums and links agree."""
+    [found] = db.execute("PRAGMA integrity_check(1)").fetchone()
+    if found != "ok":
+        raise DamagedIndex(found)
+    for query in _DISAGREEMENTS:
+        if number_in(db.execute(query).fetchone()):
+            raise DamagedIndex("sums or links of chunks do not agree")
+    rows, holders = Rows(db), Counter[int]()
+    for number, writer in db.execute("SELECT id, writer FROM round").fetchall():
+        held, evicted = rows.round(writer, number)
+        holders.update(chunk.id for chunk in held)
+        holders.update({chunk.id: LEAVING for chunk in evicted})
+    if dict(db.execute("SELECT id, holders FROM chunk WHERE holders != 0")) != dict(holders):
+        raise DamagedIndex("rounds do not agree with the chunks that they hold")
 
 
 class Rows:
@@ -539,11 +571,12 @@ class Rows:
         return forgotten
 
 
-def prepare(db: sqlite3.Connection, path: str, now_ns: int) -> None:
+def prepare(db: sqlite3.Connection, path: str, now_ns: int, boot: str) -> None:
     """Set up the connection and missing tables.
 
-    DatabaseError if the file is of another version; StoreError if others have it open with mapped
-    files, and its file system does not keep these here.
+    DamagedIndex if the file is of another version, StoreUnreachable if processes of that version
+    have it open. StoreError if others have it open with mapped files, and its file system does not
+    keep these here.
     """
     db.execute(f"PRAGMA busy_timeout = {int(WAIT_S * 1000)}")
     mode = _choose_journal(db, path)
@@ -555,10 +588,31 @@ def prepare(db: sqlite3.Connection, path: str, now_ns: int) -> None:
     db.execute("COMMIT")
     if (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
         if num_tables:
-            raise sqlite3.DatabaseError("not an index of this release")
-        db.executescript(_SCHEMA.format(now_ns=now_ns))  # idempotent: others may do the same
+            text = f"it has version {version}, this release has {SCHEMA_VERSION}"
+            _check_unused(db, path, text)
+            raise DamagedIndex(text)
+        db.executescript(
+            _SCHEMA.format(now_ns=now_ns, boot=boot)
+        )  # idempotent: others may do the same
     if mode == "wal":
         db.execute("PRAGMA busy_timeout = 0")
+
+
+def _check_unused(db: sqlite3.Connection, path: str, text: str) -> None:
+    """Raise StoreUnreachable if another process has an index of another version open.
+
+    Without WAL only a transaction under way is noticed.
+    """
+    db.execute("PRAGMA busy_timeout = 0")
+    try:
+        db.execute("PRAGMA journal_mode = DELETE")  # needs the file alone
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+            raise
+        raise StoreUnreachable(
+            f"the index {path} is in use by engines of another release ({text}); this engine uses "
+            "the store once they have ended, or name another directory"
+        ) from error
 
 
 def _choose_journal(db: sqlite3.Connection, path: str) -> str:

@@ -622,8 +622,6 @@ class FileSpace:
 
     def _look(self) -> None:
         self._reclaim()
-        if self._is_local:  # on a network file system a reboot of this host loses no files
-            self.index.check_after_power_loss()
         if not self.index.is_complete and self._rebuild_lock.take():
             try:
                 self._rebuild()
