@@ -1,9 +1,9 @@
 """Carries plans out: what the planner is told of the fleet, and the steps of a plan (pure).
 
-Up, the cheapest first: revive a replica of the role that is draining, use a warm standby, flip one
-that the other role spares, wake or start one that rests.
-Down: give a standby back if there is one, else drain the one with the least to lose, never the last
-one that serves a role. In `manual` mode and in a dry run the plan is made and shown all the same.
+A step up takes the cheapest replica: a draining one of the role, a warm standby, a replica that the
+other role spares, an inactive one. A step down retires a standby, else drains the replica with the
+least to lose. The last replica of a role keeps serving. In `manual` mode and in a dry run plans are
+made and shown, and not carried out.
 """
 
 import math

@@ -51,18 +51,19 @@ class _Full(NamedTuple):
 
 
 class Overload:
-    """The locks of all decode replicas. Full ones are locked, but never the last of a group.
+    """The locks of all decode replicas. Full replicas are locked, but never the last of a group.
 
-        rule       full                        calm again, after MIN_HOLD_S
-        watermark  used >= 0.98 capacity       used <= 0.93 capacity
-        mean       used > 2 mean               used <= 1.6 mean
-                   and used > 0.5 capacity     or used <= 0.4 capacity
+    A replica is full by one of two rules, and stays so for MIN_HOLD_S at least.
+
+    - Watermark: full from 0.98 of its capacity in use, calm again from 0.93 down.
+    - Mean: full above twice the mean of its group and half of its capacity. Calm again from 1.6
+      times the mean, or 0.4 of its capacity, down.
 
     The mean counts from three replicas on: of two, neither can hold more than twice the mean. The
     watermark lies above the share up to which decoders are filled (`headroom`, 0.95): below it,
     ordinary work would lock the decoders of a busy deployment in turn (a tenth of the throughput).
-    When all are full, the one with the smallest share in use stays open, until another one is
-    clearly emptier.
+    When all replicas are full, the replica with the smallest share in use stays open. Another
+    replica takes its place once that is clearly emptier.
     """
 
     def __init__(self, lock_at: float = LOCK_AT) -> None:
@@ -213,25 +214,25 @@ class Rejection:
 class Shedder:
     """Lets requests in or not. The pressure must count every request as soon as it is let in.
 
-    The longest of three waits counts:
+    The longest of three waits counts.
 
-        prefill wait  queued tokens / (prefill replicas * prefill rate)
-        decode wait   (queued blocks + its own - room) / blocks freed by second
-                      blocks freed = committed blocks / (tokens of an answer * time of a step)
-        start wait    where requests wait for decoders, or in their engines: (those + the ones
-                      that these are starting) / requests started by second while others waited
+    - Prefill wait: queued tokens / (prefill replicas * prefill rate).
+    - Decode wait: (queued blocks + the request's own - room) / blocks freed by second.
+      Blocks freed by second: committed blocks / (tokens of an answer * time of a step).
+    - Start wait, if requests wait for decoders: (waiting + starting requests) / starts by second.
 
-    A rate that is only assumed counts as infinite. A step's time is that of as many requests as are
-    decoded now: when blocks are short, that is the full batch.
+    A rate that is only assumed counts as infinite. The time of a step is taken for the requests
+    that are decoded now: when blocks are short, these are a full batch.
 
-    What `ttft_target_s` leaves beside the hand-over is how long the wait may be. Up to half of it
-    all are let in, at all of it none, in between a share that falls evenly: each request adds that
-    share to a credit and is let in when one is full, so that a steady overload sheds steadily.
-    While all are let in, credit is saved, up to BURST_CREDIT: a burst after a calm is let in whole,
-    as long as the wait stays in bounds. Who still waits at twice the target is refused after all.
+    The budget of a wait is `ttft_target_s` less the hand-over. Up to half of the budget all
+    requests are admitted, from all of it on none. Between the two, the admitted share falls evenly:
+    each request adds that share to a credit, and is admitted when the credit is full. So a steady
+    overload sheds steadily. While all requests are admitted, credit is saved, up to BURST_CREDIT: a
+    burst after a calm is admitted whole, as long as the wait stays within the budget. A request
+    that still waits at twice the target is refused after all.
 
-    Requests below normal priority are refused earlier; those above it may use a reserve and are all
-    let in as long as any others are. As in vLLM the lower number comes first.
+    Requests below normal priority are refused earlier. Requests above it may use a reserve, and all
+    of them are admitted as long as any others are. As in vLLM the lower number comes first.
     """
 
     def __init__(self, config: OverloadConfig) -> None:

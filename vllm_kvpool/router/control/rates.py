@@ -1,12 +1,12 @@
 """Rates of the deployment, learned while it serves (pure; time comes in as `now`).
 
-A rate is a sum of amounts over a sum of what they took, both fading with a half-life, and never a
-mean of single rates. Time without work is in neither sum, so an idle night does not pull it down.
-What decoders can do is no rate of what they did: it follows from the time of a step by the number
-of requests in it (`Rates.step_s`), and, where requests wait to be started, from `StartRate`.
-What a hand-over takes ages towards the prior without samples, so what was slow once is tried again.
-The first `COLD_SAMPLES` of each replica say how long compiling and warming up takes, and are left
-out. All belongs to one thread.
+A rate is a sum of amounts divided by a sum of durations, never a mean of single rates. Both sums
+fade with a half-life. Time without work is in neither sum, so an idle night does not lower a rate.
+The capacity of decoders is not the rate at which they worked. It follows from the time of a step by
+its number of requests (`Rates.step_s`), and from `StartRate` while requests wait to be started.
+Without samples, the duration of a hand-over ages towards its prior, so a slow path is tried again.
+The first `COLD_SAMPLES` of each replica measure compiling and warming up, and are left out.
+All objects belong to one thread.
 """
 
 from collections import Counter, deque
@@ -233,7 +233,7 @@ class StartRate:
             self._starts.append(self._seconds)
 
     def per_second(self, now: float) -> float:
-        """Of all decoders; infinite while too few have been seen."""
+        """Return the starts by second of all decoders; infinite after fewer than MIN_STARTS."""
         self._pass(now)
         number, seconds = len(self._starts) - 1, self._seconds - self._starts[0]
         return number / seconds if number >= MIN_STARTS and seconds > 0.0 else float("inf")

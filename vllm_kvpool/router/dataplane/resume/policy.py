@@ -164,7 +164,7 @@ def _raw(value: Any) -> Raw:
 
 
 def _whole(value: Any) -> int | None:
-    """As leniently as the engine has read it."""
+    """Read a number as leniently as the engine has read it."""
     return None if value is None else msgspec.convert(value, int, strict=False)
 
 
@@ -208,7 +208,7 @@ class Detokenize:
 
 
 class ResumePlan(NamedTuple):
-    """Where an engine is to go on."""
+    """The point from which another engine goes on, and how."""
 
     mode: ResumeMode
     resume_point: ResumePoint = BEGINNING
@@ -234,17 +234,17 @@ class ResumePolicy:
         self._failed: set[ResumeMode] = set()
 
     def failed(self, mode: ResumeMode) -> None:
-        """An engine has said something else than the client has been told."""
+        """Note that an engine has generated other text than the client has."""
         # What is sampled may well come out another way the next time.
         if mode is ResumeMode.REPLAY or is_greedy(self._request):
             self._failed.add(mode)
 
     def unable(self) -> None:
-        """The engines do not go on from tokens."""
+        """Note that engines refuse to go on from tokens."""
         self._failed.add(ResumeMode.RESUME)
 
     def begin(self) -> Way:
-        """The engine is lost: how to go on."""
+        """Return how the answer goes on after the loss of its engine."""
         answer, request = self._answer, self._request
         if answer.num_chars == answer.num_echoed and not answer.has_tool_calls:
             return ResumePlan(ResumeMode.REPEAT)
@@ -263,7 +263,7 @@ class ResumePolicy:
         return self._detokenize()
 
     def detokenized(self, text: str | None) -> Way:
-        """What the tokens are that `Detokenize` has named; None if nobody can say."""
+        """Continue with the text of `Detokenize`'s tokens; None if no engine knows the text."""
         answer = self._answer
         if text is None:
             return self._from_resume_point(compares=False)
