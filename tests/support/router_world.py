@@ -598,10 +598,10 @@ class World:
     def post(self, event: Event) -> None:
         """Tell the controller, and do what it wants done."""
         fleet = self.controller.state.fleet
-        moves = fleet.num_moves
+        moves = fleet.counts.total()
         actions = self.controller.step(event, self.now)
         self.num_steps += 1
-        if actions or self.calls.clients or moves != fleet.num_moves:
+        if actions or self.calls.clients or moves != fleet.counts.total():
             self.stir()
         is_checked = self._check_every and self.num_steps % self._check_every == 0
         if is_checked:
@@ -612,7 +612,7 @@ class World:
             assert len(self.calls.live) == sum(
                 len(r.work.prefills) + len(r.work.active) for r in fleet
             )
-        if moves != fleet.num_moves and self._held:
+        if moves != fleet.counts.total() and self._held:
             self._let_go()
         for each in self.after_steps:
             each()
@@ -631,7 +631,7 @@ class World:
     def _what_holds(self) -> object:
         state = self.controller.state
         replicas = [(each.replica_id, each.state, each.role) for each in state.fleet]
-        return replicas, sorted(state.requests), state.counts.copy(), state.fleet.num_moves
+        return replicas, sorted(state.requests), state.counts.copy(), state.fleet.counts.copy()
 
     def _perform(self, action: Action) -> None:
         match action:

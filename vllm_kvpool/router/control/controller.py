@@ -4,6 +4,8 @@ Owns every replica, request, queue and lock. It has no clock, socket or task, so
 simulated in seconds; the loop in `run.py` performs its actions and tells it what comes of them.
 """
 
+from typing import TYPE_CHECKING
+
 from vllm_kvpool.router.control.admission import Admission
 from vllm_kvpool.router.control.autoscaler import Autoscaler
 from vllm_kvpool.router.control.controller_state import ControllerState
@@ -41,6 +43,11 @@ from vllm_kvpool.router.control.settings import (
 )
 from vllm_kvpool.router.control.states import Goal
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_kvpool.router.control.fleet import Replica
+
 LOCK_EVERY_S = 0.1
 ReplicaEvent = (
     Loaded | Failed | Measured | ModelsListed | SleepFailed | Warmed | Drain | Remove | SetRole
@@ -76,7 +83,8 @@ class Controller:
         )
         self.scaling = Autoscaler(self.state, self.lifecycle, planner)
         self._lock_due = 0.0
-        self._locked_moves = 0
+        self._decoders: Sequence[Replica] = ()
+        """The decoders among which locks were last set."""
 
     def step(self, event: Event, now: float) -> list[Action]:
         """Apply one event and return the actions to perform, in order. `now` never goes back.
@@ -93,9 +101,9 @@ class Controller:
         self._lock()
         self.dispatch.dispatch()
         # Giving out work may have ended what a replica waited for.
-        num_moves = state.fleet.num_moves
+        version = state.fleet.version
         self.lifecycle.settle()
-        if state.fleet.num_moves != num_moves:
+        if state.fleet.version != version:
             self._lock()
             self.dispatch.dispatch()
         self.admission.watch_starts()
@@ -151,11 +159,11 @@ class Controller:
                 self.lifecycle.give(replica, event.role, ASKED_BY_ADMIN)
 
     def _lock(self) -> None:
-        """Update the locks, at most every LOCK_EVERY_S unless a replica has moved."""
-        state, moves = self.state, self.state.fleet.num_moves
-        if moves == self._locked_moves and state.now < self._lock_due:
+        """Update the locks: every LOCK_EVERY_S, and at once when a decoder has come or gone."""
+        state, decoders = self.state, self.state.fleet.decoders()
+        if decoders == self._decoders and state.now < self._lock_due:
             return
-        self._locked_moves, self._lock_due = moves, state.now + LOCK_EVERY_S
+        self._decoders, self._lock_due = decoders, state.now + LOCK_EVERY_S
         changed = state.overload.step(state.now, *state.loads())
         if changed:
             state.fleet.changed.update(state.fleet[each] for each in changed if each in state.fleet)

@@ -1,7 +1,7 @@
 """The state that the parts of the controller share, and the actions of the present step (pure)."""
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from vllm_kvpool.router.control.events import Action
@@ -60,9 +60,6 @@ class ControllerState:
     now: float = 0.0
     actions: list[Action] = field(default_factory=list)
     pool_is_up: bool = True
-    _sharing: frozenset[ReplicaId] = frozenset()
-    """Prefill replicas that share a store with a decoder, while some pairs are apart."""
-    _sharing_seen: tuple[int, int] = (-1, -1)
     _rates: Rates | None = None
     _rates_due: float = 0.0
 
@@ -103,6 +100,7 @@ class ControllerState:
             self.queue.append(request)
         elif phase is Phase.HANDING:
             self.migration.append(request)
+            self.fleet.version += 1
 
     def watch_pool(self) -> None:
         """Somebody has said something of it, or time has passed."""
@@ -137,60 +135,9 @@ class ControllerState:
             return PromptPath.POOL_DOWN
         if not (self.fleet.prefillers() and self.fleet.decoders()):
             return PromptPath.NO_PREFILL_REPLICA
-        if self.fleet.handovers.is_any_apart and not self._sharing_replicas():
+        if self.fleet.handovers.is_any_apart and not self.fleet.sharing():
             return PromptPath.NO_SHARED_STORE
         return None
-
-    def shares(self, replica: Replica) -> bool:
-        """Return True unless a prefill replica is apart from every decoder of its models."""
-        return not self.fleet.handovers.is_any_apart or replica.replica_id in (
-            self._sharing_replicas()
-        )
-
-    def _sharing_replicas(self) -> frozenset[ReplicaId]:
-        """Prefill replicas that are not apart from every decoder of their models."""
-        handovers = self.fleet.handovers
-        seen = handovers.num_changes, self.fleet.num_moves
-        if seen != self._sharing_seen:
-            self._sharing_seen = seen
-            self._sharing = frozenset(
-                each.replica_id
-                for each in self.fleet.prefillers()
-                if any(
-                    not handovers.is_apart(each.replica_id, decoder.replica_id)
-                    for decoder in self.decoders_of(each)
-                )
-            )
-        return self._sharing
-
-    def decoders_of(self, replica: Replica) -> Iterator[Replica]:
-        """Decoders that serve a model of a replica's."""
-        for each in self.fleet.decoders():
-            if not each.models or not replica.models or each.models & replica.models:
-                yield each
-
-    def to_try(self, replica: Replica) -> ReplicaId | None:
-        """The decoder by which to try whether an idle prefill replica shares a store; or None."""
-        handovers, source = self.fleet.handovers, replica.replica_id
-        if replica.work.prefills or not replica.health.is_open(self.now):
-            return None
-        for each in self.decoders_of(replica):
-            if handovers.may_hand_over(source, each.replica_id, self.now):
-                return each.replica_id
-        return None
-
-    def may_compute_apart(self, replica: Replica) -> bool:
-        """Return True if a prefill replica may compute prompts for other decoders."""
-        return self.shares(replica) or self.to_try(replica) is not None
-
-    def may_take(self, request: Request, replica: Replica) -> bool:
-        """Return True unless a replica is apart from the replica that saved a request's prompt."""
-        source, taker = request.source, replica.replica_id
-        if source is None or not self.fleet.handovers.is_any_apart:
-            return True
-        if request.tries is not None:
-            return taker == request.tries
-        return taker == source or self.fleet.handovers.may_hand_over(source, taker, self.now)
 
     def servers(self) -> Sequence[Replica]:
         """Return the replicas that may be given a request whole, or to decode."""

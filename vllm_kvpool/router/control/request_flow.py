@@ -7,7 +7,6 @@ goes to a decoder whole where that is cheaper or there is no choice.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 from msgspec.structs import replace
@@ -95,8 +94,8 @@ class RequestFlow:
     def _let_come(self, ask: Ask, arrived: float) -> Request:
         """A request, by the model that replicas list; whether there is another, one engine says."""
         state = self._state
-        if ask.model != (listed := state.fleet.listed(ask.model)):
-            ask = replace(ask, model=listed, hands_over=False)
+        if ask.model and ask.model not in state.fleet.listed.names:
+            ask = replace(ask, model="", hands_over=False)
         self._arrivals += 1
         tokens = state.tokens_of(ask)
         request = Request(ask, arrived, self._arrivals, tokens, began=state.now)
@@ -121,7 +120,7 @@ class RequestFlow:
             if not serving:
                 return PromptPath.NO_PREFILL_REPLICA
             # Of replicas that share no store, one prompt from time to time tries whether they do.
-            is_shared = any(map(state.may_compute_apart, serving))
+            is_shared = any(state.fleet.may_compute_apart(each, state.now) for each in serving)
             return PromptPath.HANDED_OVER if is_shared else PromptPath.NO_SHARED_STORE
         is_known = rates.stolen_s(ask.prompt_tokens) > handoff_s
         return PromptPath.IN_POOL if is_known else PromptPath.FASTER_LOCALLY
@@ -429,35 +428,20 @@ MAX_PASSED_S = 2.0
 finds its prompt or has to compute it."""
 
 
-@dataclass(slots=True)
-class _Retry:
-    """When requests that found no room are tried anew."""
-
-    _at: float = -math.inf
-    _seen: object = None
-
-    def is_due(self, now: float, seen: object) -> bool:
-        """Something differs from the last time, or RETRY_EVERY_S are over."""
-        if seen == self._seen and now < self._at + RETRY_EVERY_S:
-            return False
-        self._at, self._seen = now, seen
-        return True
-
-
 class Dispatcher:
     """Owned by the controller."""
 
     def __init__(self, state: ControllerState, flow: RequestFlow) -> None:
         self._state = state
         self._flow = flow
-        self._prompts_retry, self._handed_retry = _Retry(), _Retry()
+        self._tried_version = -1
+        """The fleet's version when all waiting requests were last tried."""
+        self._retry_at = -math.inf
+        """When they are tried again though the version is the same."""
         self._blocked: dict[str, Request] = {}
-        """Heads of the queue, by model, that have found no prefill replica with room since."""
+        """Heads of the queue, by model, that found no prefill replica with room."""
         self._room: dict[str, float] = {}
-        """Tokens, by model, once a request found no room: more find no decoder with room until one
-        has gained some."""
-        self._num_tried = -1
-        """Requests that had come to wait for a decoder when these were last tried."""
+        """By model, the tokens from which on requests found no decoder with room, less one."""
 
     def dispatch(self) -> None:
         """Give out what can be given out now."""
@@ -469,8 +453,19 @@ class Dispatcher:
                     self._flow.unbind(replica)  # replicas that serve compute it
             self._work_off_bound()
             self._steal()
+        if not state.queue and not state.migration:
+            return
+        state.refresh()
+        version, has_bound = state.fleet.version, bool(state.fleet.in_states(HAS_BOUND))
+        may_fit = version != self._tried_version or state.now >= self._retry_at
+        if may_fit or has_bound:
+            self._blocked.clear()
+        if may_fit:
+            self._tried_version, self._retry_at = version, state.now + RETRY_EVERY_S
+            self._room.clear()
         self._give_prompts()
-        self._give_handed()
+        if may_fit or state.fleet.version != version:
+            self._give_handed()
 
     def flush(self, replica: Replica) -> None:
         """A prefill replica has become a decoder: what it has computed and holds, it decodes."""
@@ -507,9 +502,6 @@ class Dispatcher:
 
     def _give_prompts(self) -> None:
         state = self._state
-        if not state.queue:
-            return
-        self._retry_prompts()
         skipped: set[str] = set()
         """Models whose next prompt finds no room."""
         while (request := state.queue.head(skipped)) is not None:
@@ -531,21 +523,13 @@ class Dispatcher:
                 self._blocked[model] = request
                 skipped.add(model)
 
-    def _retry_prompts(self) -> None:
-        """Try prompts that found no room anew: there may be more, or RETRY_EVERY_S are over."""
-        state = self._state
-        state.refresh()
-        seen = state.table.prefillers.num_gains, state.fleet.num_moves, state.pool_is_up
-        if self._prompts_retry.is_due(state.now, seen) or state.fleet.in_states(HAS_BOUND):
-            self._blocked.clear()
-
     def _choose_prefill(
         self, request: Request, replicas: Sequence[Replica] | None = None
     ) -> placement.PrefillChoice | None:
-        """One of these, or for a prompt of the queue: those that have most of it, or least to do.
+        """Choose one of `replicas`; without them, of those that have most of it or least to do.
 
-        Old replicas only once what was bound has gone: else small prompts would pass a larger one
-        that is bound, and waits for room at them.
+        Replicas that take over bound requests are chosen only if no bound request comes first: else
+        small prompts would pass a larger one that is bound and waits for room there.
         """
         state, fleet = self._state, self._state.fleet
         held = fleet.holders(request.ask, MAX_HOLDERS)
@@ -553,7 +537,9 @@ class Dispatcher:
             bound = placement.next_bound(fleet)
             if bound is not None and bound[1].order < request.order:
                 replicas = [
-                    each for each in fleet.in_states(State.PREFILL) if state.may_compute_apart(each)
+                    each
+                    for each in fleet.in_states(State.PREFILL)
+                    if fleet.may_compute_apart(each, state.now)
                 ]
             else:
                 state.refresh()
@@ -561,7 +547,9 @@ class Dispatcher:
                     request,
                     held,
                     state.table.prefillers,
-                    lambda each: each.health.is_open(state.now) and state.may_compute_apart(each),
+                    lambda each: (
+                        each.health.is_open(state.now) and fleet.may_compute_apart(each, state.now)
+                    ),
                 )
         return placement.choose_prefill(request, replicas, state.settings, state.now, held)
 
@@ -572,7 +560,7 @@ class Dispatcher:
         ranking: Ranking,
         accepts: Callable[[Replica], bool],
     ) -> list[Replica]:
-        """Of the ranked replicas that serve it and accept: who has most of it, and the first."""
+        """Return the ranked replicas that accept a request: with most of it, or first."""
         avoid, model = request.avoid, request.ask.model
 
         def is_next(replica: Replica) -> bool:
@@ -602,9 +590,10 @@ class Dispatcher:
         state, request_id = self._state, request.ask.request_id
         replica = choice.replica
         request.tries = None
-        if not state.shares(replica) and (decoder := state.to_try(replica)) is not None:
-            request.tries = decoder
-            state.fleet.handovers.hand_over(replica.replica_id, decoder, state.now)
+        if not state.fleet.shares(replica):
+            request.tries = state.fleet.decoder_to_try(replica, state.now)
+        if request.tries is not None:
+            state.fleet.handovers.hand_over(replica.replica_id, request.tries, state.now)
         state.enter(request, Phase.PREFILLING, replica)
         request.source, request.is_computing = replica.replica_id, True
         replica.work.begin_prefill(request_id, choice.uncached_tokens, state.now)
@@ -625,11 +614,6 @@ class Dispatcher:
         if not state.migration:
             return
         totals, ranking = state.totals(), state.table.decoders
-        if self._handed_retry.is_due(state.now, ranking.num_gains):
-            self._room.clear()
-        elif state.migration.num_entered == self._num_tried:
-            return
-        self._num_tried = state.migration.num_entered
         num_more = settings.max_pending_handoffs * len(ranking) - totals.starting_requests
         passed, most = 0, max(0, num_more) + LOOK_AHEAD
         cleared: set[Replica] = set()
@@ -638,7 +622,7 @@ class Dispatcher:
         def is_open(replica: Replica) -> bool:
             return replica.health.is_open(state.now) and replica not in cleared
 
-        is_of_one_model = state.fleet.is_of_one_model()
+        is_of_one_model = state.fleet.listed.is_single_set
         for request in state.migration.first(most):
             if passed >= LOOK_AHEAD:
                 return
@@ -705,7 +689,7 @@ class Dispatcher:
         where there is room for another one: others are started beside them.
         """
         state = self._state
-        if not state.may_take(request, replica):
+        if not state.fleet.may_take(request, replica, state.now):
             return False
         return not request.is_computing or (
             replica.sample.notices is not None
@@ -729,7 +713,7 @@ class Dispatcher:
             state.fleet.handovers.hand_over(source, replica.replica_id, state.now)
             if awaits:
                 notices = state.fleet[source].sample.notices
-        elif source is not None and not state.may_take(request, replica):
+        elif source is not None and not state.fleet.may_take(request, replica, state.now):
             request.path = PromptPath.NO_SHARED_STORE
         counts_sources = replica.sample.expected is not None and source != replica.replica_id
         blocks = placement.blocks_for(request.tokens, replica)

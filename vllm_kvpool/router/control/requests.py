@@ -113,8 +113,10 @@ class Request(msgspec.Struct, eq=False, gc=False):
     """Meant, and final once it is being decoded."""
     first_token: float | None = None
     uncached: int = 0
-    """Of its prompt, when it last began to wait or was given to be decoded, what neither the pool
-    was known to have nor an engine has saved."""
+    """Prompt tokens that neither the pool was known to have nor an engine has saved.
+
+    As of when the request last began to wait or was given to be decoded.
+    """
     output_tokens: int = 0
     """Tokens of answers that broke off."""
     avoid: frozenset[ReplicaId] = frozenset()
@@ -153,8 +155,6 @@ class RequestQueue:
         # By model: a model's requests do not wait for those of another.
         self._sorted: dict[str, list[tuple[tuple[int, int], Request]]] = {}
         self.by_model: dict[str, Waiting] = {}
-        self.num_entered = 0
-        """Requests so far."""
 
     @property
     def tokens(self) -> int:
@@ -182,7 +182,6 @@ class RequestQueue:
         model = request.ask.model
         insort(self._sorted.setdefault(model, []), (request.order, request))
         self.by_model.setdefault(model, Waiting()).add(request)
-        self.num_entered += 1
 
     def remove(self, request: Request) -> None:
         """Take out one that waits, wherever it stands."""
