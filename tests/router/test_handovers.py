@@ -313,7 +313,7 @@ def test_engines_without_a_common_store_stop_waiting_for_each_other(
             slow = [each for each in waits if each >= 1.5]
             assert len(slow) == APART_AFTER, waits
             state = rig.router.controller.state
-            paths.update({path.value: number for path, number in (+state.prompts).items()})
+            paths.update({path.value: number for path, number in (+state.counts.prompts).items()})
             assert paths == {"handed_over": 3, "no_shared_store": 6}
             await rig.until(lambda: "file:// on a file system" in caplog.text, "it is logged")
             async with rig.session.get(f"{rig.url}/health") as answer:

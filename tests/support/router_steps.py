@@ -211,4 +211,4 @@ class Steps:
         return replica
 
     def count(self, what: str) -> int:
-        return self.controller.state.counts[what]
+        return self.controller.state.counts.events[what]

@@ -631,7 +631,12 @@ class World:
     def _what_holds(self) -> object:
         state = self.controller.state
         replicas = [(each.replica_id, each.state, each.role) for each in state.fleet]
-        return replicas, sorted(state.requests), state.counts.copy(), state.fleet.counts.copy()
+        return (
+            replicas,
+            sorted(state.requests),
+            state.counts.events.copy(),
+            state.fleet.counts.copy(),
+        )
 
     def _perform(self, action: Action) -> None:
         match action:

@@ -181,7 +181,7 @@ class Router:
             self._fail(event)
         self._log_transitions()
         # Also where it has failed: it counts as done what it has decided before.
-        for action in list(self.controller.state.actions):
+        for action in list(self.controller.actions):
             try:
                 self._perform(action)
             except Exception:
@@ -243,7 +243,8 @@ class Router:
     @property
     def tokens_per_byte(self) -> float:
         """Prompt tokens by byte of a request's body, as learned."""
-        return self.controller.state.snapshot().tokens_per_byte
+        state = self.controller.state
+        return state.rates.current(state.now).tokens_per_byte
 
     def begin(self, ask: Ask, handler: Handler) -> None:
         """A request has come, and waits for a directive; `over` follows."""

@@ -112,7 +112,8 @@ class Admission:
     def pressure(self, model: str) -> Pressure:
         """Return the load that a new request meets on the replicas that serve its model."""
         state = self._state
-        snapshot, totals, waiting = state.snapshot(), state.totals(model), self.waiting(model)
+        snapshot = state.rates.current(state.now)
+        totals, waiting = state.totals(model), self.waiting(model)
         mean_tokens = snapshot.output_tokens_per_request
         size = state.table.block_size or DEFAULT_BLOCK_SIZE
         to_come = waiting.prompt_tokens + waiting.requests * mean_tokens

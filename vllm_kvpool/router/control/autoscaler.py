@@ -209,13 +209,13 @@ class Autoscaler:
         state = self._state
         if self._due == math.inf:
             self._due = state.now + EVERY_S  # until then all that there is is added
-            state.asked.add(state.now, 0.0)
-            state.handed.add(state.now, 0.0)
+            state.rates.asked_tokens.add(state.now, 0.0)
+            state.rates.handed_tokens.add(state.now, 0.0)
         if state.now < self._due:
             return
         self._due = state.now + EVERY_S
-        state.asked.add(state.now, 0.0)
-        state.handed.add(state.now, 0.0)
+        state.rates.asked_tokens.add(state.now, 0.0)
+        state.rates.handed_tokens.add(state.now, 0.0)
         self.plan, self.steps, memory = self._make()
         self.planned_at = state.now
         if self.mode is Mode.AUTOMATIC:
@@ -286,10 +286,10 @@ class Autoscaler:
             blocks_per_replica=largest,
             block_tokens=block_tokens or DEFAULT_BLOCK_SIZE,
             waiting_tokens=self._backlog.read(now, state.backlog_tokens()),
-            prompt_tokens_per_s=state.asked.per_second(now),
+            prompt_tokens_per_s=state.rates.asked_tokens.per_second(now),
             incoming_tokens=self._incoming.read(now, state.migration.tokens + handed),
-            handoff_tokens_per_s=state.handed.per_second(now),
-            rates=state.snapshot(),
+            handoff_tokens_per_s=state.rates.handed_tokens.per_second(now),
+            rates=state.rates.current(state.now),
         )
 
     def _handed_tokens(self, replica: Replica) -> int:

@@ -73,12 +73,15 @@ class Controller:
             fleet=Fleet(health),
         )
         self.admission = Admission(self.state, overload or OverloadConfig())
-        self.flow = RequestFlow(self.state, self.admission)
-        self.dispatch = Dispatcher(self.state, self.flow)
+        self.actions: list[Action] = []
+        """Actions of the present or last step. They count also if the step has raised."""
+        self.flow = RequestFlow(self.state, self.admission, self._emit)
+        self.dispatch = Dispatcher(self.state, self.flow, self._emit)
         self.lifecycle = Lifecycle(
             self.state,
             self.flow,
             self.dispatch,
+            self._emit,
             takes_over=planner.live_takeover,
         )
         self.scaling = Autoscaler(self.state, self.lifecycle, planner)
@@ -94,7 +97,7 @@ class Controller:
         """
         state = self.state
         assert now >= state.now
-        state.begin(now)
+        state.now, self.actions = now, []
         self._apply(event)
         self.scaling.tick()
         self.lifecycle.settle()
@@ -107,7 +110,10 @@ class Controller:
             self._lock()
             self.dispatch.dispatch()
         self.admission.watch_starts()
-        return state.actions
+        return self.actions
+
+    def _emit(self, action: Action) -> None:
+        self.actions.append(action)
 
     def _apply(self, event: Event) -> None:
         match event:
@@ -167,5 +173,5 @@ class Controller:
         changed = state.overload.step(state.now, *state.loads())
         if changed:
             state.fleet.changed.update(state.fleet[each] for each in changed if each in state.fleet)
-            state.counts["locks"] += len(changed & state.overload.locked)
-            state.counts["releases"] += len(changed - state.overload.locked)
+            state.counts.events["locks"] += len(changed & state.overload.locked)
+            state.counts.events["releases"] += len(changed - state.overload.locked)

@@ -8,7 +8,7 @@ that replica comes before. Actions of a replica may come while it is dead. Two `
 of an engine do no harm.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -328,3 +328,5 @@ class Retire:
 
 
 Action = Prefill | Decode | Refuse | Abort | Load | Warm | Probe | Retire
+Emit = Callable[[Action], None]
+"""Adds an action to those of the controller's present step."""

@@ -9,6 +9,7 @@ The first `COLD_SAMPLES` of each replica measure compiling and warming up, and a
 All objects belong to one thread.
 """
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -244,6 +245,12 @@ class StartRate:
             self._at = now
 
 
+RATES_EVERY_S = 0.01
+"""Age up to which `current` answers again what it has answered: one sample moves it little."""
+RATE_WINDOW_S = 60.0
+"""Window of arrival rates: in a shorter window a few long prompts look like another load."""
+
+
 class RateEstimator:
     """The rates of all replicas together.
 
@@ -264,6 +271,12 @@ class RateEstimator:
         self._handoff = Line(prior.handoff_overhead_s, prior.handoff_s_per_token, half_life_s)
         self._local = stage(prior.local_prefill_s_per_token)
         self._local_line = Line(prior.local_overhead_s, prior.local_s_per_token, half_life_s)
+        self.asked_tokens = CounterRate(RATE_WINDOW_S)
+        """Prompt tokens to be computed apart, of arrived requests, refused ones included."""
+        self.handed_tokens = CounterRate(RATE_WINDOW_S)
+        """Prompt tokens that have been computed apart."""
+        self._current = prior
+        self._current_until = -math.inf
         self._output = mean(prior.output_tokens_per_request)
         self._prompt = mean(prior.tokens_per_byte)
         self._learned: dict[str, Rate | Line] = {
@@ -314,6 +327,12 @@ class RateEstimator:
         """An engine said how many tokens a body of so many bytes held."""
         if prompt_tokens > 0 and body_bytes > 0:
             self._prompt.add(now, prompt_tokens, body_bytes)
+
+    def current(self, now: float) -> Rates:
+        """Return the rates at `now`, or as they were up to RATES_EVERY_S ago."""
+        if now >= self._current_until:
+            self._current, self._current_until = self.snapshot(now), now + RATES_EVERY_S
+        return self._current
 
     def snapshot(self, now: float) -> Rates:
         """Return the rates at `now`."""

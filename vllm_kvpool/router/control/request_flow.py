@@ -21,6 +21,7 @@ from vllm_kvpool.router.control.events import (
     Abort,
     Decode,
     DecodeEnded,
+    Emit,
     Outcome,
     Prefill,
     PrefillEnded,
@@ -29,7 +30,6 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.placement import MAX_TRIED, Ranking
-from vllm_kvpool.router.control.prefix_index import Holder
 from vllm_kvpool.router.control.requests import (
     Ask,
     Phase,
@@ -44,8 +44,6 @@ BAD_GATEWAY, UNAVAILABLE = 502, 503
 LATE_RETRY_S = 5
 LATE_EVERY_S = 0.05
 """Between two looks at what has waited too long."""
-POOL = Holder()
-"""The only holder of `ControllerState.pool`."""
 HANDED_GRACE_S = 5.0
 """A prompt that has been computed may wait so long for a decoder, whatever its deadline."""
 APART = frozenset(
@@ -62,8 +60,9 @@ LEAST_PREFILL_TOKENS = 256
 class RequestFlow:
     """Owned by the controller."""
 
-    def __init__(self, state: ControllerState, admission: Admission) -> None:
+    def __init__(self, state: ControllerState, admission: Admission, emit: Emit) -> None:
         self._state = state
+        self._emit = emit
         self._admission = admission
         self._arrivals = 0
         self._late_due = 0.0
@@ -73,17 +72,17 @@ class RequestFlow:
     def arrived(self, ask: Ask) -> None:
         state = self._state
         assert ask.request_id not in state.requests, ask.request_id
-        state.counts["arrived"] += 1
+        state.counts.events["arrived"] += 1
         request = self._let_come(ask, state.now)
         ask = request.ask
-        request.uncached = uncached = state.unknown_tokens(ask)
+        request.uncached = uncached = state.pool.unknown_tokens(ask)
         request.path = self.path(request, uncached)
         is_apart = request.path in APART
         if is_apart:
-            state.asked.add(state.now, uncached)
+            state.rates.asked_tokens.add(state.now, uncached)
         verdict = self._admission.decide(request, waits_for_prefill=is_apart)
         if verdict is not None:
-            state.counts["shed"] += 1
+            state.counts.events["shed"] += 1
             self._refuse(request, verdict.status, verdict.retry_after_s, verdict.why)
         elif is_apart:
             self._wait(request)
@@ -110,7 +109,7 @@ class RequestFlow:
         ask, state = request.ask, self._state
         if not ask.hands_over:
             return PromptPath.NOT_SPLITTABLE
-        rates = state.snapshot()
+        rates = state.rates.current(state.now)
         handoff_s = rates.handoff_s(ask.prompt_tokens)
         if rates.stolen_s(uncached) > handoff_s:
             why = state.collapse()
@@ -130,7 +129,7 @@ class RequestFlow:
         request = self._state.requests.get(request_id)
         if request is None:
             return
-        self._state.counts["cancelled"] += 1
+        self._state.counts.events["cancelled"] += 1
         self._end(request, Phase.CANCELLED)
 
     def prefill_ended(self, event: PrefillEnded) -> None:
@@ -172,7 +171,7 @@ class RequestFlow:
         request.path = PromptPath.HANDED_OVER
         request.saved_tokens = event.saved_tokens
         state.rates.counted(state.now, event.prompt_tokens, ask.prompt_bytes)
-        state.handed.add(state.now, ask.prompt_tokens)
+        state.rates.handed_tokens.add(state.now, ask.prompt_tokens)
         replica.remember(ask.prefix)
 
     def _prompt_came(self, request: Request) -> None:
@@ -201,7 +200,7 @@ class RequestFlow:
         active = self._state.fleet[request.replica].work.active[request.ask.request_id]
         if active.is_handed and not (active.has_first_token or active.is_sent_away):
             active.is_sent_away = True
-            self._state.actions.append(Abort(request.ask.request_id, request.replica))
+            self._emit(Abort(request.ask.request_id, request.replica))
 
     def decode_began(self, request_id: RequestId, *, is_seen: bool) -> None:
         """The first token has come; not `is_seen`: it will not be seen, and says nothing."""
@@ -222,13 +221,12 @@ class RequestFlow:
         self._learn_start(request, replica, active)
         if request.first_token is None:
             request.first_token = state.now
-            state.waits.append(state.now - request.arrived)
+            state.counts.waits.append(state.now - request.arrived)
 
     def _remember_prompt(self, request: Request, replica: Replica) -> None:
         """Note that the replica and the pool have a prompt, which is computed."""
         replica.remember(request.ask.prefix)
-        if self._state.pool_is_up:
-            self._state.pool.add(request.ask.prefix, POOL)
+        self._state.pool.add(request.ask.prefix)
 
     def _learn_start(self, request: Request, replica: Replica, active: ActiveRequest) -> None:
         """Learn the seconds from the hand-over, or local start, to the first token.
@@ -275,22 +273,22 @@ class RequestFlow:
                 if request.first_token is None:
                     self._remember_prompt(request, replica)
             if event.outcome is Outcome.HOPELESS:
-                state.actions.append(Probe(event.replica))
+                self._emit(Probe(event.replica))
             self._end(request, Phase.DONE)
         elif active.is_sent_away or self._may_go_on(request, replica, event.outcome):
-            state.counts["resumed"] += 1
+            state.counts.events["resumed"] += 1
             self.migrate(request, request.source)
             if active.is_sent_away:
                 request.deadline = max(request.deadline, state.now + HANDED_GRACE_S)
 
     def _count_answer(self, outcome: Outcome) -> None:
-        self._state.counts["served" if outcome is Outcome.OK else outcome.value] += 1
+        self._state.counts.events["served" if outcome is Outcome.OK else outcome.value] += 1
 
     # Where requests wait
 
     def _wait(self, request: Request) -> None:
         """In the queue, in its place."""
-        request.uncached = self._state.unknown_tokens(request.ask)
+        request.uncached = self._state.pool.unknown_tokens(request.ask)
         request.deadline = self._patience(request)
         self._state.enter(request, Phase.QUEUED)
 
@@ -319,7 +317,7 @@ class RequestFlow:
     def abandon(self, replica: Replica) -> None:
         """A replica is gone: its calls are ended, what it was bound to waits in the queue again."""
         for request_id in (*replica.work.prefills, *replica.work.active):
-            self._state.actions.append(Abort(request_id, replica.replica_id))
+            self._emit(Abort(request_id, replica.replica_id))
         self.unbind(replica)
         for request in self._state.requests.values():
             if request.source == replica.replica_id and not request.is_computing:
@@ -346,7 +344,7 @@ class RequestFlow:
             if is_expected and state.now < request.ask.deadline:
                 request.deadline = request.ask.deadline  # not others, but an engine
                 continue
-            state.counts["late"] += 1
+            state.counts.events["late"] += 1
             self._refuse(request, UNAVAILABLE, LATE_RETRY_S, self._why_late(request))
 
     def _why_late(self, request: Request) -> str:
@@ -373,7 +371,7 @@ class RequestFlow:
             request.avoid |= {replica.replica_id}
             if replica.state in UP:
                 replica.health.is_doubted |= outcome in (Outcome.UNREACHED, Outcome.LOST)
-                state.actions.append(Probe(replica.replica_id))
+                self._emit(Probe(replica.replica_id))
             if outcome is Outcome.UNREACHED and is_first:
                 return False  # it has not had it
         request.attempts += 1
@@ -390,7 +388,7 @@ class RequestFlow:
         is_suspect = request.num_lost >= state.settings.max_lost
         if request.attempts < state.settings.max_attempts and not is_suspect:
             return True
-        state.counts["given_up"] += 1
+        state.counts.events["given_up"] += 1
         status = UNAVAILABLE if outcome is Outcome.BUSY else BAD_GATEWAY
         limit = f"flow.max_lost={state.settings.max_lost}"
         if not is_suspect:
@@ -402,8 +400,8 @@ class RequestFlow:
 
     def _refuse(self, request: Request, status: int, retry_after_s: int, why: str) -> None:
         assert status in REFUSALS, status
-        self._state.refusals[status] += 1
-        self._state.actions.append(Refuse(request.ask.request_id, status, retry_after_s, why))
+        self._state.counts.refusals[status] += 1
+        self._emit(Refuse(request.ask.request_id, status, retry_after_s, why))
         self._end(request, Phase.REFUSED)
 
     def _end(self, request: Request, end: Phase) -> None:
@@ -431,8 +429,9 @@ finds its prompt or has to compute it."""
 class Dispatcher:
     """Owned by the controller."""
 
-    def __init__(self, state: ControllerState, flow: RequestFlow) -> None:
+    def __init__(self, state: ControllerState, flow: RequestFlow, emit: Emit) -> None:
         self._state = state
+        self._emit = emit
         self._flow = flow
         self._tried_version = -1
         """The fleet's version when all waiting requests were last tried."""
@@ -497,7 +496,7 @@ class Dispatcher:
             choice = self._choose_prefill(request, state.fleet.in_states(State.OLD_PREFILL))
             if choice is None:
                 return
-            state.counts["stolen"] += 1
+            state.counts.events["stolen"] += 1
             self._prefill(request, choice)
 
     def _give_prompts(self) -> None:
@@ -509,7 +508,7 @@ class Dispatcher:
             if self._blocked.get(model) is request:
                 skipped.add(model)
                 continue
-            path = self._flow.path(request, state.unknown_tokens(request.ask))
+            path = self._flow.path(request, state.pool.unknown_tokens(request.ask))
             if path is not PromptPath.HANDED_OVER:
                 if len(state.migration) >= self._whole_limit():
                     return
@@ -598,9 +597,7 @@ class Dispatcher:
         request.source, request.is_computing = replica.replica_id, True
         replica.work.begin_prefill(request_id, choice.uncached_tokens, state.now)
         notices = replica.sample.notices
-        state.actions.append(
-            Prefill(request_id, replica.replica_id, hands_over=notices is not None)
-        )
+        self._emit(Prefill(request_id, replica.replica_id, hands_over=notices is not None))
         # What is computed already comes first; what tries a pair may find nothing.
         if notices and not state.migration and request.tries is None:
             found = self._find_decoder(request, lambda each: self._suits(request, each))
@@ -704,9 +701,9 @@ class Dispatcher:
         source, is_found = request.source, self._suits(request, replica)
         awaits = is_found and request.is_computing
         expected = EVERYTHING if awaits else request.saved_tokens
-        if not (state.pool_is_up and is_found):
+        if not (state.pool.is_up and is_found):
             awaits, expected = False, 0
-        request.uncached = min(state.unknown_tokens(ask), max(0, ask.prompt_tokens - expected))
+        request.uncached = min(state.pool.unknown_tokens(ask), max(0, ask.prompt_tokens - expected))
         is_handed = source is not None and is_found
         notices: tuple[str, ...] | None = None if replica.sample.notices is None else ()
         if source is not None and is_found:
@@ -722,8 +719,8 @@ class Dispatcher:
         )
         replica.work.begin_decode(request_id, active, state.now)
         if request.attempts == 0 and request.first_token is None:
-            state.prompts[request.path] += 1
-        state.actions.append(
+            state.counts.prompts[request.path] += 1
+        self._emit(
             Decode(
                 request_id,
                 replica.replica_id,

@@ -5,8 +5,9 @@ the pool or need not be.
 """
 
 from bisect import bisect_left, insort
+from collections import Counter, deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 from typing import NewType
@@ -15,6 +16,7 @@ import msgspec
 
 from vllm_kvpool.router.control.states import ReplicaId
 
+MAX_WAITS = 1024
 RequestId = NewType("RequestId", str)
 
 
@@ -126,6 +128,20 @@ class Request(msgspec.Struct, eq=False, gc=False):
     def order(self) -> tuple[int, int]:
         """Sort key of queues: priority, then arrival."""
         return (self.ask.priority, self.number)
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """Counts of requests since the start, for the page and the metrics. Owned by the controller."""
+
+    events: Counter[str] = field(default_factory=Counter)
+    """By what has happened: the names in `snapshot.COUNTS`."""
+    refusals: Counter[int] = field(default_factory=Counter)
+    """Refused requests, by HTTP status."""
+    prompts: Counter[PromptPath] = field(default_factory=Counter)
+    """Prompts given to be decoded for the first time, by where they are computed."""
+    waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
+    """Seconds from arrival to first token, of the requests that began last."""
 
 
 @dataclass(slots=True)
