@@ -45,7 +45,7 @@ from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.control_plane import ControlPlane, Handler, RequestEvent
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
-from vllm_kvpool.router.ops.request_log import Observation, PromptCount
+from vllm_kvpool.router.ops.request_log import RequestLog
 
 ENGINES = 4
 TICK_S = 0.005
@@ -195,7 +195,7 @@ class _Turns:
     def post(self, event: RequestEvent) -> None:
         pass
 
-    def over(self, request_id: RequestId, observed: list[Observation], prompt: PromptCount) -> None:
+    def over(self, request_id: RequestId, course: RequestLog) -> None:
         pass
 
     def url_of(self, replica: ReplicaId) -> str:

@@ -154,7 +154,7 @@ class Told(Steps):
 
     @property
     def prompts(self) -> Mapping[PromptPath, int]:
-        return +self.controller.state.prompts
+        return +self.controller.state.counts.prompts
 
     def finish(self, name: str) -> None:
         place = self.place(name)

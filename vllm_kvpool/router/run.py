@@ -51,7 +51,7 @@ from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
 from vllm_kvpool.router.ops.metrics import Telemetry
 from vllm_kvpool.router.ops.replicas import Replicas
-from vllm_kvpool.router.ops.request_log import Observation, PromptCount
+from vllm_kvpool.router.ops.request_log import RequestLog
 from vllm_kvpool.router.ops.snapshot import health_of
 from vllm_kvpool.router.ops.tenants import Tenants
 
@@ -251,14 +251,10 @@ class Router:
         self._open[ask.request_id] = handler
         self.post(Arrived(ask))
 
-    def over(
-        self, request_id: RequestId, observed: Sequence[Observation], prompt: PromptCount
-    ) -> None:
-        """A request is over; `observed` goes into the histograms, `prompt` into the counters."""
+    def over(self, request_id: RequestId, course: RequestLog) -> None:
+        """Forget an ended request, and count it in the metrics."""
         del self._open[request_id]
-        self.telemetry.count_prompt(prompt)
-        for each in observed:
-            self.telemetry.observe(each)
+        self.telemetry.count_request(course)
 
     def url_of(self, replica: ReplicaId) -> str:
         """Return the URL of a replica of the fleet."""

@@ -14,7 +14,6 @@ from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.lifecycle import Lifecycle
-from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE
 from vllm_kvpool.router.control.planner import (
     Counts,
     Plan,
@@ -22,6 +21,7 @@ from vllm_kvpool.router.control.planner import (
     PlanMemory,
     plan,
 )
+from vllm_kvpool.router.control.requests import DEFAULT_BLOCK_SIZE
 from vllm_kvpool.router.control.settings import PlannerConfig
 from vllm_kvpool.router.control.states import (
     DRAINING,

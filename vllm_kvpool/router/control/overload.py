@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_kvpool.router.control.rates import Rates
+from vllm_kvpool.router.control.requests import APART, DEFAULT_BLOCK_SIZE, Request
 from vllm_kvpool.router.control.settings import OverloadConfig
 from vllm_kvpool.router.control.states import ReplicaId
 
@@ -169,21 +170,12 @@ class Pressure(msgspec.Struct, frozen=True, gc=False):
     committed_requests: int
     is_saturated: bool  # every decode replica is full
     rates: Rates
+    now: float = 0.0  # on the controller's clock
+    block_tokens: int = DEFAULT_BLOCK_SIZE
     model: str = ""  # that these are of; empty: any
     starting_requests: int = 0  # on decode replicas, without a token yet
     starts_per_s: float = math.inf  # of all decode replicas, while requests wait for them
     is_waiting_for_decoder: bool = False  # some wait for one, or in its engine
-
-
-class AdmissionRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request."""
-
-    prompt_tokens: float  # all of it: what is handed over
-    uncached_tokens: float  # to be computed
-    blocks: float  # it will need on its decode replica
-    priority: int = 0
-    deadline_s: float | None = None  # from now to the first token
-    waits_for_prefill: bool = True  # False: a decoder computes what is to be computed at once
 
 
 class RejectionReason(Enum):
@@ -245,9 +237,9 @@ class Shedder:
         """Seconds that a request may wait for the requests before it."""
         return OVERDUE * self._config.ttft_target_s
 
-    def decide(self, pressure: Pressure, ask: AdmissionRequest) -> Rejection | None:
-        """None: it is let in."""
-        config, rates = self._config, pressure.rates
+    def decide(self, pressure: Pressure, request: Request) -> Rejection | None:
+        """Return why a request is refused; None if it is admitted."""
+        config, rates, ask = self._config, pressure.rates, request.ask
         if not pressure.decode_replicas:
             numbers = ""
             if pressure.model:
@@ -255,8 +247,8 @@ class Shedder:
                 numbers = f"{pressure.model} has {num_prefill} prefill and no decode replicas"
             later_s = float(MAX_RETRY_AFTER_S)
             return self._refuse(UNAVAILABLE, later_s, RejectionReason.NO_REPLICA, numbers)
-        prefill_s = prefill_wait_s(pressure) if ask.waits_for_prefill else 0.0
-        decode_s = decode_wait_s(pressure, ask)
+        prefill_s = prefill_wait_s(pressure) if request.path in APART else 0.0
+        decode_s = decode_wait_s(pressure, request.tokens)
         start_s = start_wait_s(pressure)
         wait_s = max(prefill_s, decode_s, start_s)
         allowance, all_until = self._allowance(ask.priority)
@@ -269,18 +261,19 @@ class Shedder:
             numbers = f"{pressure.queued_requests:.0f} requests wait, {most}"
             later_s = max(later_s, prefill_s / 2)
             return self._refuse(TOO_MANY_REQUESTS, later_s, RejectionReason.QUEUE_FULL, numbers)
-        if ask.deadline_s is not None:
-            own_s = ask.uncached_tokens / prefill_speed(pressure, replicas=1) + handoff_s
-            late_s = wait_s + own_s - ask.deadline_s
+        if ask.deadline < math.inf:
+            left_s = ask.deadline - pressure.now
+            own_s = request.uncached / prefill_speed(pressure, replicas=1) + handoff_s
+            late_s = wait_s + own_s - left_s
             if late_s > 0.0:
                 numbers = (
                     f"estimated wait {wait_s:.1f} s and prefill {own_s:.1f} s, "
-                    f"{ask.deadline_s:.1f} s are left of front.max_wait_s"
+                    f"{left_s:.1f} s are left of front.max_wait_s"
                 )
-                # Without any wait it would be late, too: nothing is gained by coming again later.
-                is_hopeless = own_s > ask.deadline_s
-                status = UNAVAILABLE if is_hopeless else TOO_MANY_REQUESTS
-                later_s = 1.0 if is_hopeless else late_s
+                # A request that is late without any wait gains nothing by coming again later.
+                is_late_alone = own_s > left_s
+                status = UNAVAILABLE if is_late_alone else TOO_MANY_REQUESTS
+                later_s = 1.0 if is_late_alone else late_s
                 return self._refuse(status, later_s, RejectionReason.DEADLINE, numbers)
         if self._let_in(allowance, (most_s - wait_s) / (most_s - all_s)):
             return None
@@ -347,10 +340,10 @@ def start_wait_s(pressure: Pressure) -> float:
     return before / max(pressure.starts_per_s, TINY)
 
 
-def decode_wait_s(pressure: Pressure, ask: AdmissionRequest) -> float:
-    """Seconds until there are blocks for the request; infinite if none will be freed."""
+def decode_wait_s(pressure: Pressure, tokens: int) -> float:
+    """Return the seconds until there are blocks for so many tokens; infinite if none are freed."""
     rates = pressure.rates
-    short = pressure.queued_blocks + ask.blocks - pressure.room_blocks
+    short = pressure.queued_blocks + tokens / pressure.block_tokens - pressure.room_blocks
     if short <= 0 or "step_base_s" in rates.unmeasured:
         return 0.0
     if not pressure.committed_requests:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_kvpool.router.control.fleet import Fleet, Replica
-from vllm_kvpool.router.control.requests import Request
+from vllm_kvpool.router.control.requests import DEFAULT_BLOCK_SIZE, Request
 from vllm_kvpool.router.control.settings import Settings
 from vllm_kvpool.router.control.states import (
     HAS_BOUND,
@@ -28,7 +28,6 @@ from vllm_kvpool.router.control.states import (
     State,
 )
 
-DEFAULT_BLOCK_SIZE = 16
 LOAD_BOUND, LOAD_SLACK = 1.25, 4.0
 NONE_HELD: Mapping[Replica, int] = {}
 MISSING_STEPS = 8

@@ -31,6 +31,7 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.placement import MAX_TRIED, Ranking
 from vllm_kvpool.router.control.requests import (
+    APART,
     Ask,
     Phase,
     PromptPath,
@@ -46,13 +47,6 @@ LATE_EVERY_S = 0.05
 """Between two looks at what has waited too long."""
 HANDED_GRACE_S = 5.0
 """A prompt that has been computed may wait so long for a decoder, whatever its deadline."""
-APART = frozenset(
-    {
-        *(PromptPath.HANDED_OVER, PromptPath.NO_PREFILL_REPLICA),
-        *(PromptPath.POOL_DOWN, PromptPath.SWITCHED_OFF, PromptPath.NO_SHARED_STORE),
-    }
-)
-"""Prompts that wait in the queue: for a prefill replica, or for a decoder while there is none."""
 LEAST_PREFILL_TOKENS = 256
 """A step takes its time however little it computes: a shorter prompt says nothing of the rate."""
 
@@ -80,7 +74,7 @@ class RequestFlow:
         is_apart = request.path in APART
         if is_apart:
             state.rates.asked_tokens.add(state.now, uncached)
-        verdict = self._admission.decide(request, waits_for_prefill=is_apart)
+        verdict = self._admission.decide(request)
         if verdict is not None:
             state.counts.events["shed"] += 1
             self._refuse(request, verdict.status, verdict.retry_after_s, verdict.why)

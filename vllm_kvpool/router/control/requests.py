@@ -16,6 +16,8 @@ import msgspec
 
 from vllm_kvpool.router.control.states import ReplicaId
 
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens of a block, until an engine has told its own."""
 MAX_WAITS = 1024
 RequestId = NewType("RequestId", str)
 
@@ -60,6 +62,18 @@ class PromptPath(Enum):
     NO_SHARED_STORE = "no_shared_store"  # decoders do not find what prefill replicas save
     SWITCHED_OFF = "switched_off"  # flow.hands_over is false
     REJECTED = "rejected"  # by the prefill replica; the client reads why in the answer
+
+
+APART = frozenset(
+    {
+        PromptPath.HANDED_OVER,
+        PromptPath.NO_PREFILL_REPLICA,
+        PromptPath.POOL_DOWN,
+        PromptPath.SWITCHED_OFF,
+        PromptPath.NO_SHARED_STORE,
+    }
+)
+"""Prompts that wait in the queue: for a prefill replica, or for a decoder while there is none."""
 
 
 class Phase(Enum):

@@ -1,6 +1,5 @@
 """The seam between what serves clients and what decides: `ControlPlane`, `Handler`, directives."""
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from vllm_kvpool.router.control.events import (
@@ -14,7 +13,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.ops.request_log import Observation, PromptCount
+from vllm_kvpool.router.ops.request_log import RequestLog
 
 Directive = Prefill | Decode | Refuse
 """An order of the controller to a request's handler."""
@@ -37,10 +36,8 @@ class ControlPlane(Protocol):
     def post(self, event: RequestEvent) -> None:
         """A call to an engine has begun or ended, or the client has gone."""
 
-    def over(
-        self, request_id: RequestId, observed: Sequence[Observation], prompt: PromptCount
-    ) -> None:
-        """A request is over; `observed` goes into the histograms, `prompt` into the counters."""
+    def over(self, request_id: RequestId, course: RequestLog) -> None:
+        """Forget an ended request, and count it in the metrics."""
 
     def note_refusal(self, status: int, why: str) -> None:
         """Count a refused request for the log."""

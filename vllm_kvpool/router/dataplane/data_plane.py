@@ -47,7 +47,7 @@ from vllm_kvpool.router.dataplane.request_body import (
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
 from vllm_kvpool.router.dataplane.responses import OK, EngineLost, is_answer
 from vllm_kvpool.router.dataplane.upstream import EngineResponse, EngineUnreached, Upstream
-from vllm_kvpool.router.ops.request_log import PromptCount, access_log
+from vllm_kvpool.router.ops.request_log import access_log
 from vllm_kvpool.router.ops.tenants import Denied, Tenant, Tenants, TenantSalts
 from vllm_kvpool.router.ops.tracing import Tracing
 
@@ -242,10 +242,7 @@ class DataPlane:
         finally:
             ended = self._clock()
             handler.log.end(ended)
-            prompt = PromptCount(
-                request.tenant, handler.log.prompt_tokens, handler.log.cached_tokens
-            )
-            control.over(request_id, handler.log.observed, prompt)
+            control.over(request_id, handler.log)
             if tracing is not None and span is not None:
                 tracing.end(span, handler.log, request.model, http.status)
             if front.access_log:

@@ -123,7 +123,7 @@ class RequestHandler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.request_id = request_id
-        self.log = RequestLog(clock())
+        self.log = RequestLog(clock(), request.tenant)
         self._client_request = self._request = request
         """The request as the client sent it, and as engines are sent it."""
         self._headers = headers
