@@ -21,7 +21,7 @@ from vllm_kvpool.router.control.overload import (
     start_wait_s,
 )
 from vllm_kvpool.router.control.rates import Rates
-from vllm_kvpool.router.control.requests import Ask, Request, RequestId
+from vllm_kvpool.router.control.requests import Request, RequestId, RequestSpec
 from vllm_kvpool.router.control.settings import OverloadConfig
 
 RATES = Rates(
@@ -57,7 +57,7 @@ def asking(
     deadline_s: float | None = None,
 ) -> Request:
     """A request that has just arrived, at the time 0."""
-    ask = Ask(
+    ask = RequestSpec(
         request_id=RequestId("r"),
         prompt_tokens=prompt_tokens,
         max_output_tokens=tokens,

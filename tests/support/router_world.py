@@ -46,7 +46,7 @@ from vllm_kvpool.router.control.events import (
     Warm,
     Warmed,
 )
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import LOADING, ReplicaId, Role
 
 EXPECT_MS, LONG_MS = 10_000, 600_000
@@ -119,7 +119,7 @@ class Timeline:
 class Client:
     """One request, as its client sees it."""
 
-    ask: Ask
+    ask: RequestSpec
     arrived: float
     output_tokens: int
     received: int = 0
@@ -155,7 +155,7 @@ class Calls:
 
     # Requests
 
-    def arrive(self, ask: Ask, output_tokens: int) -> Client:
+    def arrive(self, ask: RequestSpec, output_tokens: int) -> Client:
         client = Client(ask, self._timeline.now, output_tokens)
         assert ask.request_id not in self.clients
         self.clients[ask.request_id] = client
@@ -675,7 +675,7 @@ class World:
         self.post(Added(spec=spec, role=role))
         return engine
 
-    def arrive(self, ask: Ask, output_tokens: int) -> Client:
+    def arrive(self, ask: RequestSpec, output_tokens: int) -> Client:
         """A client asks, now."""
         client = self.calls.arrive(ask, output_tokens)
         loading = self._share_of_new() if self.habits.holds_for_new else None

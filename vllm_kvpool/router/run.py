@@ -42,7 +42,7 @@ from vllm_kvpool.router.control.events import (
     Tick,
     Warm,
 )
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import UP, ReplicaId
 from vllm_kvpool.router.dataplane.control_plane import Handler
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
@@ -246,7 +246,7 @@ class Router:
         state = self.controller.state
         return state.rates.current(state.now).tokens_per_byte
 
-    def begin(self, ask: Ask, handler: Handler) -> None:
+    def begin(self, ask: RequestSpec, handler: Handler) -> None:
         """A request has come, and waits for a directive; `over` follows."""
         self._open[ask.request_id] = handler
         self.post(Arrived(ask))

@@ -10,13 +10,13 @@ from vllm_kvpool.router.control.prefix_index import PoolIndex
 from vllm_kvpool.router.control.rates import RateEstimator
 from vllm_kvpool.router.control.requests import (
     WAITS,
-    Ask,
     Phase,
     PromptPath,
     Request,
     RequestCounts,
     RequestId,
     RequestQueue,
+    RequestSpec,
 )
 from vllm_kvpool.router.control.settings import Settings
 from vllm_kvpool.router.control.states import HAS_BOUND, ReplicaId
@@ -110,7 +110,7 @@ class ControllerState:
             return decoders
         return (*decoders, *prefillers)
 
-    def tokens_of(self, ask: Ask) -> int:
+    def tokens_of(self, ask: RequestSpec) -> int:
         """Tokens that a request will take at a replica: its prompt, and the answer expected."""
         usual_tokens = round(self.rates.current(self.now).output_tokens_per_request) or 1
         output = min(ask.max_output_tokens, usual_tokens)

@@ -15,7 +15,7 @@ from enum import Enum
 import msgspec
 
 from vllm_kvpool.router.control.handovers import ExpectedPrompts
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import ReplicaId, Role
 
 
@@ -84,7 +84,7 @@ class RequestMessage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Arrived(RequestMessage, frozen=True):
-    ask: Ask
+    ask: RequestSpec
 
 
 class Cancelled(RequestMessage, frozen=True):

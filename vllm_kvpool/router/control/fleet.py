@@ -15,7 +15,7 @@ from vllm_kvpool.router.control.handovers import Handovers
 from vllm_kvpool.router.control.health import Health, ReplicaBreaker
 from vllm_kvpool.router.control.prefix_index import Holder, PrefixIndex, spans_of
 from vllm_kvpool.router.control.rates import CounterRate
-from vllm_kvpool.router.control.requests import Ask, Request
+from vllm_kvpool.router.control.requests import Request, RequestSpec
 from vllm_kvpool.router.control.settings import HealthConfig
 from vllm_kvpool.router.control.states import (
     ROLE_OF,
@@ -273,7 +273,7 @@ class Fleet:
             share = listed.shares[model, other] = number / len(serving) if serving else 0.0
         return share
 
-    def holders(self, ask: Ask, most: int) -> dict[Replica, int]:
+    def holders(self, ask: RequestSpec, most: int) -> dict[Replica, int]:
         """Return the replicas with the longest beginnings of a prompt, and the tokens of each."""
         found = self._shared.prefixes.holders(ask.prefix, most) if ask.prefix else {}
         return {each.owner: spans_of(depth) * ask.prefix_tokens for each, depth in found.items()}

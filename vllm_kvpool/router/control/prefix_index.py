@@ -1,9 +1,10 @@
 """An index of the replicas, or of the pool, that are likely to have a prompt's beginning (pure).
 
-A prompt is known by the hashes of its beginnings, `Ask.prefix`, shortest first: one each SPAN_BYTES
-up to LINEAR_SPANS, then each longer than the one before by a share of GROWTH. So a prompt of any
-length has at most some hundred, and what two share is known to within that share. An approximation
-of caches: it says where to look first, nothing depends on its being right.
+A prompt is known by the hashes of its beginnings, `RequestSpec.prefix`, shortest first: one for
+each SPAN_BYTES up to LINEAR_SPANS, then each longer than the one before by a share of GROWTH. So a
+prompt of any length has at most some hundred hashes, and the common beginning of two prompts is
+known to within that share. The index approximates caches: it says where to look first, and no
+result depends on it.
 """
 
 from collections import OrderedDict
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_kvpool.router.control.requests import Ask
+    from vllm_kvpool.router.control.requests import RequestSpec
 
 SPAN_BYTES = 1024
 LINEAR_SPANS = 32
@@ -122,7 +123,7 @@ class PoolIndex:
         if self.is_up:
             self.prefixes.add(prefix, self._pool)
 
-    def unknown_tokens(self, ask: "Ask") -> int:
+    def unknown_tokens(self, ask: "RequestSpec") -> int:
         """Return the number of prompt tokens that the pool is not known to have."""
         known = spans_of(self.prefixes.depth(ask.prefix)) * ask.prefix_tokens
         return max(0, ask.prompt_tokens - known)

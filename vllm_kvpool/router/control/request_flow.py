@@ -32,11 +32,11 @@ from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.placement import MAX_TRIED, Ranking
 from vllm_kvpool.router.control.requests import (
     APART,
-    Ask,
     Phase,
     PromptPath,
     Request,
     RequestId,
+    RequestSpec,
 )
 from vllm_kvpool.router.control.states import HAS_BOUND, UP, ReplicaId, State
 from vllm_kvpool.router.control.work import ActiveRequest
@@ -63,7 +63,7 @@ class RequestFlow:
 
     # What happens to requests
 
-    def arrived(self, ask: Ask) -> None:
+    def arrived(self, ask: RequestSpec) -> None:
         state = self._state
         assert ask.request_id not in state.requests, ask.request_id
         state.counts.events["arrived"] += 1
@@ -84,7 +84,7 @@ class RequestFlow:
             # It does not wait behind those that are computed apart.
             self.migrate(request, None)
 
-    def _let_come(self, ask: Ask, arrived: float) -> Request:
+    def _let_come(self, ask: RequestSpec, arrived: float) -> Request:
         """A request, by the model that replicas list; whether there is another, one engine says."""
         state = self._state
         if ask.model and ask.model not in state.fleet.listed.names:

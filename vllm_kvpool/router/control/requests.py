@@ -22,7 +22,7 @@ MAX_WAITS = 1024
 RequestId = NewType("RequestId", str)
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request as its client sent it."""
 
     request_id: RequestId
@@ -98,7 +98,7 @@ WAITS = frozenset({Phase.QUEUED, Phase.BOUND, Phase.HANDING})
 class Request(msgspec.Struct, eq=False, gc=False):
     """Owned by the controller from arrival to end."""
 
-    ask: Ask
+    ask: RequestSpec
     arrived: float
     number: int
     """Order of arrival."""

@@ -11,7 +11,7 @@ from vllm_kvpool.router.control.events import (
     PrefillEnded,
     Refuse,
 )
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.ops.request_log import RequestLog
 
@@ -30,7 +30,7 @@ class ControlPlane(Protocol):
     def model_length(self, model: str) -> int | None:
         """The most tokens of a sequence of a model, as engines list it; None if it is unknown."""
 
-    def begin(self, ask: Ask, handler: "Handler") -> None:
+    def begin(self, ask: RequestSpec, handler: "Handler") -> None:
         """A request has come, and waits for a directive; `over` follows."""
 
     def post(self, event: RequestEvent) -> None:

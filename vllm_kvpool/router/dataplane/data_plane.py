@@ -17,7 +17,7 @@ import msgspec
 from multidict import CIMultiDict
 
 from vllm_kvpool.router.config import BODY_COPIES, RouterConfig, listen_address
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.dataplane.control_plane import ControlPlane
 from vllm_kvpool.router.dataplane.headers import (
     JSON_HEADERS,
@@ -81,9 +81,9 @@ def upstream_of(config: RouterConfig) -> Upstream:
 
 def ask_of(
     request_id: RequestId, request: ClientRequest, tokens_per_byte: float, deadline: float
-) -> Ask:
+) -> RequestSpec:
     """Return the controller's form of a request. Numbers are cut to 64 bits; engines judge them."""
-    return Ask(
+    return RequestSpec(
         request_id=request_id,
         prompt_tokens=max(1, request.prompt_tokens(tokens_per_byte)),
         prompt_bytes=request.prompt_bytes,
