@@ -14,7 +14,7 @@ from vllm_kvpool.router.control.events import (
     Refuse,
 )
 from vllm_kvpool.router.control.rates import COLD_SAMPLES
-from vllm_kvpool.router.control.request_flow import HANDED_GRACE_S
+from vllm_kvpool.router.control.request_flow import HANDOVER_GRACE_S
 from vllm_kvpool.router.control.requests import Phase, PromptPath, RequestId
 from vllm_kvpool.router.control.settings import OverloadConfig, Settings
 from vllm_kvpool.router.control.states import ReplicaId
@@ -236,7 +236,7 @@ def test_a_prompt_that_is_computed_may_still_find_a_decoder_after_its_deadline()
     steps.ask("r", deadline=30.0)
     steps.now = 40.0
     assert steps.prefilled("r", "p") == []
-    assert steps.tick(HANDED_GRACE_S - 0.1) == []
+    assert steps.tick(HANDOVER_GRACE_S - 0.1) == []
     assert steps.decoded("first", "d") == [Decode("r", "d", 0)]
 
 

@@ -276,7 +276,7 @@ class Autoscaler:
             if replica.work.active or replica.state is State.DECODE:
                 used += replica.work.used_blocks
             if replica.work.num_ready > replica.work.num_computing:
-                handed += self._handed_tokens(replica)
+                handed += self._tokens_in_handover(replica)
         return PlanInputs(
             now=now,
             metrics_age_s=now - oldest if is_known else None,
@@ -292,7 +292,7 @@ class Autoscaler:
             rates=state.rates.current(state.now),
         )
 
-    def _handed_tokens(self, replica: Replica) -> int:
+    def _tokens_in_handover(self, replica: Replica) -> int:
         """Prompt tokens that it is being handed over, of prompts that are computed."""
         requests = self._state.requests
         return sum(

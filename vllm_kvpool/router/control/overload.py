@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_kvpool.router.control.rates import Rates
-from vllm_kvpool.router.control.requests import APART, DEFAULT_BLOCK_SIZE, Request
+from vllm_kvpool.router.control.requests import DEFAULT_BLOCK_SIZE, QUEUED_PATHS, Request
 from vllm_kvpool.router.control.settings import OverloadConfig
 from vllm_kvpool.router.control.states import ReplicaId
 
@@ -247,7 +247,7 @@ class Shedder:
                 numbers = f"{pressure.model} has {num_prefill} prefill and no decode replicas"
             later_s = float(MAX_RETRY_AFTER_S)
             return self._refuse(UNAVAILABLE, later_s, RejectionReason.NO_REPLICA, numbers)
-        prefill_s = prefill_wait_s(pressure) if request.path in APART else 0.0
+        prefill_s = prefill_wait_s(pressure) if request.path in QUEUED_PATHS else 0.0
         decode_s = decode_wait_s(pressure, request.tokens)
         start_s = start_wait_s(pressure)
         wait_s = max(prefill_s, decode_s, start_s)
@@ -275,7 +275,7 @@ class Shedder:
                 status = UNAVAILABLE if is_late_alone else TOO_MANY_REQUESTS
                 later_s = 1.0 if is_late_alone else late_s
                 return self._refuse(status, later_s, RejectionReason.DEADLINE, numbers)
-        if self._let_in(allowance, (most_s - wait_s) / (most_s - all_s)):
+        if self._admits(allowance, (most_s - wait_s) / (most_s - all_s)):
             return None
         numbers = (
             f"estimated wait {wait_s:.1f} s, {most_s:.1f} s are left "
@@ -293,7 +293,7 @@ class Shedder:
         most = 1.0 - (2 if priority else 1) * RESERVE
         return most, ALL_UNTIL * most
 
-    def _let_in(self, allowance: float, share: float) -> bool:
+    def _admits(self, allowance: float, share: float) -> bool:
         credit = self._credit.get(allowance, 0.0)
         if share >= 1.0:
             self._credit[allowance] = min(credit + 1.0, max(credit, BURST_CREDIT))

@@ -61,10 +61,10 @@ class Rates(msgspec.Struct, frozen=True):
         """Seconds from the end of a prefill to the first decoded token."""
         return self.handoff_overhead_s + self.handoff_s_per_token * tokens
 
-    def stolen_s(self, tokens: float) -> float:
-        """Seconds that so many prompt tokens take from a decode replica that computes them.
+    def local_prefill_s(self, tokens: float) -> float:
+        """Return the seconds of a decode replica that computes so many prompt tokens.
 
-        What a hand-over takes too, however short the prompt, is nothing that they take.
+        The overhead that a hand-over of the shortest prompt costs as well is left out.
         """
         local_s = self.local_overhead_s + self.local_s_per_token * tokens
         return local_s - min(self.local_overhead_s, self.handoff_overhead_s)

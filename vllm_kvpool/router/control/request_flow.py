@@ -31,7 +31,7 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.placement import MAX_TRIED, Ranking
 from vllm_kvpool.router.control.requests import (
-    APART,
+    QUEUED_PATHS,
     Phase,
     PromptPath,
     Request,
@@ -45,7 +45,7 @@ BAD_GATEWAY, UNAVAILABLE = 502, 503
 LATE_RETRY_S = 5
 LATE_EVERY_S = 0.05
 """Between two looks at what has waited too long."""
-HANDED_GRACE_S = 5.0
+HANDOVER_GRACE_S = 5.0
 """A prompt that has been computed may wait so long for a decoder, whatever its deadline."""
 LEAST_PREFILL_TOKENS = 256
 """A step takes its time however little it computes: a shorter prompt says nothing of the rate."""
@@ -67,11 +67,11 @@ class RequestFlow:
         state = self._state
         assert ask.request_id not in state.requests, ask.request_id
         state.counts.events["arrived"] += 1
-        request = self._let_come(ask, state.now)
+        request = self._register(ask, state.now)
         ask = request.ask
         request.uncached = uncached = state.pool.unknown_tokens(ask)
         request.path = self.path(request, uncached)
-        is_apart = request.path in APART
+        is_apart = request.path in QUEUED_PATHS
         if is_apart:
             state.rates.asked_tokens.add(state.now, uncached)
         verdict = self._admission.decide(request)
@@ -84,7 +84,7 @@ class RequestFlow:
             # It does not wait behind those that are computed apart.
             self.migrate(request, None)
 
-    def _let_come(self, ask: RequestSpec, arrived: float) -> Request:
+    def _register(self, ask: RequestSpec, arrived: float) -> Request:
         """A request, by the model that replicas list; whether there is another, one engine says."""
         state = self._state
         if ask.model and ask.model not in state.fleet.listed.names:
@@ -105,7 +105,7 @@ class RequestFlow:
             return PromptPath.NOT_SPLITTABLE
         rates = state.rates.current(state.now)
         handoff_s = rates.handoff_s(ask.prompt_tokens)
-        if rates.stolen_s(uncached) > handoff_s:
+        if rates.local_prefill_s(uncached) > handoff_s:
             why = state.collapse()
             if why is not None and why is not PromptPath.NO_SHARED_STORE:
                 return why
@@ -115,7 +115,7 @@ class RequestFlow:
             # Of replicas that share no store, one prompt from time to time tries whether they do.
             is_shared = any(state.fleet.may_compute_apart(each, state.now) for each in serving)
             return PromptPath.HANDED_OVER if is_shared else PromptPath.NO_SHARED_STORE
-        is_known = rates.stolen_s(ask.prompt_tokens) > handoff_s
+        is_known = rates.local_prefill_s(ask.prompt_tokens) > handoff_s
         return PromptPath.IN_POOL if is_known else PromptPath.FASTER_LOCALLY
 
     def cancelled(self, request_id: RequestId) -> None:
@@ -172,7 +172,7 @@ class RequestFlow:
         """A prompt is computed, for which a decoder was asked or is sought already."""
         state, now = self._state, self._state.now
         if request.replica is None:
-            request.deadline = max(request.deadline, now + HANDED_GRACE_S)
+            request.deadline = max(request.deadline, now + HANDOVER_GRACE_S)
             return
         request.began = now  # the hand-over's time is that from here to the first token
         state.fleet[request.replica].work.note_prompt(request.ask.request_id, now)
@@ -273,7 +273,7 @@ class RequestFlow:
             state.counts.events["resumed"] += 1
             self.migrate(request, request.source)
             if active.is_sent_away:
-                request.deadline = max(request.deadline, state.now + HANDED_GRACE_S)
+                request.deadline = max(request.deadline, state.now + HANDOVER_GRACE_S)
 
     def _count_answer(self, outcome: Outcome) -> None:
         self._state.counts.events["served" if outcome is Outcome.OK else outcome.value] += 1
@@ -300,7 +300,7 @@ class RequestFlow:
         if request.first_token is not None:
             request.deadline = state.now + state.settings.resume_within_s
         elif source is not None:
-            request.deadline = max(request.deadline, state.now + HANDED_GRACE_S)
+            request.deadline = max(request.deadline, state.now + HANDOVER_GRACE_S)
         state.enter(request, Phase.HANDING)
 
     def unbind(self, replica: Replica) -> None:
@@ -445,7 +445,7 @@ class Dispatcher:
                 for replica in state.fleet.in_states(HAS_BOUND):
                     self._flow.unbind(replica)  # replicas that serve compute it
             self._work_off_bound()
-            self._steal()
+            self._take_over_bound()
         if not state.queue and not state.migration:
             return
         state.refresh()
@@ -458,7 +458,7 @@ class Dispatcher:
             self._room.clear()
         self._give_prompts()
         if may_fit or state.fleet.version != version:
-            self._give_handed()
+            self._give_decodes()
 
     def flush(self, replica: Replica) -> None:
         """A prefill replica has become a decoder: what it has computed and holds, it decodes."""
@@ -479,7 +479,7 @@ class Dispatcher:
                     break
                 self._prefill(replica.work.bound[0], choice)
 
-    def _steal(self) -> None:
+    def _take_over_bound(self) -> None:
         """Old replicas take bound requests, those in front of the whole queue."""
         state = self._state
         while (found := placement.next_bound(state.fleet)) is not None:
@@ -600,7 +600,7 @@ class Dispatcher:
 
     # What is to be decoded
 
-    def _give_handed(self) -> None:
+    def _give_decodes(self) -> None:
         state, settings = self._state, self._state.settings
         if not state.migration:
             return

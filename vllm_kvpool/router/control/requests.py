@@ -64,7 +64,7 @@ class PromptPath(Enum):
     REJECTED = "rejected"  # by the prefill replica; the client reads why in the answer
 
 
-APART = frozenset(
+QUEUED_PATHS = frozenset(
     {
         PromptPath.HANDED_OVER,
         PromptPath.NO_PREFILL_REPLICA,

@@ -51,10 +51,10 @@ from vllm_kvpool.router.dataplane.resume.chunks import (
 from vllm_kvpool.router.dataplane.resume.policy import (
     Detokenize,
     NotResumable,
+    ResumeDecision,
     ResumeMode,
     ResumePlan,
     ResumePolicy,
-    Way,
     joined_ids,
     resume_body,
     same_ids,
@@ -457,14 +457,14 @@ class StreamResumer:
         self._restart.failed(self._stream.mode)
         return EngineLost(f"the engine {how}")
 
-    def _go(self, way: Way) -> Step:
-        match way:
+    def _go(self, decision: ResumeDecision) -> Step:
+        match decision:
             case Detokenize():
-                return way
+                return decision
             case NotResumable(why=why):
                 return self._refuse(why)
             case ResumePlan():
-                return self._resume(way)
+                return self._resume(decision)
 
     def _resume(self, point: ResumePlan) -> Step:
         answer, request = self.answer, self._request
