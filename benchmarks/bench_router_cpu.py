@@ -41,11 +41,11 @@ from benchmarks.router_sides import (
 from tests.support.server_process import free_ports
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.control.events import Decode
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.control_plane import ControlPlane, Handler, RequestEvent
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
-from vllm_kvpool.router.ops.request_log import Observation, PromptCount
+from vllm_kvpool.router.ops.request_log import RequestLog
 
 ENGINES = 4
 TICK_S = 0.005
@@ -188,14 +188,14 @@ class _Turns:
     def model_length(self, model: str) -> int | None:
         return None
 
-    def begin(self, ask: Ask, handler: Handler) -> None:
+    def begin(self, ask: RequestSpec, handler: Handler) -> None:
         number = str(next(self.numbers) % len(self.urls))
         handler.enqueue(Decode(ask.request_id, ReplicaId(number), 0))
 
     def post(self, event: RequestEvent) -> None:
         pass
 
-    def over(self, request_id: RequestId, observed: list[Observation], prompt: PromptCount) -> None:
+    def over(self, request_id: RequestId, course: RequestLog) -> None:
         pass
 
     def url_of(self, replica: ReplicaId) -> str:

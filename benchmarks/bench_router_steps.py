@@ -20,7 +20,7 @@ from tests.support.router_engines import engine_spec
 from tests.support.router_world import World
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import Action, Event, Mode
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.settings import PlannerConfig
 from vllm_kvpool.router.control.states import Role
 from vllm_kvpool.router.process import GC_THRESHOLD
@@ -55,7 +55,7 @@ def arrivals(world: World, per_second: float) -> Callable[[], None]:
 
     def arrive() -> None:
         root = chance.randrange(PREFIXES)
-        asked = Ask(
+        asked = RequestSpec(
             request_id=RequestId(f"r{world.num_steps}"),
             prompt_tokens=chance.randint(100, 3000),
             max_output_tokens=600,

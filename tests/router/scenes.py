@@ -23,7 +23,7 @@ from vllm_kvpool.router.control.events import (
     Sample,
     Tick,
 )
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.settings import PlannerConfig
 from vllm_kvpool.router.control.states import ReplicaId, Role
 
@@ -88,7 +88,9 @@ class Scene:
     def arrived(self, name: str, prompt_tokens: int = 1600) -> list[Action]:
         return self.step(
             Arrived(
-                Ask(request_id=RequestId(name), prompt_tokens=prompt_tokens, max_output_tokens=160)
+                RequestSpec(
+                    request_id=RequestId(name), prompt_tokens=prompt_tokens, max_output_tokens=160
+                )
             )
         )
 

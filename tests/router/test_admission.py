@@ -10,7 +10,7 @@ from tests.support.router_engines import engine_spec
 from tests.support.router_world import World
 from tests.support.scripted_spec import ScriptedSpec
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import Role
 
 SINGLES, BURST = 12, 64
@@ -23,8 +23,8 @@ COMPUTED_IN_DECODE = 0.6
 """Of prompts of 500 tokens, in spite of prefill engines: short ones and last chunks, measured."""
 
 
-def ask(number: int, prompt_tokens: int) -> Ask:
-    return Ask(
+def ask(number: int, prompt_tokens: int) -> RequestSpec:
+    return RequestSpec(
         request_id=RequestId(f"r{number}"),
         prompt_tokens=prompt_tokens,
         max_output_tokens=OUTPUT_TOKENS,

@@ -10,7 +10,7 @@ from tests.support.router_engines import engine_spec
 from tests.support.router_world import World
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import Action, Decode, Event
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import ReplicaId, Role
 
 DECODERS, CHATS, TURNS = 4, 24, 8
@@ -42,7 +42,7 @@ def chat_for(world: World, chats: int, num_turns: int, shared: int = 0) -> list[
         spans = shared + SPANS_A_TURN * (len(turns) + 1)
         turns.append(request_id)
         prefix = [at if at < shared else (chat + 1) * 1000 + at for at in range(spans)]
-        made = Ask(
+        made = RequestSpec(
             request_id=request_id,
             prompt_tokens=spans * TOKENS_A_SPAN + 10,
             max_output_tokens=OUTPUT_TOKENS,

@@ -117,7 +117,7 @@ async def test_answer_is_right_when_prefill_dies_before_all_is_stored(
         direct = await rig.complete(body, at=rig.reference)
         answer = asyncio.ensure_future(rig.complete(body))
         state = rig.router.controller.state
-        await rig.until(lambda: state.handed.per_second(state.now), "it is computed")
+        await rig.until(lambda: state.rates.handed_tokens.per_second(state.now), "it is computed")
         await rig.until(lambda: rig.holders() == [1], "the decoder has it")
         rig.kill(0)
         assert (await asyncio.wait_for(answer, 5.0)).text == direct.text

@@ -65,7 +65,7 @@ def test_decoder_is_asked_with_the_prompt_and_told_where_notices_come_from() -> 
     assert steps.began("r") == []
     assert steps.decoded("r", "d") == []
     assert steps.phase("r") is None
-    assert +steps.controller.state.prompts == {PromptPath.HANDED_OVER: 1}
+    assert +steps.controller.state.counts.prompts == {PromptPath.HANDED_OVER: 1}
     assert steps.count("served") == 1
 
 
@@ -458,4 +458,6 @@ def test_usage_of_an_early_request_counts_what_the_prefill_replica_computed() ->
         )
         steps.cancel(name)
         steps.decoded(name, "d", Outcome.CANCELLED)
-    assert steps.controller.state.snapshot().prefill_tokens_per_s == pytest.approx(5000, rel=0.1)
+    assert steps.controller.state.rates.snapshot(steps.now).prefill_tokens_per_s == pytest.approx(
+        5000, rel=0.1
+    )

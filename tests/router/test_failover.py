@@ -170,8 +170,8 @@ async def test_a_prefill_engine_that_dies_after_its_answer() -> None:
         # The answer comes before the last chunks are in the pool, and they never will be.
         rig.pool.up = True
         asked = asyncio.ensure_future(rig.complete(STREAM))
-        counts = rig.router.controller.state
-        await rig.until(lambda: counts.handed._total > 0, "its prompt is computed")
+        rates = rig.router.controller.state.rates
+        await rig.until(lambda: rates.handed_tokens._total > 0, "its prompt is computed")
         rig.kill(0)
         assert_whole(await asked, direct)
 
@@ -581,7 +581,7 @@ async def test_an_answer_that_comes_at_once_is_one_event(is_whole: bool) -> None
         assert isinstance(ended, DecodeEnded)
         assert ended.began
         assert ended.output_tokens == STREAM["max_tokens"]
-        assert len(rig.router.controller.state.waits) == 1
+        assert len(rig.router.controller.state.counts.waits) == 1
         _, text = rig.router.metrics()
         assert b"kvpool_router_first_token_seconds_count 1" in text
 

@@ -168,3 +168,32 @@ def test_seconds_of_work_begin_with_the_first_prompt_after_a_pause() -> None:
     replica.work.begin_decode(RequestId("c"), ActiveRequest(1, is_handed=False), 9.0)
     replica.work.begin_decode(RequestId("d"), ActiveRequest(1, is_handed=True), 10.0)
     assert (replica.work.prefill_since, replica.work.transfer_since) == (9.0, 10.0)
+
+
+def test_fleet_version_changes_with_what_may_give_a_request_room() -> None:
+    fleet = Fleet()
+    versions = [fleet.version]
+    replica = fleet.add(spec("x"), 1.0)
+    versions.append(fleet.version)
+    fleet.move(replica, Cause.LOAD_DECODE, "because", 2.0)
+    versions.append(fleet.version)
+    fleet.list_models(replica, frozenset({"a"}))
+    versions.append(fleet.version)
+    fleet.handovers.forget(replica.replica_id)
+    versions.append(fleet.version)
+    assert len(set(versions)) == len(versions)
+    replica.remember((1, 2))
+    replica.measured(Sample(total_blocks=100), 3.0)
+    assert fleet.version == versions[-1], "the table of loads has not been asked"
+
+
+def test_fleet_listed_models_follow_replicas_and_their_lists() -> None:
+    fleet = Fleet()
+    first, second = fleet.add(spec("x"), 1.0), fleet.add(spec("y"), 1.0)
+    fleet.list_models(first, frozenset({"a"}))
+    assert (fleet.listed.names, fleet.listed.is_single_set) == ({"a"}, True)
+    fleet.list_models(second, frozenset({"a", "b"}))
+    assert (fleet.listed.names, fleet.listed.is_single_set) == ({"a", "b"}, False)
+    assert fleet.share_of("b", "a") == 0.5
+    fleet.forget(first.replica_id)
+    assert (fleet.share_of("b", "a"), fleet.listed.is_single_set) == (1.0, True)

@@ -14,7 +14,7 @@ from vllm_kvpool.router.control.events import (
     Refuse,
 )
 from vllm_kvpool.router.control.rates import COLD_SAMPLES
-from vllm_kvpool.router.control.request_flow import HANDED_GRACE_S, POOL
+from vllm_kvpool.router.control.request_flow import HANDOVER_GRACE_S
 from vllm_kvpool.router.control.requests import Phase, PromptPath, RequestId
 from vllm_kvpool.router.control.settings import OverloadConfig, Settings
 from vllm_kvpool.router.control.states import ReplicaId
@@ -73,7 +73,7 @@ def test_the_first_token_counts_once(steps: Steps) -> None:
     [_, again] = steps.decoded("r", call.replica, FAILED)
     steps.now += 2.0
     steps.began("r")
-    assert list(steps.controller.state.waits) == [2.0]
+    assert list(steps.controller.state.counts.waits) == [2.0]
     assert steps.replica(again.replica).work.num_starting == 0
 
 
@@ -99,9 +99,11 @@ def test_an_end_that_brings_the_first_token_counts_as_both() -> None:
             assert steps.step(end) == []
         steps.tick()
         state = steps.controller.state
-        rates = state.snapshot()
+        rates = state.rates.current(state.now)
         held = [(each.replica_id, each.cache.num_held) for each in state.fleet]
-        known.append((rates, state.counts, list(state.waits), held, len(state.pool)))
+        known.append(
+            (rates, state.counts.events, list(state.counts.waits), held, len(state.pool.prefixes))
+        )
     assert known[0] == known[1]
 
 
@@ -203,7 +205,7 @@ def test_short_prompts_do_not_make_a_prefill_replica_look_slow() -> None:
             )
         )
         steps.cancel(name)
-    assert steps.controller.state.snapshot().prefill_tokens_per_s > 2000
+    assert steps.controller.state.rates.snapshot(steps.now).prefill_tokens_per_s > 2000
 
 
 def test_sequences_of_requests_fill_a_decoder_as_requests_do() -> None:
@@ -234,7 +236,7 @@ def test_a_prompt_that_is_computed_may_still_find_a_decoder_after_its_deadline()
     steps.ask("r", deadline=30.0)
     steps.now = 40.0
     assert steps.prefilled("r", "p") == []
-    assert steps.tick(HANDED_GRACE_S - 0.1) == []
+    assert steps.tick(HANDOVER_GRACE_S - 0.1) == []
     assert steps.decoded("first", "d") == [Decode("r", "d", 0)]
 
 
@@ -284,7 +286,7 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
 def test_what_the_pool_is_known_to_have_is_no_reason_to_refuse() -> None:
     """Neither a request itself, nor those that come after it."""
     steps = with_a_measured_prefill_rate()
-    steps.controller.state.pool.add((1, 2, 3), POOL)
+    steps.controller.state.pool.add((1, 2, 3))
     known: dict[str, Any] = {"prefix": (1, 2, 3), "prefix_tokens": 2_967}
     soon = steps.now + 0.7
     assert refused(steps.ask("late", 9_000, deadline=soon)) == [("late", 503)]
@@ -303,10 +305,10 @@ def test_a_pool_that_is_down_has_nothing_whatever_is_known(steps: Steps) -> None
     steps.measure("p", pool_is_up=False)
     steps.measure("d", pool_is_up=False)
     state = steps.controller.state
-    state.pool.add((1, 2, 3), POOL)
+    state.pool.add((1, 2, 3))
     steps.ask("r", 2000, prefix=(1, 2, 3), prefix_tokens=600)
     [request] = state.requests.values()
-    assert state.unknown_tokens(request.ask) == 2000
+    assert state.pool.unknown_tokens(request.ask) == 2000
 
 
 def test_nothing_is_refused_by_rates_that_are_only_assumed() -> None:
@@ -337,13 +339,13 @@ def test_what_the_pool_has_does_not_ask_for_prefill_replicas(steps: Steps) -> No
     state = steps.controller.state
     known = {"prefix": (1, 2, 3), "prefix_tokens": 256}
     steps.ask("a", 2000, **known)
-    assert state.asked._total == 2000
+    assert state.rates.asked_tokens._total == 2000
     steps.prefilled("a", "p")
     steps.began("a")
     steps.ask("b", 2000, **known)
-    assert state.asked._total == 2000 + (2000 - 768)
+    assert state.rates.asked_tokens._total == 2000 + (2000 - 768)
     steps.ask("c", 100)
-    assert state.asked._total == 2000 + (2000 - 768)
+    assert state.rates.asked_tokens._total == 2000 + (2000 - 768)
 
 
 def test_time_in_which_the_pool_is_read_is_not_learned_as_computing(steps: Steps) -> None:
@@ -405,13 +407,13 @@ def test_where_a_prompt_is_computed_is_counted_with_the_reason(
 ) -> None:
     steps = Steps(Settings(**settings))
     steps.fleet(prefill=prefill, decode="d")
-    steps.controller.state.pool.add((1, 2, 3), POOL)
+    steps.controller.state.pool.add((1, 2, 3))
     actions = steps.ask("r", **ask)
     if path is PromptPath.HANDED_OVER:
         actions = steps.prefilled("r", "p")
     call = decode_of(actions)
     steps.decoded("r", call.replica, FAILED)  # another attempt is not counted again
-    assert steps.controller.state.prompts == {path: 1}
+    assert steps.controller.state.counts.prompts == {path: 1}
 
 
 def test_a_decode_says_how_long_the_request_has_waited() -> None:
@@ -454,4 +456,4 @@ def test_the_tokens_in_a_prompts_bytes_are_learned_where_an_engine_says_them(ste
             after=0.1,
         )
     steps.tick()
-    assert steps.controller.state.snapshot().tokens_per_byte == pytest.approx(1 / 3)
+    assert steps.controller.state.rates.snapshot(steps.now).tokens_per_byte == pytest.approx(1 / 3)

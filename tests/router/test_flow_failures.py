@@ -161,12 +161,14 @@ def test_an_answer_that_went_on_elsewhere_counts_whole(steps: Steps) -> None:
         steps.began(name)
         steps.decoded(name, again.replica, output=500)
         steps.now += 1.0
-    assert steps.controller.state.snapshot().output_tokens_per_request == pytest.approx(1000)
+    assert steps.controller.state.rates.snapshot(
+        steps.now
+    ).output_tokens_per_request == pytest.approx(1000)
 
 
 def test_only_a_first_attempt_tells_how_long_a_start_takes(steps: Steps) -> None:
     steps.fleet(decode="d e")
-    before = steps.controller.state.snapshot()
+    before = steps.controller.state.rates.snapshot(steps.now)
     for number in range(30):
         name = f"r{number}"
         [call] = steps.ask(name, 100)
@@ -176,7 +178,7 @@ def test_only_a_first_attempt_tells_how_long_a_start_takes(steps: Steps) -> None
         steps.now += 1000.0
         steps.began(name)
         steps.decoded(name, again.replica)
-    learned = steps.controller.state.snapshot().local_prefill_s_per_token
+    learned = steps.controller.state.rates.snapshot(steps.now).local_prefill_s_per_token
     assert learned == pytest.approx(0.01 / 100)
     assert before.local_prefill_s_per_token == pytest.approx(0.0001)
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -153,7 +154,7 @@ class Told(Steps):
 
     @property
     def prompts(self) -> Mapping[PromptPath, int]:
-        return +self.controller.state.prompts
+        return +self.controller.state.counts.prompts
 
     def finish(self, name: str) -> None:
         place = self.place(name)
@@ -301,11 +302,13 @@ def test_engines_without_a_common_store_stop_waiting_for_each_other(
         spec = replace(FAST, enable_prompt_tokens_details=with_details)
         async with RouterRig(1, 1, spec=spec, config=config, shares=False) as rig:
             waits: list[float] = []
-            state = rig.router.controller.state
+            counts = rig.router.controller.state.counts
 
-            def is_known() -> bool:
-                """Whether the router has read of each hand-over that the decoder missed it."""
-                return state.counts["handovers_missing"] == state.prompts[PromptPath.HANDED_OVER]
+            def are_counted(num_prompts: int) -> bool:
+                """Return True if each prompt's path is known, and each hand-over's miss."""
+                missing = counts.events["handovers_missing"]
+                is_known = missing == counts.prompts[PromptPath.HANDED_OVER]
+                return is_known and counts.prompts.total() == num_prompts
 
             for number in range(9):
                 body = {"prompt": f"{number} " * 2000, "max_tokens": 4, "stream": stream}
@@ -313,12 +316,11 @@ def test_engines_without_a_common_store_stop_waiting_for_each_other(
                 reply = await rig.complete(body)
                 waits.append(asyncio.get_running_loop().time() - began)
                 assert reply.status == 200
-                await rig.until(
-                    lambda n=number: state.prompts.total() == n + 1 and is_known(), "it is counted"
-                )
+                await rig.until(partial(are_counted, number + 1), "it is counted")
             slow = [each for each in waits if each >= 1.5]
             assert len(slow) == APART_AFTER, waits
-            assert +state.prompts == {PromptPath.HANDED_OVER: 3, PromptPath.NO_SHARED_STORE: 6}
+            paths = {PromptPath.HANDED_OVER: 3, PromptPath.NO_SHARED_STORE: 6}
+            assert +counts.prompts == paths
             await rig.until(lambda: "file:// on a file system" in caplog.text, "it is logged")
             async with rig.session.get(f"{rig.url}/health") as answer:
                 assert (await answer.json())["mismatches"] == {"r1": "no_shared_store"}

@@ -254,7 +254,7 @@ def test_engine_that_is_let_go_is_ended_and_can_be_started_again(
         steps.drain("ours")
         assert steps.state("ours") is State.SHUTTING_NULL  # a standby
         steps.controller.lifecycle.expire(steps.replica("ours"), "not needed")
-        assert steps.controller.state.actions[-1] == Retire(ReplicaId("ours"))
+        assert steps.controller.actions[-1] == Retire(ReplicaId("ours"))
     else:
         assert steps.drain("ours") == [Retire("ours")]
     assert steps.state("ours") is State.INACTIVE

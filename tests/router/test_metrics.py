@@ -9,7 +9,7 @@ from vllm_kvpool.router.control.events import Cancelled, Measured, Mode, Remove,
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
 from vllm_kvpool.router.ops.metrics import PREFIX, ROUTER_METRICS, Telemetry
-from vllm_kvpool.router.ops.request_log import Observation, PromptCount
+from vllm_kvpool.router.ops.request_log import Observation, RequestLog
 from vllm_kvpool.router.ops.snapshot import OUTCOMES
 
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -30,6 +30,16 @@ def of(values: Values, name: str, /, **labels: str) -> float:
     return values[name, frozenset(named.items())]
 
 
+def ended(tenant: str, prompt_tokens: int, cached_tokens: int | None) -> RequestLog:
+    """The log of an ended request, with what counts of its prompt."""
+    return RequestLog(0.0, tenant, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
+
+
+def observing(observation: Observation) -> RequestLog:
+    """The log of an ended request, with one value for a histogram."""
+    return RequestLog(0.0, observed=[observation])
+
+
 @pytest.fixture
 def scene() -> Scene:
     return busy_scene()
@@ -46,9 +56,9 @@ def test_every_row_of_the_table_is_exposed_with_its_kind_its_labels_and_its_help
     for number in range(100):
         scene.arrived(f"m{number}", 16_000)
     scene.step(Measured(ReplicaId("d1"), Sample(has_connector=False)))
-    telemetry.observe(Observation("replica_first_token_seconds", 0.2, "d0"))
-    telemetry.observe(Observation("replica_token_seconds", 0.02, "d0"))
-    telemetry.count_prompt(PromptCount("search", 10, 4))
+    telemetry.count_request(observing(Observation("replica_first_token_seconds", 0.2, "d0")))
+    telemetry.count_request(observing(Observation("replica_token_seconds", 0.02, "d0")))
+    telemetry.count_request(ended("search", 10, 4))
     found = {
         family.name.removeprefix(PREFIX): family
         for family in text_string_to_metric_families(telemetry.expose()[1].decode())
@@ -70,7 +80,7 @@ def test_the_content_type_is_that_of_the_text_form(telemetry: Telemetry) -> None
 
 def test_clients_are_told_of_no_replica_and_no_tenant(scene: Scene, telemetry: Telemetry) -> None:
     """Their address needs no key for its metrics."""
-    telemetry.count_prompt(PromptCount("search", 10, 4))
+    telemetry.count_request(ended("search", 10, 4))
     names = {
         family.name.removeprefix(PREFIX)
         for family in text_string_to_metric_families(telemetry.expose(with_names=False)[1].decode())
@@ -92,8 +102,8 @@ def test_prompt_tokens_are_counted_once_by_tenant_and_source(
     telemetry: Telemetry, cached: int | None, expected: dict[str, int]
 ) -> None:
     """An engine that finds more than the prompt has is wrong, and no count is below zero."""
-    telemetry.count_prompt(PromptCount("", 0, None))
-    telemetry.count_prompt(PromptCount("search", 10, cached))
+    telemetry.count_request(ended("", 0, None))
+    telemetry.count_request(ended("search", 10, cached))
     found = {
         dict(labels)["source"]: value
         for (name, labels), value in scrape(telemetry).items()
@@ -104,8 +114,8 @@ def test_prompt_tokens_are_counted_once_by_tenant_and_source(
 
 def test_prompt_tokens_beyond_64_tenants_share_a_label(telemetry: Telemetry) -> None:
     for number in range(100):
-        telemetry.count_prompt(PromptCount(f"tenant-{number}", 1, 0))
-    telemetry.count_prompt(PromptCount("", 1, 0))
+        telemetry.count_request(ended(f"tenant-{number}", 1, 0))
+    telemetry.count_request(ended("", 1, 0))
     values = scrape(telemetry)
     tenants = {dict(labels)["tenant"] for name, labels in values if name == "prompt_tokens_total"}
     assert len(tenants) == MAX_TENANTS + 1
@@ -210,10 +220,10 @@ def test_a_replica_that_has_left_leaves_no_series_behind(
 
 
 def test_what_is_told_falls_into_buckets(telemetry: Telemetry) -> None:
-    telemetry.observe(Observation("first_token_seconds", 0.2))
-    telemetry.observe(Observation("first_token_seconds", 70.0))
-    telemetry.observe(Observation("added_seconds", 0.0004))
-    telemetry.observe(Observation("request_seconds", 3.0))
+    telemetry.count_request(observing(Observation("first_token_seconds", 0.2)))
+    telemetry.count_request(observing(Observation("first_token_seconds", 70.0)))
+    telemetry.count_request(observing(Observation("added_seconds", 0.0004)))
+    telemetry.count_request(observing(Observation("request_seconds", 3.0)))
     values = scrape(telemetry)
     assert of(values, "first_token_seconds_count") == 2
     assert of(values, "first_token_seconds_sum") == pytest.approx(70.2)
@@ -235,7 +245,7 @@ def test_names_of_replicas_cannot_break_the_form() -> None:
 
 def test_two_routers_of_a_process_do_not_share_their_metrics(telemetry: Telemetry) -> None:
     other = Telemetry(Scene().controller, clock=lambda: 0.0)
-    telemetry.observe(Observation("request_seconds", 1.0))
+    telemetry.count_request(observing(Observation("request_seconds", 1.0)))
     assert of(scrape(other), "request_seconds_count") == 0
 
 
@@ -250,7 +260,9 @@ def test_names_end_in_their_units() -> None:
 def test_an_engines_own_times_go_with_it(scene: Scene, telemetry: Telemetry) -> None:
     scene.serving("gone", Role.DECODE)
     for replica, seconds in (("d0", 0.2), ("d0", 99.0), ("gone", 0.2)):
-        telemetry.observe(Observation("replica_first_token_seconds", seconds, replica))
+        telemetry.count_request(
+            observing(Observation("replica_first_token_seconds", seconds, replica))
+        )
     values = scrape(telemetry)
     name = "replica_first_token_seconds"
     assert of(values, f"{name}_bucket", replica="d0", le="0.1") == 0

@@ -56,7 +56,7 @@ def test_a_model_that_nobody_lists_is_for_an_engine_to_refuse() -> None:
 def test_a_prompt_whose_model_no_prefill_replica_serves_is_computed_by_its_decoder() -> None:
     steps = cluster(p1="a", d1="a", d2="b")
     assert steps.ask("r", model="b") == [Decode("r", "d2", 0)]
-    assert steps.controller.state.prompts == {PromptPath.NO_PREFILL_REPLICA: 1}
+    assert steps.controller.state.counts.prompts == {PromptPath.NO_PREFILL_REPLICA: 1}
 
 
 def test_prompts_of_one_model_do_not_wait_for_those_of_another() -> None:

@@ -66,7 +66,7 @@ def test_the_greater_of_both_counts_is_used(engine: int | None, committed: int, 
     replica = state.fleet.add(ReplicaSpec(replica_id=ReplicaId("a"), url="a"), 0.0)
     replica.state, replica.work.committed_blocks = State.DECODE, committed
     replica.measured(Sample(used_blocks=engine or 0, total_blocks=100), 0.0)
-    state.begin(0.0 if engine is not None else 2 * state.settings.stale_after_s)
+    state.now = 0.0 if engine is not None else 2 * state.settings.stale_after_s
     [loads_of_group] = state.loads()
     assert loads_of_group == {ReplicaId("a"): BlockLoad(used, 100)}
 

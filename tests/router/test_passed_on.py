@@ -43,7 +43,7 @@ async def test_an_answer_is_the_engines_own(path: str, stream: bool) -> None:
         assert answers[1][0] == 200
         assert (b"event: end" in answers[1][2]) is stream
         await rig.until(lambda: not rig.router.controller.state.requests, "it is over")
-        assert rig.router.controller.state.counts["served"] == 1
+        assert rig.router.controller.state.counts.events["served"] == 1
         # The prompt is computed by the replica that answers.
         assert rig.engines[0].counts.received[path] == 0
 
@@ -80,7 +80,7 @@ async def test_a_stream_that_breaks_off_breaks_off(path: str) -> None:
             with pytest.raises(aiohttp.ClientError):
                 await asyncio.wait_for(got.content.read(), 5.0)
         await rig.until(lambda: not rig.router.controller.state.requests, "it is over")
-        assert rig.router.controller.state.counts["served"] == 0
+        assert rig.router.controller.state.counts.events["served"] == 0
 
 
 @paths

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.router_invariants import check_prefixes
+from tests.support.router_steps import ask
 from vllm_kvpool.router.control.prefix_index import (
     GROWTH,
     LINEAR_SPANS,
@@ -14,6 +15,7 @@ from vllm_kvpool.router.control.prefix_index import (
     MAX_SPANS,
     SEGMENT_ENDS,
     Holder,
+    PoolIndex,
     PrefixIndex,
     spans_of,
 )
@@ -99,3 +101,19 @@ def test_nothing_is_known_of_a_cache_that_is_gone() -> None:
     index.add((1,), other)
     one.is_gone = True
     assert index.holders((1, 2), 4) == {other: 1}
+
+
+def test_pool_index_that_was_down_knows_no_prompt() -> None:
+    pool, prompt = PoolIndex(), ask("r", 1000, prefix=(1, 2), prefix_tokens=300)
+    pool.add(prompt.prefix)
+    assert pool.unknown_tokens(prompt) == 400
+    assert [pool.set_up(is_up=is_up) for is_up in (False, False, True)] == [True, False, True]
+    assert pool.unknown_tokens(prompt) == 1000
+
+
+def test_pool_index_that_is_down_learns_no_prompt() -> None:
+    pool, prompt = PoolIndex(), ask("r", 1000, prefix=(1, 2), prefix_tokens=300)
+    pool.set_up(is_up=False)
+    pool.add(prompt.prefix)
+    pool.set_up(is_up=True)
+    assert pool.unknown_tokens(prompt) == 1000

@@ -256,7 +256,7 @@ def learned(*samples: tuple[int, float]) -> Rates:
 def test_what_prompts_take_from_those_who_decode(
     samples: list[tuple[int, float]], tokens: int, seconds: float
 ) -> None:
-    assert learned(*samples).stolen_s(tokens) == pytest.approx(seconds, rel=0.02)
+    assert learned(*samples).local_prefill_s(tokens) == pytest.approx(seconds, rel=0.02)
 
 
 def test_lengths_are_means_that_no_bound_of_outliers_bends() -> None:

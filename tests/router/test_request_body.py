@@ -27,7 +27,7 @@ from vllm_kvpool.router.dataplane.request_body import (
 from vllm_kvpool.router.dataplane.resume.policy import (
     is_greedy,
     resume_body,
-    why_hopeless,
+    why_not_continued,
     why_not_resumed,
 )
 from vllm_kvpool.router.dataplane.resume.stream_resumer import StreamResumer
@@ -449,7 +449,7 @@ def handle(raw: bytes, *, is_trusted: bool) -> None:
         StreamResumer(streamed(read))
         read.whole_body(512)
         read.prefill_body()
-        why_hopeless(read)
+        why_not_continued(read)
         why_not_resumed(read)
         is_greedy(read)
     with suppress(BadRequest):

@@ -234,7 +234,7 @@ async def test_answers_in_one_piece_count_as_begun_when_they_are(more: Body) -> 
         assert engine.counts.asked.get("stream", False) is not bool(more)
         learned = rates.snapshot(0.0).local_prefill_s_per_token
         assert learned == prior if more else True, "what is not seen is not learned"
-        waits = rig.router.controller.state.waits
+        waits = rig.router.controller.state.counts.waits
         assert bool(waits) is not bool(more)
         # However busy the machine is: all of them begin before the first 150 tokens are there.
         assert max(waits, default=0.0) < took_s / 2, "counted from their ends"

@@ -59,7 +59,7 @@ async def test_without_the_pool_prompts_are_computed_where_they_are_decoded() ->
         direct = await rig.complete(STREAM, at=rig.reference)
         state = rig.router.controller.state
         rig.pool.up = False
-        await rig.until(lambda: not state.pool_is_up, "metrics say that the pool is down")
+        await rig.until(lambda: not state.pool.is_up, "metrics say that the pool is down")
         assert state.collapse() is not None
         prefills = rig.engines[0].counts.received[COMPLETIONS]
         for number in range(4):
@@ -69,7 +69,7 @@ async def test_without_the_pool_prompts_are_computed_where_they_are_decoded() ->
         told = rig.engines[0].counts.asked
         assert rig.engines[0].counts.received[COMPLETIONS] == prefills or told["max_tokens"] > 1
         rig.pool.up = True
-        await rig.until(lambda: state.pool_is_up, "metrics say that the pool is up")
+        await rig.until(lambda: state.pool.is_up, "metrics say that the pool is up")
         assert_whole(await rig.complete(STREAM), direct)
         assert rig.engines[0].counts.asked["max_tokens"] == 1, "hand-over is back"
 
@@ -398,7 +398,7 @@ def _a_bug(rig: RouterRig, kind: type[Event]) -> Iterator[None]:
     def step(event: Event, now: float) -> Any:
         if isinstance(event, kind) and left:
             left.clear()
-            controller.state.actions = []
+            controller.actions = []
             raise AssertionError("a bug")
         return real(event, now)
 

@@ -303,7 +303,7 @@ def test_an_engine_is_started_and_ended_without_end() -> None:
         steps.loaded("s-1")
         steps.drain("s-1")
         steps.controller.lifecycle.expire(steps.replica("s-1"), "not needed")
-        assert steps.controller.state.actions[-1] == Retire(ReplicaId("s-1"))
+        assert steps.controller.actions[-1] == Retire(ReplicaId("s-1"))
         steps.tick()
     assert steps.state("s-1") is State.INACTIVE
 

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from vllm_kvpool.router.control.overload import (
     MAX_RETRY_AFTER_S,
-    AdmissionRequest,
     Pressure,
     Rejection,
     RejectionReason,
@@ -22,6 +21,7 @@ from vllm_kvpool.router.control.overload import (
     start_wait_s,
 )
 from vllm_kvpool.router.control.rates import Rates
+from vllm_kvpool.router.control.requests import Request, RequestId, RequestSpec
 from vllm_kvpool.router.control.settings import OverloadConfig
 
 RATES = Rates(
@@ -47,21 +47,39 @@ CALM = Pressure(
 # The hand-over takes 0.5 s + 1000 * 0.5 ms = 1 s: 4 s are left, of which normal requests may use
 # 0.8. Up to 1.6 s all are let in, at 3.2 s none, at 2.4 s every second.
 LIMITS = OverloadConfig(ttft_target_s=5.0, max_queue=100)
-ASK = AdmissionRequest(prompt_tokens=1000.0, uncached_tokens=1000.0, blocks=80.0)
+
+
+def asking(
+    prompt_tokens: int = 1000,
+    uncached: int = 1000,
+    tokens: int = 1280,
+    priority: int = 0,
+    deadline_s: float | None = None,
+) -> Request:
+    """A request that has just arrived, at the time 0."""
+    ask = RequestSpec(
+        request_id=RequestId("r"),
+        prompt_tokens=prompt_tokens,
+        max_output_tokens=tokens,
+        priority=priority,
+        deadline=math.inf if deadline_s is None else deadline_s,
+    )
+    return Request(ask, 0.0, 1, tokens, uncached=uncached)
+
+
+ASK = asking()
 
 
 def let_in(answers: Sequence[Rejection | None]) -> float:
     return sum(answer is None for answer in answers) / len(answers)
 
 
-def answers(
-    pressure: Pressure, ask: AdmissionRequest = ASK, times: int = 100
-) -> list[Rejection | None]:
+def answers(pressure: Pressure, ask: Request = ASK, times: int = 100) -> list[Rejection | None]:
     shedder = Shedder(LIMITS)
     return [shedder.decide(pressure, ask) for _ in range(times)]
 
 
-def only(pressure: Pressure, ask: AdmissionRequest = ASK) -> Rejection | None:
+def only(pressure: Pressure, ask: Request = ASK) -> Rejection | None:
     return answers(pressure, ask, times=1)[0]
 
 
@@ -93,7 +111,7 @@ def test_the_wait_for_prefill(given_load: dict[str, Any], expected: float) -> No
     ],
 )
 def test_the_wait_for_decode(given_load: dict[str, Any], expected: float) -> None:
-    assert decode_wait_s(replace(CALM, **given_load), ASK) == pytest.approx(expected)
+    assert decode_wait_s(replace(CALM, **given_load), ASK.tokens) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +213,7 @@ def test_a_refusal_says_whether_to_ask_less_or_that_nothing_can_take_it(
 def test_what_would_miss_its_deadline_is_refused_at_once(
     deadline_s: float | None, queued_tokens: float, expected: tuple[int, RejectionReason] | None
 ) -> None:
-    answer = only(replace(CALM, queued_tokens=queued_tokens), replace(ASK, deadline_s=deadline_s))
+    answer = only(replace(CALM, queued_tokens=queued_tokens), asking(deadline_s=deadline_s))
     if expected is None:
         assert answer is None
     else:
@@ -210,7 +228,7 @@ def test_what_would_miss_its_deadline_is_refused_at_once(
 def test_a_reserve_is_kept_for_what_comes_first(
     priority: int, most_wait_s: float, most_queued: int
 ) -> None:
-    ask = replace(ASK, priority=priority)
+    ask = asking(priority=priority)
     below, above = (replace(CALM, queued_tokens=20_000 * most_wait_s * x) for x in (0.95, 1.0))
     assert 0.0 < let_in(answers(below, ask)) < 1.0
     assert let_in(answers(above, ask)) == 0.0
@@ -245,10 +263,10 @@ pressures = st.builds(
     st.just(RATES),
 )
 asks = st.builds(
-    AdmissionRequest,
-    st.floats(1.0, 1e6),
-    st.floats(0.0, 1e6),
-    st.floats(1.0, 1e5),
+    asking,
+    st.integers(1, 1_000_000),
+    st.integers(0, 1_000_000),
+    st.integers(16, 1_600_000),
     st.integers(-2, 2),
     st.one_of(st.none(), st.floats(0.0, 100.0)),
 )
@@ -256,7 +274,7 @@ asks = st.builds(
 
 @given(st.lists(st.tuples(pressures, asks), max_size=30))
 def test_every_answer_is_one_a_client_can_use(
-    given_load: list[tuple[Pressure, AdmissionRequest]],
+    given_load: list[tuple[Pressure, Request]],
 ) -> None:
     shedder = Shedder(LIMITS)
     for pressure, ask in given_load:
@@ -270,8 +288,6 @@ def test_every_answer_is_one_a_client_can_use(
 
 
 @given(pressures, asks, st.floats(0.0, 1e6))
-def test_more_in_the_queue_lets_in_no_more(
-    pressure: Pressure, ask: AdmissionRequest, more: float
-) -> None:
+def test_more_in_the_queue_lets_in_no_more(pressure: Pressure, ask: Request, more: float) -> None:
     longer = replace(pressure, queued_tokens=pressure.queued_tokens + more)
     assert let_in(answers(longer, ask, 40)) <= let_in(answers(pressure, ask, 40)) + 1e-9

@@ -9,7 +9,7 @@ from tests.support.router_engines import Call, Engine, engine_spec
 from tests.support.router_steps import spec
 from tests.support.scripted_batch import ScriptedPool, Step
 from vllm_kvpool.router.control.events import Outcome
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 
 SPEC = replace(
     engine_spec(kv_blocks=80, max_num_seqs=6, max_num_batched_tokens=512), chunk_tokens=64
@@ -68,7 +68,7 @@ def test_many_steps_at_a_time_are_the_same_steps(
         at = 0.0
         for number, (later, prompt, tokens, root, gives_up, _) in enumerate(asked):
             at += later
-            ask = Ask(
+            ask = RequestSpec(
                 request_id=RequestId(f"r{number}"),
                 prompt_tokens=prompt,
                 max_output_tokens=tokens,

@@ -131,7 +131,7 @@ def check_at_rest(world: World) -> None:
     assert not state.migration
     assert state.overload.locked == frozenset()
     assert not [each for each in state.fleet if each.state in PASSING]
-    assert state.counts["locks"] == state.counts["releases"]
+    assert state.counts.events["locks"] == state.counts.events["releases"]
 
 
 def check_transitions(world: World) -> None:
@@ -213,7 +213,7 @@ def test_the_controller_does_not_grow() -> None:
         # These have bounds.
         controller.state.fleet.transitions.clear()
         controller.state.fleet._shared.prefixes._holders.clear()
-        controller.state.waits.clear()
+        controller.state.counts.waits.clear()
         sizes.append(len(pickle.dumps(controller)))
     # One number kept of each request would be a tenth more.
     assert max(sizes[5:]) < 1.05 * max(sizes[:5]), sizes
@@ -326,7 +326,7 @@ def waits_in_a_burst(way: Way, seed: int) -> tuple[float, ...]:
     world = burst(way, seed)
     check_at_rest(world)
     assert world.calls.fates["served"] == world.calls.fates["arrived"] > 300
-    assert (world.controller.state.counts["stolen"] > 0) == (way is Way.TAKE_OVER)
+    assert (world.controller.state.counts.events["stolen"] > 0) == (way is Way.TAKE_OVER)
     return tuple(sorted(wait_s for _, wait_s in world.calls.waits))
 
 

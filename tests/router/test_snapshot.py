@@ -98,7 +98,7 @@ def test_queues_counts_and_waits_are_shown() -> None:
 
 def test_times_to_the_first_token_are_shown_by_rank() -> None:
     scene = Scene()
-    scene.controller.state.waits.extend(number / 100 for number in range(200, 0, -1))
+    scene.controller.state.counts.waits.extend(number / 100 for number in range(200, 0, -1))
     assert shown(scene).ttft == FirstTokenView(p50=1.0, p99=1.98, requests=200)
 
 

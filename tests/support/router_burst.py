@@ -14,7 +14,7 @@ from itertools import count
 from tests.support.router_engines import engine_spec
 from tests.support.router_world import Habits, World
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.settings import OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import Role
 
@@ -38,7 +38,7 @@ def load(world: World, until: float, per_second: Callable[[float], float], seed:
 
     def arrive() -> None:
         if world.now < until:
-            asked = Ask(
+            asked = RequestSpec(
                 request_id=RequestId(f"q{next(number)}"),
                 prompt_tokens=chance.randint(*PROMPT_TOKENS),
                 max_output_tokens=OUTPUT_TOKENS[1],

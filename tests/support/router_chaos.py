@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from tests.support.router_engines import Engine
 from tests.support.router_world import World
 from vllm_kvpool.router.control.events import Drain, Remove, SetRole
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
 
 CHUNK_TOKENS = 256
@@ -50,7 +50,7 @@ class Chaos:
         root = chance.randrange(ROOTS)
         request_id = RequestId(f"r{self._asked}")
         self.world.arrive(
-            Ask(
+            RequestSpec(
                 request_id=request_id,
                 prompt_tokens=tokens,
                 max_output_tokens=400,

@@ -18,7 +18,7 @@ from tests.support.scripted_spec import ScriptedSpec
 from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.router.control.events import Outcome, ReplicaSpec, Sample
 from vllm_kvpool.router.control.prefix_index import spans_of
-from vllm_kvpool.router.control.requests import Ask
+from vllm_kvpool.router.control.requests import RequestSpec
 
 TOKEN = 0  # nobody reads what is said here
 
@@ -37,7 +37,7 @@ def engine_spec(**values: Any) -> ScriptedSpec:
 class PromptChain:
     """Names of a prompt's chunks: those of a common beginning are common, others the request's."""
 
-    def __init__(self, ask: Ask, chunk_tokens: int) -> None:
+    def __init__(self, ask: RequestSpec, chunk_tokens: int) -> None:
         self._ask = ask
         self._chunk_tokens = chunk_tokens
         self._ends = [spans_of(n + 1) * ask.prefix_tokens for n in range(len(ask.prefix))]
@@ -56,7 +56,7 @@ class PromptChain:
 class Call:
     """One prefill or decode, from the router's action to the event that answers it."""
 
-    ask: Ask
+    ask: RequestSpec
     spec: ReplicaSpec
     is_prefill: bool
     prompt_tokens: int

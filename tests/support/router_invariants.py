@@ -1,6 +1,7 @@
 """What always holds of the controller's parts between two of its steps."""
 
 from collections import Counter
+from dataclasses import replace
 
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.controller_state import ControllerState
@@ -77,6 +78,11 @@ def check_fleet(fleet: Fleet) -> None:
     for states, found in fleet._in_states.items():
         wanted = (states,) if isinstance(states, State) else states
         assert found == tuple(each for each in fleet if each.state in wanted)
+    kept = fleet._listed, fleet._sharing
+    fleet._listed = fleet._sharing = None
+    assert kept[0] is None or replace(kept[0], shares={}) == replace(fleet.listed, shares={})
+    assert kept[1] is None or kept[1] == fleet.sharing()
+    fleet._listed, fleet._sharing = kept
 
 
 def check_replica(replica: Replica) -> None:

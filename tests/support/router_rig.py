@@ -239,7 +239,7 @@ class RouterRig:
     @property
     def counts(self) -> Mapping[str, int]:
         """The controller's, of requests."""
-        return self.router.controller.state.counts
+        return self.router.controller.state.counts.events
 
     async def start_router(self, *, waits: bool = True) -> None:
         """One more; the one before runs on."""
@@ -284,7 +284,7 @@ class RouterRig:
         state = self.router.controller.state
         fleet = {each.replica_id: each.state.value for each in state.fleet}
         phases = {name: each.phase.value for name, each in state.requests.items()}
-        return f"{fleet} {phases} {dict(state.counts)}"
+        return f"{fleet} {phases} {dict(state.counts.events)}"
 
     async def check_idle(self) -> None:
         """Nothing is left of what was asked; waits for what is just ending."""

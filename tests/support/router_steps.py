@@ -34,7 +34,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.handovers import ExpectedPrompts
-from vllm_kvpool.router.control.requests import Ask, Phase, RequestId
+from vllm_kvpool.router.control.requests import Phase, RequestId, RequestSpec
 from vllm_kvpool.router.control.settings import OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
 
@@ -47,9 +47,11 @@ def spec(replica_id: str, *, is_started: bool = False) -> ReplicaSpec:
     return ReplicaSpec(replica_id=ReplicaId(replica_id), url=f"http://{replica_id}", **commands)
 
 
-def ask(request_id: str, tokens: int = 1000, output: int = 100, **more: Any) -> Ask:
-    """A request; long enough to be computed apart, unless told otherwise. `more`: as in `Ask`."""
-    made = Ask(request_id=RequestId(request_id), prompt_tokens=tokens, max_output_tokens=output)
+def ask(request_id: str, tokens: int = 1000, output: int = 100, **more: Any) -> RequestSpec:
+    """A request; long enough to be computed apart, unless told otherwise. `more`: fields."""
+    made = RequestSpec(
+        request_id=RequestId(request_id), prompt_tokens=tokens, max_output_tokens=output
+    )
     return replace(made, **more)
 
 
@@ -211,4 +213,4 @@ class Steps:
         return replica
 
     def count(self, what: str) -> int:
-        return self.controller.state.counts[what]
+        return self.controller.state.counts.events[what]

@@ -46,7 +46,7 @@ from vllm_kvpool.router.control.events import (
     Warm,
     Warmed,
 )
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import LOADING, ReplicaId, Role
 
 EXPECT_MS, LONG_MS = 10_000, 600_000
@@ -119,7 +119,7 @@ class Timeline:
 class Client:
     """One request, as its client sees it."""
 
-    ask: Ask
+    ask: RequestSpec
     arrived: float
     output_tokens: int
     received: int = 0
@@ -155,7 +155,7 @@ class Calls:
 
     # Requests
 
-    def arrive(self, ask: Ask, output_tokens: int) -> Client:
+    def arrive(self, ask: RequestSpec, output_tokens: int) -> Client:
         client = Client(ask, self._timeline.now, output_tokens)
         assert ask.request_id not in self.clients
         self.clients[ask.request_id] = client
@@ -598,10 +598,10 @@ class World:
     def post(self, event: Event) -> None:
         """Tell the controller, and do what it wants done."""
         fleet = self.controller.state.fleet
-        moves = fleet.num_moves
+        moves = fleet.counts.total()
         actions = self.controller.step(event, self.now)
         self.num_steps += 1
-        if actions or self.calls.clients or moves != fleet.num_moves:
+        if actions or self.calls.clients or moves != fleet.counts.total():
             self.stir()
         is_checked = self._check_every and self.num_steps % self._check_every == 0
         if is_checked:
@@ -612,7 +612,7 @@ class World:
             assert len(self.calls.live) == sum(
                 len(r.work.prefills) + len(r.work.active) for r in fleet
             )
-        if moves != fleet.num_moves and self._held:
+        if moves != fleet.counts.total() and self._held:
             self._let_go()
         for each in self.after_steps:
             each()
@@ -631,7 +631,12 @@ class World:
     def _what_holds(self) -> object:
         state = self.controller.state
         replicas = [(each.replica_id, each.state, each.role) for each in state.fleet]
-        return replicas, sorted(state.requests), state.counts.copy(), state.fleet.num_moves
+        return (
+            replicas,
+            sorted(state.requests),
+            state.counts.events.copy(),
+            state.fleet.counts.copy(),
+        )
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -670,7 +675,7 @@ class World:
         self.post(Added(spec=spec, role=role))
         return engine
 
-    def arrive(self, ask: Ask, output_tokens: int) -> Client:
+    def arrive(self, ask: RequestSpec, output_tokens: int) -> Client:
         """A client asks, now."""
         client = self.calls.arrive(ask, output_tokens)
         loading = self._share_of_new() if self.habits.holds_for_new else None

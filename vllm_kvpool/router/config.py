@@ -204,7 +204,7 @@ def read_replicas(path: Path) -> tuple[ReplicaConfig, ...]:
 
 
 def read_tenants(path: Path) -> tuple[TenantConfig, ...]:
-    """Those whose keys are good; ConfigError."""
+    """Read the tenants of a keys file. Raises ConfigError."""
     text = read_secret(path, "[front] keys_file", is_secret=False)
     found = _read(_parse_toml(text, path), _TenantsFile, path).tenants
     errors = [
@@ -402,7 +402,7 @@ def _mistakes(config: RouterConfig) -> Iterator[str]:
 
 
 def _contradictions(config: RouterConfig) -> Iterator[str]:
-    """Of values with others."""
+    """Yield an error for each pair of values that exclude each other."""
     if config.front.listen == config.admin.listen and not config.front.listen.endswith(":0"):
         yield "[front] and [admin] listen at one address; choose another"
     if config.front.salt_file and not config.front.keys_file:

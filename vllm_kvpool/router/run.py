@@ -12,9 +12,10 @@ import secrets
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -41,8 +42,7 @@ from vllm_kvpool.router.control.events import (
     Tick,
     Warm,
 )
-from vllm_kvpool.router.control.fleet import Transition
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import UP, ReplicaId
 from vllm_kvpool.router.dataplane.control_plane import Handler
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
@@ -51,9 +51,12 @@ from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
 from vllm_kvpool.router.ops.metrics import Telemetry
 from vllm_kvpool.router.ops.replicas import Replicas
-from vllm_kvpool.router.ops.request_log import Observation, PromptCount
+from vllm_kvpool.router.ops.request_log import RequestLog
 from vllm_kvpool.router.ops.snapshot import health_of
 from vllm_kvpool.router.ops.tenants import Tenants
+
+if TYPE_CHECKING:
+    from vllm_kvpool.router.control.fleet import Transition
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +85,8 @@ class Router:
         self._lengths: dict[str, int] = {}
         """Lengths of models that `model_length` has read."""
         self._lengths_until = float("-inf")
+        self._logged: Transition | None = None
+        """The last transition in the log."""
         self._refusals_due = 0.0
         """When refusals may be logged again."""
         self._admin = Admin(
@@ -167,8 +172,6 @@ class Router:
     def _step(self, event: Event) -> ConfigError | None:
         """The top of the router's lane: a bug in a decision costs that request, and no other."""
         refused: ConfigError | None = None
-        fleet = self.controller.state.fleet
-        num_moves = fleet.num_moves
         try:
             self.controller.step(event, self._clock())
         except ConfigError as error:
@@ -176,10 +179,9 @@ class Router:
         except Exception:
             log.exception("the controller has failed with %s", event)
             self._fail(event)
-        if fleet.num_moves > num_moves:
-            _log_transitions(list(fleet.transitions)[num_moves - fleet.num_moves :])
+        self._log_transitions()
         # Also where it has failed: it counts as done what it has decided before.
-        for action in list(self.controller.state.actions):
+        for action in list(self.controller.actions):
             try:
                 self._perform(action)
             except Exception:
@@ -192,6 +194,15 @@ class Router:
         """Count a refused request for the log."""
         self._unlogged[status] += 1
         self._last_refusal = why
+
+    def _log_transitions(self) -> None:
+        """Log the replicas' transitions since the last one that was logged."""
+        transitions = self.controller.state.fleet.transitions
+        last, self._logged = self._logged, transitions[-1] if transitions else None
+        new = takewhile(lambda each: each is not last, reversed(transitions))
+        for each in reversed(tuple(new)):
+            before, after, cause = each.before.value, each.after.value, each.cause.value
+            log.info("%s: %s -> %s (%s): %s", each.replica, before, after, cause, each.why)
 
     def _log_refusals(self) -> None:
         """Log one line for all refusals since the last line: under overload they are many."""
@@ -232,21 +243,18 @@ class Router:
     @property
     def tokens_per_byte(self) -> float:
         """Prompt tokens by byte of a request's body, as learned."""
-        return self.controller.state.snapshot().tokens_per_byte
+        state = self.controller.state
+        return state.rates.current(state.now).tokens_per_byte
 
-    def begin(self, ask: Ask, handler: Handler) -> None:
+    def begin(self, ask: RequestSpec, handler: Handler) -> None:
         """A request has come, and waits for a directive; `over` follows."""
         self._open[ask.request_id] = handler
         self.post(Arrived(ask))
 
-    def over(
-        self, request_id: RequestId, observed: Sequence[Observation], prompt: PromptCount
-    ) -> None:
-        """A request is over; `observed` goes into the histograms, `prompt` into the counters."""
+    def over(self, request_id: RequestId, course: RequestLog) -> None:
+        """Forget an ended request, and count it in the metrics."""
         del self._open[request_id]
-        self.telemetry.count_prompt(prompt)
-        for each in observed:
-            self.telemetry.observe(each)
+        self.telemetry.count_request(course)
 
     def url_of(self, replica: ReplicaId) -> str:
         """Return the URL of a replica of the fleet."""
@@ -260,7 +268,7 @@ class Router:
     def forward_urls(self, model: str) -> list[str]:
         """URLs of engines for what is only passed on, the least busy first."""
         fleet = self.controller.state.fleet
-        model = fleet.listed(model)
+        model = model if model in fleet.listed.names else ""
         serving = [each for each in fleet.in_states(UP) if each.serves(model)]
         serving.sort(key=lambda each: len(each.work.active) + len(each.work.prefills))
         return [each.spec.url for each in serving[:MAX_ASKED]]
@@ -302,12 +310,6 @@ def _url(listen: str, port: int) -> str:
     if host in ("", "0.0.0.0", "::"):
         host = platform.node()
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _log_transitions(transitions: Iterable[Transition]) -> None:
-    for each in transitions:
-        before, after, cause = each.before.value, each.after.value, each.cause.value
-        log.info("%s: %s -> %s (%s): %s", each.replica, before, after, cause, each.why)
 
 
 def admin_token(config: RouterConfig) -> str:

@@ -7,14 +7,12 @@ from collections.abc import Set
 
 from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.overload import (
-    AdmissionRequest,
     Pressure,
     Rejection,
     Shedder,
 )
-from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE
 from vllm_kvpool.router.control.rates import StartRate
-from vllm_kvpool.router.control.requests import Request, Waiting
+from vllm_kvpool.router.control.requests import DEFAULT_BLOCK_SIZE, Request, Waiting
 from vllm_kvpool.router.control.settings import OverloadConfig
 from vllm_kvpool.router.control.states import HAS_BOUND
 
@@ -39,18 +37,9 @@ class Admission:
         """Seconds after which an admitted request has waited too long."""
         return self.shedder.overdue_s
 
-    def decide(self, request: Request, *, waits_for_prefill: bool) -> Rejection | None:
-        """Return why a new request is refused; None if it is let in."""
-        state, ask = self._state, request.ask
-        admission = AdmissionRequest(
-            prompt_tokens=ask.prompt_tokens,
-            uncached_tokens=request.uncached,
-            blocks=request.tokens / (state.table.block_size or DEFAULT_BLOCK_SIZE),
-            priority=ask.priority,
-            deadline_s=None if ask.deadline == float("inf") else ask.deadline - state.now,
-            waits_for_prefill=waits_for_prefill,
-        )
-        return self.shedder.decide(self.pressure(ask.model), admission)
+    def decide(self, request: Request) -> Rejection | None:
+        """Return why a new request is refused; None if it is admitted."""
+        return self.shedder.decide(self.pressure(request.ask.model), request)
 
     def watch_starts(self) -> None:
         """Note of which groups of models requests wait for decoders, from now on."""
@@ -112,13 +101,16 @@ class Admission:
     def pressure(self, model: str) -> Pressure:
         """Return the load that a new request meets on the replicas that serve its model."""
         state = self._state
-        snapshot, totals, waiting = state.snapshot(), state.totals(model), self.waiting(model)
+        snapshot = state.rates.current(state.now)
+        totals, waiting = state.totals(model), self.waiting(model)
         mean_tokens = snapshot.output_tokens_per_request
         size = state.table.block_size or DEFAULT_BLOCK_SIZE
         to_come = waiting.prompt_tokens + waiting.requests * mean_tokens
         group = state.fleet.group_of((model,))
         starts = self._starts.get(group)
         return Pressure(
+            now=state.now,
+            block_tokens=size,
             model=model,
             queued_requests=waiting.requests,
             queued_tokens=waiting.uncached_tokens + totals.prefill_tokens,

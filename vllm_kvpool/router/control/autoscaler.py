@@ -1,9 +1,9 @@
 """Carries plans out: what the planner is told of the fleet, and the steps of a plan (pure).
 
-Up, the cheapest first: revive a replica of the role that is draining, use a warm standby, flip one
-that the other role spares, wake or start one that rests.
-Down: give a standby back if there is one, else drain the one with the least to lose, never the last
-one that serves a role. In `manual` mode and in a dry run the plan is made and shown all the same.
+A step up takes the cheapest replica: a draining one of the role, a warm standby, a replica that the
+other role spares, an inactive one. A step down retires a standby, else drains the replica with the
+least to lose. The last replica of a role keeps serving. In `manual` mode and in a dry run plans are
+made and shown, and not carried out.
 """
 
 import math
@@ -14,7 +14,6 @@ from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.lifecycle import Lifecycle
-from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE
 from vllm_kvpool.router.control.planner import (
     Counts,
     Plan,
@@ -22,6 +21,7 @@ from vllm_kvpool.router.control.planner import (
     PlanMemory,
     plan,
 )
+from vllm_kvpool.router.control.requests import DEFAULT_BLOCK_SIZE
 from vllm_kvpool.router.control.settings import PlannerConfig
 from vllm_kvpool.router.control.states import (
     DRAINING,
@@ -209,13 +209,13 @@ class Autoscaler:
         state = self._state
         if self._due == math.inf:
             self._due = state.now + EVERY_S  # until then all that there is is added
-            state.asked.add(state.now, 0.0)
-            state.handed.add(state.now, 0.0)
+            state.rates.asked_tokens.add(state.now, 0.0)
+            state.rates.handed_tokens.add(state.now, 0.0)
         if state.now < self._due:
             return
         self._due = state.now + EVERY_S
-        state.asked.add(state.now, 0.0)
-        state.handed.add(state.now, 0.0)
+        state.rates.asked_tokens.add(state.now, 0.0)
+        state.rates.handed_tokens.add(state.now, 0.0)
         self.plan, self.steps, memory = self._make()
         self.planned_at = state.now
         if self.mode is Mode.AUTOMATIC:
@@ -276,7 +276,7 @@ class Autoscaler:
             if replica.work.active or replica.state is State.DECODE:
                 used += replica.work.used_blocks
             if replica.work.num_ready > replica.work.num_computing:
-                handed += self._handed_tokens(replica)
+                handed += self._tokens_in_handover(replica)
         return PlanInputs(
             now=now,
             metrics_age_s=now - oldest if is_known else None,
@@ -286,13 +286,13 @@ class Autoscaler:
             blocks_per_replica=largest,
             block_tokens=block_tokens or DEFAULT_BLOCK_SIZE,
             waiting_tokens=self._backlog.read(now, state.backlog_tokens()),
-            prompt_tokens_per_s=state.asked.per_second(now),
+            prompt_tokens_per_s=state.rates.asked_tokens.per_second(now),
             incoming_tokens=self._incoming.read(now, state.migration.tokens + handed),
-            handoff_tokens_per_s=state.handed.per_second(now),
-            rates=state.snapshot(),
+            handoff_tokens_per_s=state.rates.handed_tokens.per_second(now),
+            rates=state.rates.current(state.now),
         )
 
-    def _handed_tokens(self, replica: Replica) -> int:
+    def _tokens_in_handover(self, replica: Replica) -> int:
         """Prompt tokens that it is being handed over, of prompts that are computed."""
         requests = self._state.requests
         return sum(

@@ -4,6 +4,8 @@ Owns every replica, request, queue and lock. It has no clock, socket or task, so
 simulated in seconds; the loop in `run.py` performs its actions and tells it what comes of them.
 """
 
+from typing import TYPE_CHECKING
+
 from vllm_kvpool.router.control.admission import Admission
 from vllm_kvpool.router.control.autoscaler import Autoscaler
 from vllm_kvpool.router.control.controller_state import ControllerState
@@ -41,6 +43,11 @@ from vllm_kvpool.router.control.settings import (
 )
 from vllm_kvpool.router.control.states import Goal
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_kvpool.router.control.fleet import Replica
+
 LOCK_EVERY_S = 0.1
 ReplicaEvent = (
     Loaded | Failed | Measured | ModelsListed | SleepFailed | Warmed | Drain | Remove | SetRole
@@ -66,17 +73,21 @@ class Controller:
             fleet=Fleet(health),
         )
         self.admission = Admission(self.state, overload or OverloadConfig())
-        self.flow = RequestFlow(self.state, self.admission)
-        self.dispatch = Dispatcher(self.state, self.flow)
+        self.actions: list[Action] = []
+        """Actions of the present or last step. They count also if the step has raised."""
+        self.flow = RequestFlow(self.state, self.admission, self._emit)
+        self.dispatch = Dispatcher(self.state, self.flow, self._emit)
         self.lifecycle = Lifecycle(
             self.state,
             self.flow,
             self.dispatch,
+            self._emit,
             takes_over=planner.live_takeover,
         )
         self.scaling = Autoscaler(self.state, self.lifecycle, planner)
         self._lock_due = 0.0
-        self._locked_moves = 0
+        self._decoders: Sequence[Replica] = ()
+        """The decoders among which locks were last set."""
 
     def step(self, event: Event, now: float) -> list[Action]:
         """Apply one event and return the actions to perform, in order. `now` never goes back.
@@ -86,20 +97,23 @@ class Controller:
         """
         state = self.state
         assert now >= state.now
-        state.begin(now)
+        state.now, self.actions = now, []
         self._apply(event)
         self.scaling.tick()
         self.lifecycle.settle()
         self._lock()
         self.dispatch.dispatch()
         # Giving out work may have ended what a replica waited for.
-        num_moves = state.fleet.num_moves
+        version = state.fleet.version
         self.lifecycle.settle()
-        if state.fleet.num_moves != num_moves:
+        if state.fleet.version != version:
             self._lock()
             self.dispatch.dispatch()
         self.admission.watch_starts()
-        return state.actions
+        return self.actions
+
+    def _emit(self, action: Action) -> None:
+        self.actions.append(action)
 
     def _apply(self, event: Event) -> None:
         match event:
@@ -151,13 +165,13 @@ class Controller:
                 self.lifecycle.give(replica, event.role, ASKED_BY_ADMIN)
 
     def _lock(self) -> None:
-        """Update the locks, at most every LOCK_EVERY_S unless a replica has moved."""
-        state, moves = self.state, self.state.fleet.num_moves
-        if moves == self._locked_moves and state.now < self._lock_due:
+        """Update the locks: every LOCK_EVERY_S, and at once when a decoder has come or gone."""
+        state, decoders = self.state, self.state.fleet.decoders()
+        if decoders == self._decoders and state.now < self._lock_due:
             return
-        self._locked_moves, self._lock_due = moves, state.now + LOCK_EVERY_S
+        self._decoders, self._lock_due = decoders, state.now + LOCK_EVERY_S
         changed = state.overload.step(state.now, *state.loads())
         if changed:
             state.fleet.changed.update(state.fleet[each] for each in changed if each in state.fleet)
-            state.counts["locks"] += len(changed & state.overload.locked)
-            state.counts["releases"] += len(changed - state.overload.locked)
+            state.counts.events["locks"] += len(changed & state.overload.locked)
+            state.counts.events["releases"] += len(changed - state.overload.locked)

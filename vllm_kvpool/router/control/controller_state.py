@@ -1,32 +1,25 @@
-"""The state that the parts of the controller share, and the actions of the present step (pure)."""
+"""The state that the parts of the controller share (pure)."""
 
-from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from vllm_kvpool.router.control.events import Action
 from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.overload import BlockLoad, Overload
 from vllm_kvpool.router.control.placement import LoadTable, Totals
-from vllm_kvpool.router.control.prefix_index import PrefixIndex, spans_of
-from vllm_kvpool.router.control.rates import CounterRate, RateEstimator, Rates
+from vllm_kvpool.router.control.prefix_index import PoolIndex
+from vllm_kvpool.router.control.rates import RateEstimator
 from vllm_kvpool.router.control.requests import (
     WAITS,
-    Ask,
     Phase,
     PromptPath,
     Request,
+    RequestCounts,
     RequestId,
     RequestQueue,
+    RequestSpec,
 )
 from vllm_kvpool.router.control.settings import Settings
 from vllm_kvpool.router.control.states import HAS_BOUND, ReplicaId
-
-MAX_WAITS = 1024
-RATES_EVERY_S = 0.01
-"""They are means of a minute: one more sample moves them little."""
-RATE_WINDOW_S = 60.0
-"""Window of arrival rates: in a shorter window a few long prompts look like another load."""
 
 
 @dataclass(slots=True)
@@ -43,28 +36,9 @@ class ControllerState:
     migration: RequestQueue = field(default_factory=RequestQueue)
     """Requests to be decoded, whose prompts are in the pool or need not be."""
     requests: dict[RequestId, Request] = field(default_factory=dict)
-    pool: PrefixIndex = field(default_factory=PrefixIndex)
-    """Beginnings of prompts that the pool should have."""
-    counts: Counter[str] = field(default_factory=Counter)
-    """Counts of requests by event, for the metrics."""
-    refusals: Counter[int] = field(default_factory=Counter)
-    """Requests refused, by HTTP status."""
-    prompts: Counter[PromptPath] = field(default_factory=Counter)
-    """Prompts given to be decoded for the first time, by where they are computed."""
-    waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
-    """Seconds from arrival to first token, of the requests that began last."""
-    asked: CounterRate = field(default_factory=lambda: CounterRate(RATE_WINDOW_S))
-    """Prompt tokens to be computed apart, of all that have arrived, those refused too."""
-    handed: CounterRate = field(default_factory=lambda: CounterRate(RATE_WINDOW_S))
-    """Prompt tokens of all that have been computed apart."""
+    pool: PoolIndex = field(default_factory=PoolIndex)
+    counts: RequestCounts = field(default_factory=RequestCounts)
     now: float = 0.0
-    actions: list[Action] = field(default_factory=list)
-    pool_is_up: bool = True
-    _sharing: frozenset[ReplicaId] = frozenset()
-    """Prefill replicas that share a store with a decoder, while some pairs are apart."""
-    _sharing_seen: tuple[int, int] = (-1, -1)
-    _rates: Rates | None = None
-    _rates_due: float = 0.0
 
     def __post_init__(self) -> None:
         self.table = LoadTable(self.fleet, self.settings)
@@ -78,10 +52,6 @@ class ControllerState:
         """Over the replicas as they are now, that serve a model or all; `table` is up to date."""
         self.refresh()
         return self.table.totals(model)
-
-    def begin(self, now: float) -> None:
-        """A step begins."""
-        self.now, self.actions = now, []
 
     def enter(self, request: Request, phase: Phase, replica: Replica | None = None) -> None:
         """Move a request from where it is to where it is in a phase: a queue, or a replica.
@@ -103,17 +73,16 @@ class ControllerState:
             self.queue.append(request)
         elif phase is Phase.HANDING:
             self.migration.append(request)
+            self.fleet.version += 1
 
     def watch_pool(self) -> None:
-        """Somebody has said something of it, or time has passed."""
-        was_up, self.pool_is_up = self.pool_is_up, self._says_pool_is_up()
-        if was_up and not self.pool_is_up:
-            self.pool = PrefixIndex()  # it may come back empty
-        if was_up is not self.pool_is_up:
-            self.fleet.changed.update(self.fleet)  # who decodes depends on it
+        """Note whether the pool is up, by the engines' latest metrics."""
+        if self.pool.set_up(is_up=self._says_pool_is_up()):
+            self.fleet.changed.update(self.fleet)  # which replicas decode depends on the pool
+            self.fleet.version += 1
 
     def _says_pool_is_up(self) -> bool:
-        """False only where all that have said something lately say that it is down."""
+        """Return False if every replica with recent metrics says that the pool is down."""
         says_down = False
         for each in self.fleet:
             if not self.is_stale(each):
@@ -122,75 +91,17 @@ class ControllerState:
                 says_down = True
         return not says_down
 
-    def snapshot(self) -> Rates:
-        """The rates as measured up to now, or RATES_EVERY_S ago."""
-        if self._rates is None or self.now >= self._rates_due:
-            self._rates = self.rates.snapshot(self.now)
-            self._rates_due = self.now + RATES_EVERY_S
-        return self._rates
-
     def collapse(self) -> PromptPath | None:
         """Return why all prompts are computed where they are decoded; None if they are not."""
         if not self.settings.hands_over:
             return PromptPath.SWITCHED_OFF
-        if not self.pool_is_up:
+        if not self.pool.is_up:
             return PromptPath.POOL_DOWN
         if not (self.fleet.prefillers() and self.fleet.decoders()):
             return PromptPath.NO_PREFILL_REPLICA
-        if self.fleet.handovers.is_any_apart and not self._sharing_replicas():
+        if self.fleet.handovers.is_any_apart and not self.fleet.sharing():
             return PromptPath.NO_SHARED_STORE
         return None
-
-    def shares(self, replica: Replica) -> bool:
-        """Return True unless a prefill replica is apart from every decoder of its models."""
-        return not self.fleet.handovers.is_any_apart or replica.replica_id in (
-            self._sharing_replicas()
-        )
-
-    def _sharing_replicas(self) -> frozenset[ReplicaId]:
-        """Prefill replicas that are not apart from every decoder of their models."""
-        handovers = self.fleet.handovers
-        seen = handovers.num_changes, self.fleet.num_moves
-        if seen != self._sharing_seen:
-            self._sharing_seen = seen
-            self._sharing = frozenset(
-                each.replica_id
-                for each in self.fleet.prefillers()
-                if any(
-                    not handovers.is_apart(each.replica_id, decoder.replica_id)
-                    for decoder in self.decoders_of(each)
-                )
-            )
-        return self._sharing
-
-    def decoders_of(self, replica: Replica) -> Iterator[Replica]:
-        """Decoders that serve a model of a replica's."""
-        for each in self.fleet.decoders():
-            if not each.models or not replica.models or each.models & replica.models:
-                yield each
-
-    def to_try(self, replica: Replica) -> ReplicaId | None:
-        """The decoder by which to try whether an idle prefill replica shares a store; or None."""
-        handovers, source = self.fleet.handovers, replica.replica_id
-        if replica.work.prefills or not replica.health.is_open(self.now):
-            return None
-        for each in self.decoders_of(replica):
-            if handovers.may_hand_over(source, each.replica_id, self.now):
-                return each.replica_id
-        return None
-
-    def may_compute_apart(self, replica: Replica) -> bool:
-        """Return True if a prefill replica may compute prompts for other decoders."""
-        return self.shares(replica) or self.to_try(replica) is not None
-
-    def may_take(self, request: Request, replica: Replica) -> bool:
-        """Return True unless a replica is apart from the replica that saved a request's prompt."""
-        source, taker = request.source, replica.replica_id
-        if source is None or not self.fleet.handovers.is_any_apart:
-            return True
-        if request.tries is not None:
-            return taker == request.tries
-        return taker == source or self.fleet.handovers.may_hand_over(source, taker, self.now)
 
     def servers(self) -> Sequence[Replica]:
         """Return the replicas that may be given a request whole, or to decode."""
@@ -199,16 +110,9 @@ class ControllerState:
             return decoders
         return (*decoders, *prefillers)
 
-    def unknown_tokens(self, ask: Ask) -> int:
-        """Prompt tokens that the pool is not known to have."""
-        if not self.pool_is_up:
-            return ask.prompt_tokens
-        known = spans_of(self.pool.depth(ask.prefix)) * ask.prefix_tokens
-        return max(0, ask.prompt_tokens - known)
-
-    def tokens_of(self, ask: Ask) -> int:
+    def tokens_of(self, ask: RequestSpec) -> int:
         """Tokens that a request will take at a replica: its prompt, and the answer expected."""
-        usual_tokens = round(self.snapshot().output_tokens_per_request) or 1
+        usual_tokens = round(self.rates.current(self.now).output_tokens_per_request) or 1
         output = min(ask.max_output_tokens, usual_tokens)
         return ask.prompt_tokens + ask.num_sequences * output
 

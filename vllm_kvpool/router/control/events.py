@@ -8,14 +8,14 @@ that replica comes before. Actions of a replica may come while it is dead. Two `
 of an engine do no harm.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
 
 from vllm_kvpool.router.control.handovers import ExpectedPrompts
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import ReplicaId, Role
 
 
@@ -84,7 +84,7 @@ class RequestMessage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Arrived(RequestMessage, frozen=True):
-    ask: Ask
+    ask: RequestSpec
 
 
 class Cancelled(RequestMessage, frozen=True):
@@ -328,3 +328,5 @@ class Retire:
 
 
 Action = Prefill | Decode | Refuse | Abort | Load | Warm | Probe | Retire
+Emit = Callable[[Action], None]
+"""Adds an action to those of the controller's present step."""

@@ -15,7 +15,7 @@ from vllm_kvpool.router.control.handovers import Handovers
 from vllm_kvpool.router.control.health import Health, ReplicaBreaker
 from vllm_kvpool.router.control.prefix_index import Holder, PrefixIndex, spans_of
 from vllm_kvpool.router.control.rates import CounterRate
-from vllm_kvpool.router.control.requests import Ask
+from vllm_kvpool.router.control.requests import Request, RequestSpec
 from vllm_kvpool.router.control.settings import HealthConfig
 from vllm_kvpool.router.control.states import (
     ROLE_OF,
@@ -143,8 +143,24 @@ def _groups_of(sets: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
     return {model: group for group in groups for model in group}
 
 
+@dataclass(frozen=True, slots=True)
+class ListedModels:
+    """The models that the replicas of a fleet list."""
+
+    names: frozenset[str]
+    groups: dict[str, frozenset[str]]
+    """By model, the models that share replicas with it, directly or through other models."""
+    is_single_set: bool
+    """True if all replicas that have listed models list the same names."""
+    shares: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Answers of `Fleet.share_of`."""
+
+
 class Fleet:
-    """The replicas, in the order in which they were added."""
+    """The replicas, in the order in which they were added.
+
+    What is derived from their states, models and pairs is kept until one of these changes.
+    """
 
     def __init__(self, health: HealthConfig | None = None) -> None:
         self._replicas: dict[ReplicaId, Replica] = {}
@@ -152,16 +168,20 @@ class Fleet:
         self._shared = Shared()
         self.changed = self._shared.changed
         """Replicas that have changed since `LoadTable.refresh`, which empties it."""
-        self.handovers = Handovers()
-        # Asked for many times an event, changed rarely.
+        self.version = 0
+        """Number of changes after which a request that found no room may find some."""
+        self.handovers = Handovers(self._drop_derived)
         self._in_states: dict[frozenset[State] | State, Sequence[Replica]] = {}
+        self._listed: ListedModels | None = None
+        self._sharing: frozenset[ReplicaId] | None = None
         self.transitions: deque[Transition] = deque(maxlen=MAX_KEPT_TRANSITIONS)
         self.counts: Counter[tuple[State, Cause]] = Counter()
-        self.num_moves = 0
-        self._listed: frozenset[str] | None = None
-        self._is_of_one_model = True
-        self._groups: dict[str, frozenset[str]] = {}
-        self._shares: dict[tuple[str, str], float] = {}
+
+    def _drop_derived(self) -> None:
+        """Note a change of a replica's state or models, or of a pair."""
+        self.version += 1
+        self._in_states.clear()
+        self._listed = self._sharing = None
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
@@ -187,8 +207,7 @@ class Fleet:
             health=Health(ReplicaBreaker(self._health)),
             shared=self._shared,
         )
-        self._in_states.clear()
-        self._listed = None
+        self._drop_derived()
         self.changed.add(replica)
         return replica
 
@@ -196,11 +215,9 @@ class Fleet:
         replica = self._replicas[replica_id]
         assert not replica.work
         del self._replicas[replica_id]
-        self._listed = None
         replica.cache.is_gone = True
         self.handovers.forget(replica_id)
         self.changed.add(replica)
-        self._in_states.clear()
 
     def move(self, replica: Replica, cause: Cause, why: str, now: float) -> None:
         """Follow an edge; IllegalEdge where there is none, and nothing is changed."""
@@ -208,11 +225,10 @@ class Fleet:
         record = Transition(now, replica.replica_id, replica.state, cause, after, why)
         self.transitions.append(record)
         self.counts[replica.state, cause] += 1
-        self.num_moves += 1
         self.changed.add(replica)
         replica.state, replica.since = after, now
         replica.role = ROLE_OF[after] or replica.role
-        self._in_states.clear()
+        self._drop_derived()
 
     def in_states(self, states: frozenset[State] | State) -> Sequence[Replica]:
         """Return the replicas in one or several states; later moves do not change the answer."""
@@ -226,48 +242,38 @@ class Fleet:
         """Take in the names that a replica serves."""
         replica.models = models
         self.changed.add(replica)
-        self._listed = None
+        self._drop_derived()
 
-    def listed(self, model: str) -> str:
-        """The model if any replica lists it, else "": one engine will say that there is none."""
-        return model if model in self._all_listed() else ""
-
-    def is_of_one_model(self) -> bool:
-        """Return True if all replicas that have listed models list the same names."""
-        self._all_listed()
-        return self._is_of_one_model
+    @property
+    def listed(self) -> ListedModels:
+        """The models that the replicas list."""
+        if self._listed is None:
+            sets = {each.models for each in self if each.models}
+            names: frozenset[str] = frozenset().union(*sets)
+            self._listed = ListedModels(names, _groups_of(sets), len(sets) <= 1)
+        return self._listed
 
     def group_of(self, models: Collection[str]) -> frozenset[str]:
         """Return the models that share replicas with these, directly or through other models."""
-        if self._listed is None:
-            self._all_listed()
+        groups = self.listed.groups
         for each in models:
-            if (group := self._groups.get(each)) is not None:
+            if (group := groups.get(each)) is not None:
                 return group
         return NO_MODELS
 
     def share_of(self, model: str, other: str) -> float:
         """Return the share of the other model's replicas that serve this model as well."""
-        if model in ("", other) or self.is_of_one_model():
+        listed = self.listed
+        if model in ("", other) or listed.is_single_set:
             return 1.0
-        self._all_listed()
-        share = self._shares.get((model, other))
+        share = listed.shares.get((model, other))
         if share is None:
             serving = [each for each in self if each.serves(other)]
             number = sum(each.serves(model) for each in serving)
-            share = self._shares[model, other] = number / len(serving) if serving else 0.0
+            share = listed.shares[model, other] = number / len(serving) if serving else 0.0
         return share
 
-    def _all_listed(self) -> frozenset[str]:
-        if self._listed is None:
-            self._listed = frozenset(name for each in self for name in each.models)
-            sets = {each.models for each in self if each.models}
-            self._is_of_one_model = len(sets) <= 1
-            self._groups = _groups_of(sets)
-            self._shares.clear()
-        return self._listed
-
-    def holders(self, ask: Ask, most: int) -> dict[Replica, int]:
+    def holders(self, ask: RequestSpec, most: int) -> dict[Replica, int]:
         """Return the replicas with the longest beginnings of a prompt, and the tokens of each."""
         found = self._shared.prefixes.holders(ask.prefix, most) if ask.prefix else {}
         return {each.owner: spans_of(depth) * ask.prefix_tokens for each, depth in found.items()}
@@ -279,3 +285,50 @@ class Fleet:
     def decoders(self) -> Sequence[Replica]:
         """Return the replicas that may be given requests to decode."""
         return self.in_states(TAKES_DECODE)
+
+    # Pairs of a prefill replica and a decoder, by whether they share a store
+
+    def sharing(self) -> frozenset[ReplicaId]:
+        """Return the prefill replicas that are not apart from every decoder of their models."""
+        if self._sharing is None:
+            is_apart = self.handovers.is_apart
+            self._sharing = frozenset(
+                each.replica_id
+                for each in self.prefillers()
+                if any(
+                    not is_apart(each.replica_id, to.replica_id) for to in self._decoders_of(each)
+                )
+            )
+        return self._sharing
+
+    def shares(self, replica: Replica) -> bool:
+        """Return True unless a prefill replica is apart from every decoder of its models."""
+        return not self.handovers.is_any_apart or replica.replica_id in self.sharing()
+
+    def decoder_to_try(self, replica: Replica, now: float) -> ReplicaId | None:
+        """Return the decoder with which an idle prefill replica may try to share a store."""
+        if replica.work.prefills or not replica.health.is_open(now):
+            return None
+        for each in self._decoders_of(replica):
+            if self.handovers.may_hand_over(replica.replica_id, each.replica_id, now):
+                return each.replica_id
+        return None
+
+    def may_compute_apart(self, replica: Replica, now: float) -> bool:
+        """Return True if a prefill replica may compute prompts for other decoders."""
+        return self.shares(replica) or self.decoder_to_try(replica, now) is not None
+
+    def may_take(self, request: Request, replica: Replica, now: float) -> bool:
+        """Return True unless a replica is apart from the replica that saved a request's prompt."""
+        source, taker = request.source, replica.replica_id
+        if source is None or not self.handovers.is_any_apart:
+            return True
+        if request.tries is not None:
+            return taker == request.tries
+        return taker == source or self.handovers.may_hand_over(source, taker, now)
+
+    def _decoders_of(self, replica: Replica) -> Iterator[Replica]:
+        """Yield the decoders that serve a model of a prefill replica."""
+        for each in self.decoders():
+            if not each.models or not replica.models or each.models & replica.models:
+                yield each

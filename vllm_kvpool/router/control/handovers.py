@@ -6,7 +6,7 @@ APART_AFTER times in a row is apart: nothing is handed over between them but one
 time, which tries whether they share by now. A single prompt that is found ends it.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,13 +53,13 @@ class _Pair:
 class Handovers:
     """The pairs of all replicas. Owned by the fleet."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: Callable[[], object] = lambda: None) -> None:
+        self._on_change = on_change
+        """Called when a pair goes apart, is tried, or shares a store again."""
         self._pairs: dict[tuple[ReplicaId, ReplicaId], _Pair] = {}
         """By source and decoder; those alone that have missed something."""
         self._counted: dict[ReplicaId, Mapping[str, ExpectedPrompts]] = {}
         """Counts of each decoder's engine at its last sample."""
-        self.num_changes = 0
-        """Number of changes: pairs that went apart, were tried, or share again."""
         self.is_any_apart = False
 
     def measured(
@@ -92,12 +92,11 @@ class Handovers:
 
     def _learn(self, pair: tuple[ReplicaId, ReplicaId], more: ExpectedPrompts, now: float) -> None:
         if more.found:
-            self._pairs.pop(pair, None)
+            if self._pairs.pop(pair, None) is not None:
+                self._changed()
         elif more.missing:
             self._pairs.setdefault(pair, _Pair()).missed(more.missing, now)
-        else:
-            return
-        self._changed()
+            self._changed()
 
     def may_hand_over(self, source: ReplicaId, decoder: ReplicaId, now: float) -> bool:
         """Return True if a pair shares a store, or may be tried again after its pause."""
@@ -130,5 +129,5 @@ class Handovers:
         self._changed()
 
     def _changed(self) -> None:
-        self.num_changes += 1
         self.is_any_apart = any(True for _ in self.apart())
+        self._on_change()

@@ -10,7 +10,16 @@ import math
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control import placement
 from vllm_kvpool.router.control.controller_state import ControllerState
-from vllm_kvpool.router.control.events import Abort, Added, Failed, Load, Measured, Retire, Warm
+from vllm_kvpool.router.control.events import (
+    Abort,
+    Added,
+    Emit,
+    Failed,
+    Load,
+    Measured,
+    Retire,
+    Warm,
+)
 from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.request_flow import Dispatcher, RequestFlow
 from vllm_kvpool.router.control.states import (
@@ -42,12 +51,14 @@ class Lifecycle:
         state: ControllerState,
         flow: RequestFlow,
         dispatch: Dispatcher,
+        emit: Emit,
         *,
         takes_over: bool,
     ) -> None:
         self._state = state
         self._flow = flow
         self._dispatch = dispatch
+        self._emit = emit
         self._takes_over = takes_over
 
     # What engines do
@@ -107,8 +118,8 @@ class Lifecycle:
         replica.measured(event.sample, state.now)
         if (expected := event.sample.expected) is not None:
             more = state.fleet.handovers.measured(event.replica, expected, state.fleet, state.now)
-            state.counts["handovers_found"] += more.found
-            state.counts["handovers_missing"] += more.missing
+            state.counts.events["handovers_found"] += more.found
+            state.counts.events["handovers_missing"] += more.missing
         replica.health.is_doubted = False
         if replica.state in UP:
             replica.health.breaker.succeeded(state.now)
@@ -117,11 +128,10 @@ class Lifecycle:
 
     def load(self, replica: Replica, role: Role, why: str, *, live: bool = False) -> None:
         """Start, wake or await an engine; `live`: give it requests already while it loads."""
-        state = self._state
         live = live and role is Role.PREFILL and self._takes_over
         replica.goal, replica.health.sleep_error = Goal.serve(role), ""
         self._move(replica, Cause.TAKE_OVER if live else LOAD_CAUSE[role], why)
-        state.actions.append(Load(replica.replica_id, role))
+        self._emit(Load(replica.replica_id, role))
 
     def give(self, replica: Replica, role: Role, why: str) -> None:
         """See to it that a replica gets a role, whatever it does now; it may be drained first.
@@ -189,7 +199,7 @@ class Lifecycle:
     def _retire(self, replica: Replica) -> None:
         """Retire an engine that is not needed: it sleeps, or its operator's command ends it."""
         if replica.goal is not Goal.REMOVE:
-            self._state.actions.append(Retire(replica.replica_id))
+            self._emit(Retire(replica.replica_id))
 
     def idle(self, replica: Replica, why: str) -> None:
         """A decoder without work becomes a standby at once."""
@@ -237,7 +247,7 @@ class Lifecycle:
             for request_id, active in replica.work.active.items():
                 if not active.is_sent_away:
                     active.is_sent_away = True
-                    state.actions.append(Abort(request_id, source))
+                    self._emit(Abort(request_id, source))
 
     def _drained(self, replica: Replica) -> None:
         self._move(replica, Cause.DRAINED, "without work")
@@ -257,18 +267,18 @@ class Lifecycle:
         if replica.state is State.QUARANTINED:
             self._move(replica, Cause.RETRY, "its pause is over")
         replica.health.retry_at = math.inf
-        state.actions.append(Load(replica.replica_id, role))
+        self._emit(Load(replica.replica_id, role))
 
     def _leave(self, replica: Replica) -> None:
         if replica.state is State.SHUTTING_NULL:
             self._move(replica, Cause.EXPIRE, "to be removed")
         if replica.state in (State.INACTIVE, *BROKEN) and not replica.work:
-            self._state.actions.append(Retire(replica.replica_id, forget=True))
+            self._emit(Retire(replica.replica_id, forget=True))
             self._state.fleet.forget(replica.replica_id)
 
     def _use(self, replica: Replica, role: Role, why: str) -> None:
         self._move(replica, USE_CAUSE[role], why)
-        self._state.actions.append(Warm(replica.replica_id))
+        self._emit(Warm(replica.replica_id))
 
     def _ready(self, replica: Replica, why: str) -> None:
         if replica.state in (State.AUS_PREFILL, State.AUS_DECODE):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_kvpool.router.control.rates import Rates
+from vllm_kvpool.router.control.requests import DEFAULT_BLOCK_SIZE, QUEUED_PATHS, Request
 from vllm_kvpool.router.control.settings import OverloadConfig
 from vllm_kvpool.router.control.states import ReplicaId
 
@@ -51,18 +52,19 @@ class _Full(NamedTuple):
 
 
 class Overload:
-    """The locks of all decode replicas. Full ones are locked, but never the last of a group.
+    """The locks of all decode replicas. Full replicas are locked, but never the last of a group.
 
-        rule       full                        calm again, after MIN_HOLD_S
-        watermark  used >= 0.98 capacity       used <= 0.93 capacity
-        mean       used > 2 mean               used <= 1.6 mean
-                   and used > 0.5 capacity     or used <= 0.4 capacity
+    A replica is full by one of two rules, and stays so for MIN_HOLD_S at least.
+
+    - Watermark: full from 0.98 of its capacity in use, calm again from 0.93 down.
+    - Mean: full above twice the mean of its group and half of its capacity. Calm again from 1.6
+      times the mean, or 0.4 of its capacity, down.
 
     The mean counts from three replicas on: of two, neither can hold more than twice the mean. The
     watermark lies above the share up to which decoders are filled (`headroom`, 0.95): below it,
     ordinary work would lock the decoders of a busy deployment in turn (a tenth of the throughput).
-    When all are full, the one with the smallest share in use stays open, until another one is
-    clearly emptier.
+    When all replicas are full, the replica with the smallest share in use stays open. Another
+    replica takes its place once that is clearly emptier.
     """
 
     def __init__(self, lock_at: float = LOCK_AT) -> None:
@@ -168,21 +170,12 @@ class Pressure(msgspec.Struct, frozen=True, gc=False):
     committed_requests: int
     is_saturated: bool  # every decode replica is full
     rates: Rates
+    now: float = 0.0  # on the controller's clock
+    block_tokens: int = DEFAULT_BLOCK_SIZE
     model: str = ""  # that these are of; empty: any
     starting_requests: int = 0  # on decode replicas, without a token yet
     starts_per_s: float = math.inf  # of all decode replicas, while requests wait for them
     is_waiting_for_decoder: bool = False  # some wait for one, or in its engine
-
-
-class AdmissionRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request."""
-
-    prompt_tokens: float  # all of it: what is handed over
-    uncached_tokens: float  # to be computed
-    blocks: float  # it will need on its decode replica
-    priority: int = 0
-    deadline_s: float | None = None  # from now to the first token
-    waits_for_prefill: bool = True  # False: a decoder computes what is to be computed at once
 
 
 class RejectionReason(Enum):
@@ -213,25 +206,25 @@ class Rejection:
 class Shedder:
     """Lets requests in or not. The pressure must count every request as soon as it is let in.
 
-    The longest of three waits counts:
+    The longest of three waits counts.
 
-        prefill wait  queued tokens / (prefill replicas * prefill rate)
-        decode wait   (queued blocks + its own - room) / blocks freed by second
-                      blocks freed = committed blocks / (tokens of an answer * time of a step)
-        start wait    where requests wait for decoders, or in their engines: (those + the ones
-                      that these are starting) / requests started by second while others waited
+    - Prefill wait: queued tokens / (prefill replicas * prefill rate).
+    - Decode wait: (queued blocks + the request's own - room) / blocks freed by second.
+      Blocks freed by second: committed blocks / (tokens of an answer * time of a step).
+    - Start wait, if requests wait for decoders: (waiting + starting requests) / starts by second.
 
-    A rate that is only assumed counts as infinite. A step's time is that of as many requests as are
-    decoded now: when blocks are short, that is the full batch.
+    A rate that is only assumed counts as infinite. The time of a step is taken for the requests
+    that are decoded now: when blocks are short, these are a full batch.
 
-    What `ttft_target_s` leaves beside the hand-over is how long the wait may be. Up to half of it
-    all are let in, at all of it none, in between a share that falls evenly: each request adds that
-    share to a credit and is let in when one is full, so that a steady overload sheds steadily.
-    While all are let in, credit is saved, up to BURST_CREDIT: a burst after a calm is let in whole,
-    as long as the wait stays in bounds. Who still waits at twice the target is refused after all.
+    The budget of a wait is `ttft_target_s` less the hand-over. Up to half of the budget all
+    requests are admitted, from all of it on none. Between the two, the admitted share falls evenly:
+    each request adds that share to a credit, and is admitted when the credit is full. So a steady
+    overload sheds steadily. While all requests are admitted, credit is saved, up to BURST_CREDIT: a
+    burst after a calm is admitted whole, as long as the wait stays within the budget. A request
+    that still waits at twice the target is refused after all.
 
-    Requests below normal priority are refused earlier; those above it may use a reserve and are all
-    let in as long as any others are. As in vLLM the lower number comes first.
+    Requests below normal priority are refused earlier. Requests above it may use a reserve, and all
+    of them are admitted as long as any others are. As in vLLM the lower number comes first.
     """
 
     def __init__(self, config: OverloadConfig) -> None:
@@ -244,9 +237,9 @@ class Shedder:
         """Seconds that a request may wait for the requests before it."""
         return OVERDUE * self._config.ttft_target_s
 
-    def decide(self, pressure: Pressure, ask: AdmissionRequest) -> Rejection | None:
-        """None: it is let in."""
-        config, rates = self._config, pressure.rates
+    def decide(self, pressure: Pressure, request: Request) -> Rejection | None:
+        """Return why a request is refused; None if it is admitted."""
+        config, rates, ask = self._config, pressure.rates, request.ask
         if not pressure.decode_replicas:
             numbers = ""
             if pressure.model:
@@ -254,8 +247,8 @@ class Shedder:
                 numbers = f"{pressure.model} has {num_prefill} prefill and no decode replicas"
             later_s = float(MAX_RETRY_AFTER_S)
             return self._refuse(UNAVAILABLE, later_s, RejectionReason.NO_REPLICA, numbers)
-        prefill_s = prefill_wait_s(pressure) if ask.waits_for_prefill else 0.0
-        decode_s = decode_wait_s(pressure, ask)
+        prefill_s = prefill_wait_s(pressure) if request.path in QUEUED_PATHS else 0.0
+        decode_s = decode_wait_s(pressure, request.tokens)
         start_s = start_wait_s(pressure)
         wait_s = max(prefill_s, decode_s, start_s)
         allowance, all_until = self._allowance(ask.priority)
@@ -268,20 +261,21 @@ class Shedder:
             numbers = f"{pressure.queued_requests:.0f} requests wait, {most}"
             later_s = max(later_s, prefill_s / 2)
             return self._refuse(TOO_MANY_REQUESTS, later_s, RejectionReason.QUEUE_FULL, numbers)
-        if ask.deadline_s is not None:
-            own_s = ask.uncached_tokens / prefill_speed(pressure, replicas=1) + handoff_s
-            late_s = wait_s + own_s - ask.deadline_s
+        if ask.deadline < math.inf:
+            left_s = ask.deadline - pressure.now
+            own_s = request.uncached / prefill_speed(pressure, replicas=1) + handoff_s
+            late_s = wait_s + own_s - left_s
             if late_s > 0.0:
                 numbers = (
                     f"estimated wait {wait_s:.1f} s and prefill {own_s:.1f} s, "
-                    f"{ask.deadline_s:.1f} s are left of front.max_wait_s"
+                    f"{left_s:.1f} s are left of front.max_wait_s"
                 )
-                # Without any wait it would be late, too: nothing is gained by coming again later.
-                is_hopeless = own_s > ask.deadline_s
-                status = UNAVAILABLE if is_hopeless else TOO_MANY_REQUESTS
-                later_s = 1.0 if is_hopeless else late_s
+                # A request that is late without any wait gains nothing by coming again later.
+                is_late_alone = own_s > left_s
+                status = UNAVAILABLE if is_late_alone else TOO_MANY_REQUESTS
+                later_s = 1.0 if is_late_alone else late_s
                 return self._refuse(status, later_s, RejectionReason.DEADLINE, numbers)
-        if self._let_in(allowance, (most_s - wait_s) / (most_s - all_s)):
+        if self._admits(allowance, (most_s - wait_s) / (most_s - all_s)):
             return None
         numbers = (
             f"estimated wait {wait_s:.1f} s, {most_s:.1f} s are left "
@@ -299,7 +293,7 @@ class Shedder:
         most = 1.0 - (2 if priority else 1) * RESERVE
         return most, ALL_UNTIL * most
 
-    def _let_in(self, allowance: float, share: float) -> bool:
+    def _admits(self, allowance: float, share: float) -> bool:
         credit = self._credit.get(allowance, 0.0)
         if share >= 1.0:
             self._credit[allowance] = min(credit + 1.0, max(credit, BURST_CREDIT))
@@ -346,10 +340,10 @@ def start_wait_s(pressure: Pressure) -> float:
     return before / max(pressure.starts_per_s, TINY)
 
 
-def decode_wait_s(pressure: Pressure, ask: AdmissionRequest) -> float:
-    """Seconds until there are blocks for the request; infinite if none will be freed."""
+def decode_wait_s(pressure: Pressure, tokens: int) -> float:
+    """Return the seconds until there are blocks for so many tokens; infinite if none are freed."""
     rates = pressure.rates
-    short = pressure.queued_blocks + ask.blocks - pressure.room_blocks
+    short = pressure.queued_blocks + tokens / pressure.block_tokens - pressure.room_blocks
     if short <= 0 or "step_base_s" in rates.unmeasured:
         return 0.0
     if not pressure.committed_requests:

@@ -1,10 +1,11 @@
 """The choice of a replica for a prompt, and for a request to decode (pure).
 
-A prompt goes where it is computed soonest, by the tokens that the replica has been given and those
-that it has not cached. A request goes to the decoder that has most of its prompt, of those with at
-most LOAD_BOUND times the mean load and LOAD_SLACK requests more (consistent hashing with bounded
-loads), else to the one with most room. `LoadTable` finds candidates without a look at all replicas.
-A loading replica is bound to a few requests, which replicas that serve may take from it.
+A prompt goes to the replica that computes it soonest, by the tokens that are queued there and the
+prompt's tokens that its cache lacks. A request goes to the decoder that has most of its prompt,
+as in consistent hashing with bounded loads: the decoder's load must not exceed LOAD_BOUND times the
+mean plus LOAD_SLACK requests. Otherwise the decoder with most room gets it. `LoadTable` finds
+candidates without a look at all replicas. A loading replica is bound to a few requests; serving
+replicas may take these over.
 """
 
 import math
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_kvpool.router.control.fleet import Fleet, Replica
-from vllm_kvpool.router.control.requests import Request
+from vllm_kvpool.router.control.requests import DEFAULT_BLOCK_SIZE, Request
 from vllm_kvpool.router.control.settings import Settings
 from vllm_kvpool.router.control.states import (
     HAS_BOUND,
@@ -27,7 +28,6 @@ from vllm_kvpool.router.control.states import (
     State,
 )
 
-DEFAULT_BLOCK_SIZE = 16
 LOAD_BOUND, LOAD_SLACK = 1.25, 4.0
 NONE_HELD: Mapping[Replica, int] = {}
 MISSING_STEPS = 8
@@ -144,8 +144,6 @@ class Ranking:
     def __init__(self) -> None:
         self._keys: dict[ReplicaId, Key] = {}
         self._sorted: list[tuple[Key, Replica]] = []
-        self.num_gains = 0
-        """Replicas that have been ranked anew or moved up; what fitted nowhere may fit there."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -153,18 +151,21 @@ class Ranking:
     def __contains__(self, replica: Replica) -> bool:
         return replica.replica_id in self._keys
 
-    def set(self, replica: Replica, key: Key | None) -> None:
-        """Rank a replica by a key, or no more if that is None."""
+    def set(self, replica: Replica, key: Key | None) -> bool:
+        """Rank a replica by a key, or remove it if that is None.
+
+        Return True if the replica is new in the ranking or has moved up, so that it may have room.
+        """
         before = self._keys.get(replica.replica_id)
         if key == before:
-            return
+            return False
         if before is not None:
             del self._keys[replica.replica_id]
             del self._sorted[bisect_left(self._sorted, (before,))]
         if key is not None:
             self._keys[replica.replica_id] = key
             insort(self._sorted, (key, replica))
-            self.num_gains += before is None or key < before
+        return key is not None and (before is None or key < before)
 
     def first(self, number: int, accepts: Callable[[Replica], bool], model: str) -> list[Replica]:
         """So many that serve a model and are accepted, those with the smallest keys."""
@@ -271,7 +272,7 @@ class LoadTable:
         key: Key | None = None
         if part.prefill_replicas and len(replica.work.prefills) < settings.prefill_requests:
             key = float(replica.work.prefill_tokens), 0, replica_id
-        self.prefillers.set(replica, key)
+        has_gained = self.prefillers.set(replica, key)
         key, num_active = None, len(replica.work.active)
         if (
             part.decode_replicas
@@ -280,7 +281,8 @@ class LoadTable:
             and replica_id not in self._locked
         ):
             key = replica.used_share, num_active + len(replica.work.prefills), replica_id
-        self.decoders.set(replica, key)
+        if self.decoders.set(replica, key) or has_gained:
+            self._fleet.version += 1
 
     def _drop(self, replica: Replica) -> None:
         """A replica is not in the fleet any more; another may have its name, and its place."""

@@ -130,13 +130,13 @@ def equations(inputs: PlanInputs, queue_target_s: float) -> tuple[Equation, ...]
 
     Each is a demand in replicas that would be fully used, divided by the utilisation they may have:
 
-        decode memory     D1 = (used_blocks + incoming / block_tokens) / blocks_per_replica
-        hand-over         D2 = (handoff_rate + incoming / target_s) / transfer_rate     (decode)
-        prefill           P3 = (prompt_rate + waiting / target_s) / prefill_rate
+    - decode memory: D1 = (used_blocks + incoming / block_tokens) / blocks_per_replica.
+    - hand-over (decode): D2 = (handoff_rate + incoming / target_s) / transfer_rate.
+    - prefill: P3 = (prompt_rate + waiting / target_s) / prefill_rate.
 
-    Rates of replicas are those of one replica. What waits, in tokens, is to be worked off within
-    `queue_target_s`, beside what keeps arriving: without the rate of arrival a deployment without a
-    queue would look idle, and be taken away, at any load.
+    The rates are of one replica. Waiting tokens are to be worked off within `queue_target_s`,
+    beside those that keep arriving. Without the rate of arrival, a deployment without a queue would
+    look idle at any load.
     """
     rates, target_s = inputs.rates, queue_target_s
     coming = inputs.incoming_tokens / inputs.block_tokens
@@ -176,7 +176,7 @@ def equations(inputs: PlanInputs, queue_target_s: float) -> tuple[Equation, ...]
 
 LONG_AGO = float("-inf")
 LONGEST_HOLD_S = 1800.0
-"""Of hold and flip cooldown, where they grow."""
+"""Upper limit of hold and flip cooldown, which double with a role's patience."""
 SOON = 10.0  # times the hold, and LONGEST_HOLD_S at least: undone within it, a step was wrong
 
 
@@ -200,7 +200,7 @@ class RoleMemory:
         return min(seconds * 2.0**self.patience, LONGEST_HOLD_S)
 
     def went_up(self, now: float, down_hold_s: float) -> None:
-        """It becomes more patient where a step up takes a step down back soon, else less."""
+        """Note a step up. Soon after a step down it makes the role more patient, else less."""
         if self.down_at > self.up_at:
             hold_s = self.longer(down_hold_s)
             if now - self.down_at >= max(SOON * hold_s, LONGEST_HOLD_S):
@@ -336,7 +336,7 @@ def _not_trusted(inputs: PlanInputs) -> str:
 
 
 def floor_of(role: Role, config: PlannerConfig) -> int:
-    """One at least: without a role nothing is split."""
+    """Return the least number of replicas of a role, at least 1."""
     return max(1, config.min_prefill if role is Role.PREFILL else config.min_decode)
 
 

@@ -1,15 +1,19 @@
 """An index of the replicas, or of the pool, that are likely to have a prompt's beginning (pure).
 
-A prompt is known by the hashes of its beginnings, `Ask.prefix`, shortest first: one each SPAN_BYTES
-up to LINEAR_SPANS, then each longer than the one before by a share of GROWTH. So a prompt of any
-length has at most some hundred, and what two share is known to within that share. An approximation
-of caches: it says where to look first, nothing depends on its being right.
+A prompt is known by the hashes of its beginnings, `RequestSpec.prefix`, shortest first: one for
+each SPAN_BYTES up to LINEAR_SPANS, then each longer than the one before by a share of GROWTH. So a
+prompt of any length has at most some hundred hashes, and the common beginning of two prompts is
+known to within that share. The index approximates caches: it says where to look first, and no
+result depends on it.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_kvpool.router.control.requests import RequestSpec
 
 SPAN_BYTES = 1024
 LINEAR_SPANS = 32
@@ -96,3 +100,30 @@ class PrefixIndex:
                     if len(found) == most:
                         return found
         return found
+
+
+class PoolIndex:
+    """The beginnings of prompts that the pool should have, and whether the pool is up."""
+
+    def __init__(self) -> None:
+        self.is_up = True
+        self.prefixes = PrefixIndex()
+        """Empty while the pool is down."""
+        self._pool = Holder()
+
+    def set_up(self, *, is_up: bool) -> bool:
+        """Note whether the pool is up; return True if that has changed."""
+        has_changed, self.is_up = is_up is not self.is_up, is_up
+        if has_changed and not is_up:
+            self.prefixes = PrefixIndex()  # the pool may come back empty
+        return has_changed
+
+    def add(self, prefix: Sequence[int]) -> None:
+        """Note that the pool has a prompt. Without effect while the pool is down."""
+        if self.is_up:
+            self.prefixes.add(prefix, self._pool)
+
+    def unknown_tokens(self, ask: "RequestSpec") -> int:
+        """Return the number of prompt tokens that the pool is not known to have."""
+        known = spans_of(self.prefixes.depth(ask.prefix)) * ask.prefix_tokens
+        return max(0, ask.prompt_tokens - known)

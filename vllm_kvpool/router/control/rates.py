@@ -1,14 +1,15 @@
 """Rates of the deployment, learned while it serves (pure; time comes in as `now`).
 
-A rate is a sum of amounts over a sum of what they took, both fading with a half-life, and never a
-mean of single rates. Time without work is in neither sum, so an idle night does not pull it down.
-What decoders can do is no rate of what they did: it follows from the time of a step by the number
-of requests in it (`Rates.step_s`), and, where requests wait to be started, from `StartRate`.
-What a hand-over takes ages towards the prior without samples, so what was slow once is tried again.
-The first `COLD_SAMPLES` of each replica say how long compiling and warming up takes, and are left
-out. All belongs to one thread.
+A rate is a sum of amounts divided by a sum of durations, never a mean of single rates. Both sums
+fade with a half-life. Time without work is in neither sum, so an idle night does not lower a rate.
+The capacity of decoders is not the rate at which they worked. It follows from the time of a step by
+its number of requests (`Rates.step_s`), and from `StartRate` while requests wait to be started.
+Without samples, the duration of a hand-over ages towards its prior, so a slow path is tried again.
+The first `COLD_SAMPLES` of each replica measure compiling and warming up, and are left out.
+All objects belong to one thread.
 """
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -60,10 +61,10 @@ class Rates(msgspec.Struct, frozen=True):
         """Seconds from the end of a prefill to the first decoded token."""
         return self.handoff_overhead_s + self.handoff_s_per_token * tokens
 
-    def stolen_s(self, tokens: float) -> float:
-        """Seconds that so many prompt tokens take from a decode replica that computes them.
+    def local_prefill_s(self, tokens: float) -> float:
+        """Return the seconds of a decode replica that computes so many prompt tokens.
 
-        What a hand-over takes too, however short the prompt, is nothing that they take.
+        The overhead that a hand-over of the shortest prompt costs as well is left out.
         """
         local_s = self.local_overhead_s + self.local_s_per_token * tokens
         return local_s - min(self.local_overhead_s, self.handoff_overhead_s)
@@ -233,7 +234,7 @@ class StartRate:
             self._starts.append(self._seconds)
 
     def per_second(self, now: float) -> float:
-        """Of all decoders; infinite while too few have been seen."""
+        """Return the starts by second of all decoders; infinite after fewer than MIN_STARTS."""
         self._pass(now)
         number, seconds = len(self._starts) - 1, self._seconds - self._starts[0]
         return number / seconds if number >= MIN_STARTS and seconds > 0.0 else float("inf")
@@ -242,6 +243,12 @@ class StartRate:
         if self._is_waiting:
             self._seconds += now - self._at
             self._at = now
+
+
+RATES_EVERY_S = 0.01
+"""Age up to which `current` answers again what it has answered: one sample moves it little."""
+RATE_WINDOW_S = 60.0
+"""Window of arrival rates: in a shorter window a few long prompts look like another load."""
 
 
 class RateEstimator:
@@ -264,6 +271,12 @@ class RateEstimator:
         self._handoff = Line(prior.handoff_overhead_s, prior.handoff_s_per_token, half_life_s)
         self._local = stage(prior.local_prefill_s_per_token)
         self._local_line = Line(prior.local_overhead_s, prior.local_s_per_token, half_life_s)
+        self.asked_tokens = CounterRate(RATE_WINDOW_S)
+        """Prompt tokens to be computed apart, of arrived requests, refused ones included."""
+        self.handed_tokens = CounterRate(RATE_WINDOW_S)
+        """Prompt tokens that have been computed apart."""
+        self._current = prior
+        self._current_until = -math.inf
         self._output = mean(prior.output_tokens_per_request)
         self._prompt = mean(prior.tokens_per_byte)
         self._learned: dict[str, Rate | Line] = {
@@ -314,6 +327,12 @@ class RateEstimator:
         """An engine said how many tokens a body of so many bytes held."""
         if prompt_tokens > 0 and body_bytes > 0:
             self._prompt.add(now, prompt_tokens, body_bytes)
+
+    def current(self, now: float) -> Rates:
+        """Return the rates at `now`, or as they were up to RATES_EVERY_S ago."""
+        if now >= self._current_until:
+            self._current, self._current_until = self.snapshot(now), now + RATES_EVERY_S
+        return self._current
 
     def snapshot(self, now: float) -> Rates:
         """Return the rates at `now`."""

@@ -7,7 +7,6 @@ goes to a decoder whole where that is cheaper or there is no choice.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 from msgspec.structs import replace
@@ -22,6 +21,7 @@ from vllm_kvpool.router.control.events import (
     Abort,
     Decode,
     DecodeEnded,
+    Emit,
     Outcome,
     Prefill,
     PrefillEnded,
@@ -30,13 +30,13 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.placement import MAX_TRIED, Ranking
-from vllm_kvpool.router.control.prefix_index import Holder
 from vllm_kvpool.router.control.requests import (
-    Ask,
+    QUEUED_PATHS,
     Phase,
     PromptPath,
     Request,
     RequestId,
+    RequestSpec,
 )
 from vllm_kvpool.router.control.states import HAS_BOUND, UP, ReplicaId, State
 from vllm_kvpool.router.control.work import ActiveRequest
@@ -45,17 +45,8 @@ BAD_GATEWAY, UNAVAILABLE = 502, 503
 LATE_RETRY_S = 5
 LATE_EVERY_S = 0.05
 """Between two looks at what has waited too long."""
-POOL = Holder()
-"""The only holder of `ControllerState.pool`."""
-HANDED_GRACE_S = 5.0
+HANDOVER_GRACE_S = 5.0
 """A prompt that has been computed may wait so long for a decoder, whatever its deadline."""
-APART = frozenset(
-    {
-        *(PromptPath.HANDED_OVER, PromptPath.NO_PREFILL_REPLICA),
-        *(PromptPath.POOL_DOWN, PromptPath.SWITCHED_OFF, PromptPath.NO_SHARED_STORE),
-    }
-)
-"""Prompts that wait in the queue: for a prefill replica, or for a decoder while there is none."""
 LEAST_PREFILL_TOKENS = 256
 """A step takes its time however little it computes: a shorter prompt says nothing of the rate."""
 
@@ -63,28 +54,29 @@ LEAST_PREFILL_TOKENS = 256
 class RequestFlow:
     """Owned by the controller."""
 
-    def __init__(self, state: ControllerState, admission: Admission) -> None:
+    def __init__(self, state: ControllerState, admission: Admission, emit: Emit) -> None:
         self._state = state
+        self._emit = emit
         self._admission = admission
         self._arrivals = 0
         self._late_due = 0.0
 
     # What happens to requests
 
-    def arrived(self, ask: Ask) -> None:
+    def arrived(self, ask: RequestSpec) -> None:
         state = self._state
         assert ask.request_id not in state.requests, ask.request_id
-        state.counts["arrived"] += 1
-        request = self._let_come(ask, state.now)
+        state.counts.events["arrived"] += 1
+        request = self._register(ask, state.now)
         ask = request.ask
-        request.uncached = uncached = state.unknown_tokens(ask)
+        request.uncached = uncached = state.pool.unknown_tokens(ask)
         request.path = self.path(request, uncached)
-        is_apart = request.path in APART
+        is_apart = request.path in QUEUED_PATHS
         if is_apart:
-            state.asked.add(state.now, uncached)
-        verdict = self._admission.decide(request, waits_for_prefill=is_apart)
+            state.rates.asked_tokens.add(state.now, uncached)
+        verdict = self._admission.decide(request)
         if verdict is not None:
-            state.counts["shed"] += 1
+            state.counts.events["shed"] += 1
             self._refuse(request, verdict.status, verdict.retry_after_s, verdict.why)
         elif is_apart:
             self._wait(request)
@@ -92,11 +84,11 @@ class RequestFlow:
             # It does not wait behind those that are computed apart.
             self.migrate(request, None)
 
-    def _let_come(self, ask: Ask, arrived: float) -> Request:
+    def _register(self, ask: RequestSpec, arrived: float) -> Request:
         """A request, by the model that replicas list; whether there is another, one engine says."""
         state = self._state
-        if ask.model != (listed := state.fleet.listed(ask.model)):
-            ask = replace(ask, model=listed, hands_over=False)
+        if ask.model and ask.model not in state.fleet.listed.names:
+            ask = replace(ask, model="", hands_over=False)
         self._arrivals += 1
         tokens = state.tokens_of(ask)
         request = Request(ask, arrived, self._arrivals, tokens, began=state.now)
@@ -111,9 +103,9 @@ class RequestFlow:
         ask, state = request.ask, self._state
         if not ask.hands_over:
             return PromptPath.NOT_SPLITTABLE
-        rates = state.snapshot()
+        rates = state.rates.current(state.now)
         handoff_s = rates.handoff_s(ask.prompt_tokens)
-        if rates.stolen_s(uncached) > handoff_s:
+        if rates.local_prefill_s(uncached) > handoff_s:
             why = state.collapse()
             if why is not None and why is not PromptPath.NO_SHARED_STORE:
                 return why
@@ -121,9 +113,9 @@ class RequestFlow:
             if not serving:
                 return PromptPath.NO_PREFILL_REPLICA
             # Of replicas that share no store, one prompt from time to time tries whether they do.
-            is_shared = any(map(state.may_compute_apart, serving))
+            is_shared = any(state.fleet.may_compute_apart(each, state.now) for each in serving)
             return PromptPath.HANDED_OVER if is_shared else PromptPath.NO_SHARED_STORE
-        is_known = rates.stolen_s(ask.prompt_tokens) > handoff_s
+        is_known = rates.local_prefill_s(ask.prompt_tokens) > handoff_s
         return PromptPath.IN_POOL if is_known else PromptPath.FASTER_LOCALLY
 
     def cancelled(self, request_id: RequestId) -> None:
@@ -131,7 +123,7 @@ class RequestFlow:
         request = self._state.requests.get(request_id)
         if request is None:
             return
-        self._state.counts["cancelled"] += 1
+        self._state.counts.events["cancelled"] += 1
         self._end(request, Phase.CANCELLED)
 
     def prefill_ended(self, event: PrefillEnded) -> None:
@@ -173,14 +165,14 @@ class RequestFlow:
         request.path = PromptPath.HANDED_OVER
         request.saved_tokens = event.saved_tokens
         state.rates.counted(state.now, event.prompt_tokens, ask.prompt_bytes)
-        state.handed.add(state.now, ask.prompt_tokens)
+        state.rates.handed_tokens.add(state.now, ask.prompt_tokens)
         replica.remember(ask.prefix)
 
     def _prompt_came(self, request: Request) -> None:
         """A prompt is computed, for which a decoder was asked or is sought already."""
         state, now = self._state, self._state.now
         if request.replica is None:
-            request.deadline = max(request.deadline, now + HANDED_GRACE_S)
+            request.deadline = max(request.deadline, now + HANDOVER_GRACE_S)
             return
         request.began = now  # the hand-over's time is that from here to the first token
         state.fleet[request.replica].work.note_prompt(request.ask.request_id, now)
@@ -202,7 +194,7 @@ class RequestFlow:
         active = self._state.fleet[request.replica].work.active[request.ask.request_id]
         if active.is_handed and not (active.has_first_token or active.is_sent_away):
             active.is_sent_away = True
-            self._state.actions.append(Abort(request.ask.request_id, request.replica))
+            self._emit(Abort(request.ask.request_id, request.replica))
 
     def decode_began(self, request_id: RequestId, *, is_seen: bool) -> None:
         """The first token has come; not `is_seen`: it will not be seen, and says nothing."""
@@ -223,13 +215,12 @@ class RequestFlow:
         self._learn_start(request, replica, active)
         if request.first_token is None:
             request.first_token = state.now
-            state.waits.append(state.now - request.arrived)
+            state.counts.waits.append(state.now - request.arrived)
 
     def _remember_prompt(self, request: Request, replica: Replica) -> None:
         """Note that the replica and the pool have a prompt, which is computed."""
         replica.remember(request.ask.prefix)
-        if self._state.pool_is_up:
-            self._state.pool.add(request.ask.prefix, POOL)
+        self._state.pool.add(request.ask.prefix)
 
     def _learn_start(self, request: Request, replica: Replica, active: ActiveRequest) -> None:
         """Learn the seconds from the hand-over, or local start, to the first token.
@@ -276,22 +267,22 @@ class RequestFlow:
                 if request.first_token is None:
                     self._remember_prompt(request, replica)
             if event.outcome is Outcome.HOPELESS:
-                state.actions.append(Probe(event.replica))
+                self._emit(Probe(event.replica))
             self._end(request, Phase.DONE)
         elif active.is_sent_away or self._may_go_on(request, replica, event.outcome):
-            state.counts["resumed"] += 1
+            state.counts.events["resumed"] += 1
             self.migrate(request, request.source)
             if active.is_sent_away:
-                request.deadline = max(request.deadline, state.now + HANDED_GRACE_S)
+                request.deadline = max(request.deadline, state.now + HANDOVER_GRACE_S)
 
     def _count_answer(self, outcome: Outcome) -> None:
-        self._state.counts["served" if outcome is Outcome.OK else outcome.value] += 1
+        self._state.counts.events["served" if outcome is Outcome.OK else outcome.value] += 1
 
     # Where requests wait
 
     def _wait(self, request: Request) -> None:
         """In the queue, in its place."""
-        request.uncached = self._state.unknown_tokens(request.ask)
+        request.uncached = self._state.pool.unknown_tokens(request.ask)
         request.deadline = self._patience(request)
         self._state.enter(request, Phase.QUEUED)
 
@@ -309,7 +300,7 @@ class RequestFlow:
         if request.first_token is not None:
             request.deadline = state.now + state.settings.resume_within_s
         elif source is not None:
-            request.deadline = max(request.deadline, state.now + HANDED_GRACE_S)
+            request.deadline = max(request.deadline, state.now + HANDOVER_GRACE_S)
         state.enter(request, Phase.HANDING)
 
     def unbind(self, replica: Replica) -> None:
@@ -320,7 +311,7 @@ class RequestFlow:
     def abandon(self, replica: Replica) -> None:
         """A replica is gone: its calls are ended, what it was bound to waits in the queue again."""
         for request_id in (*replica.work.prefills, *replica.work.active):
-            self._state.actions.append(Abort(request_id, replica.replica_id))
+            self._emit(Abort(request_id, replica.replica_id))
         self.unbind(replica)
         for request in self._state.requests.values():
             if request.source == replica.replica_id and not request.is_computing:
@@ -347,7 +338,7 @@ class RequestFlow:
             if is_expected and state.now < request.ask.deadline:
                 request.deadline = request.ask.deadline  # not others, but an engine
                 continue
-            state.counts["late"] += 1
+            state.counts.events["late"] += 1
             self._refuse(request, UNAVAILABLE, LATE_RETRY_S, self._why_late(request))
 
     def _why_late(self, request: Request) -> str:
@@ -374,7 +365,7 @@ class RequestFlow:
             request.avoid |= {replica.replica_id}
             if replica.state in UP:
                 replica.health.is_doubted |= outcome in (Outcome.UNREACHED, Outcome.LOST)
-                state.actions.append(Probe(replica.replica_id))
+                self._emit(Probe(replica.replica_id))
             if outcome is Outcome.UNREACHED and is_first:
                 return False  # it has not had it
         request.attempts += 1
@@ -391,7 +382,7 @@ class RequestFlow:
         is_suspect = request.num_lost >= state.settings.max_lost
         if request.attempts < state.settings.max_attempts and not is_suspect:
             return True
-        state.counts["given_up"] += 1
+        state.counts.events["given_up"] += 1
         status = UNAVAILABLE if outcome is Outcome.BUSY else BAD_GATEWAY
         limit = f"flow.max_lost={state.settings.max_lost}"
         if not is_suspect:
@@ -403,8 +394,8 @@ class RequestFlow:
 
     def _refuse(self, request: Request, status: int, retry_after_s: int, why: str) -> None:
         assert status in REFUSALS, status
-        self._state.refusals[status] += 1
-        self._state.actions.append(Refuse(request.ask.request_id, status, retry_after_s, why))
+        self._state.counts.refusals[status] += 1
+        self._emit(Refuse(request.ask.request_id, status, retry_after_s, why))
         self._end(request, Phase.REFUSED)
 
     def _end(self, request: Request, end: Phase) -> None:
@@ -429,35 +420,21 @@ MAX_PASSED_S = 2.0
 finds its prompt or has to compute it."""
 
 
-@dataclass(slots=True)
-class _Retry:
-    """When requests that found no room are tried anew."""
-
-    _at: float = -math.inf
-    _seen: object = None
-
-    def is_due(self, now: float, seen: object) -> bool:
-        """Something differs from the last time, or RETRY_EVERY_S are over."""
-        if seen == self._seen and now < self._at + RETRY_EVERY_S:
-            return False
-        self._at, self._seen = now, seen
-        return True
-
-
 class Dispatcher:
     """Owned by the controller."""
 
-    def __init__(self, state: ControllerState, flow: RequestFlow) -> None:
+    def __init__(self, state: ControllerState, flow: RequestFlow, emit: Emit) -> None:
         self._state = state
+        self._emit = emit
         self._flow = flow
-        self._prompts_retry, self._handed_retry = _Retry(), _Retry()
+        self._tried_version = -1
+        """The fleet's version when all waiting requests were last tried."""
+        self._retry_at = -math.inf
+        """When they are tried again though the version is the same."""
         self._blocked: dict[str, Request] = {}
-        """Heads of the queue, by model, that have found no prefill replica with room since."""
+        """Heads of the queue, by model, that found no prefill replica with room."""
         self._room: dict[str, float] = {}
-        """Tokens, by model, once a request found no room: more find no decoder with room until one
-        has gained some."""
-        self._num_tried = -1
-        """Requests that had come to wait for a decoder when these were last tried."""
+        """By model, the tokens from which on requests found no decoder with room, less one."""
 
     def dispatch(self) -> None:
         """Give out what can be given out now."""
@@ -468,9 +445,20 @@ class Dispatcher:
                 for replica in state.fleet.in_states(HAS_BOUND):
                     self._flow.unbind(replica)  # replicas that serve compute it
             self._work_off_bound()
-            self._steal()
+            self._take_over_bound()
+        if not state.queue and not state.migration:
+            return
+        state.refresh()
+        version, has_bound = state.fleet.version, bool(state.fleet.in_states(HAS_BOUND))
+        may_fit = version != self._tried_version or state.now >= self._retry_at
+        if may_fit or has_bound:
+            self._blocked.clear()
+        if may_fit:
+            self._tried_version, self._retry_at = version, state.now + RETRY_EVERY_S
+            self._room.clear()
         self._give_prompts()
-        self._give_handed()
+        if may_fit or state.fleet.version != version:
+            self._give_decodes()
 
     def flush(self, replica: Replica) -> None:
         """A prefill replica has become a decoder: what it has computed and holds, it decodes."""
@@ -491,7 +479,7 @@ class Dispatcher:
                     break
                 self._prefill(replica.work.bound[0], choice)
 
-    def _steal(self) -> None:
+    def _take_over_bound(self) -> None:
         """Old replicas take bound requests, those in front of the whole queue."""
         state = self._state
         while (found := placement.next_bound(state.fleet)) is not None:
@@ -502,14 +490,11 @@ class Dispatcher:
             choice = self._choose_prefill(request, state.fleet.in_states(State.OLD_PREFILL))
             if choice is None:
                 return
-            state.counts["stolen"] += 1
+            state.counts.events["stolen"] += 1
             self._prefill(request, choice)
 
     def _give_prompts(self) -> None:
         state = self._state
-        if not state.queue:
-            return
-        self._retry_prompts()
         skipped: set[str] = set()
         """Models whose next prompt finds no room."""
         while (request := state.queue.head(skipped)) is not None:
@@ -517,7 +502,7 @@ class Dispatcher:
             if self._blocked.get(model) is request:
                 skipped.add(model)
                 continue
-            path = self._flow.path(request, state.unknown_tokens(request.ask))
+            path = self._flow.path(request, state.pool.unknown_tokens(request.ask))
             if path is not PromptPath.HANDED_OVER:
                 if len(state.migration) >= self._whole_limit():
                     return
@@ -531,21 +516,13 @@ class Dispatcher:
                 self._blocked[model] = request
                 skipped.add(model)
 
-    def _retry_prompts(self) -> None:
-        """Try prompts that found no room anew: there may be more, or RETRY_EVERY_S are over."""
-        state = self._state
-        state.refresh()
-        seen = state.table.prefillers.num_gains, state.fleet.num_moves, state.pool_is_up
-        if self._prompts_retry.is_due(state.now, seen) or state.fleet.in_states(HAS_BOUND):
-            self._blocked.clear()
-
     def _choose_prefill(
         self, request: Request, replicas: Sequence[Replica] | None = None
     ) -> placement.PrefillChoice | None:
-        """One of these, or for a prompt of the queue: those that have most of it, or least to do.
+        """Choose one of `replicas`; without them, of those that have most of it or least to do.
 
-        Old replicas only once what was bound has gone: else small prompts would pass a larger one
-        that is bound, and waits for room at them.
+        Replicas that take over bound requests are chosen only if no bound request comes first: else
+        small prompts would pass a larger one that is bound and waits for room there.
         """
         state, fleet = self._state, self._state.fleet
         held = fleet.holders(request.ask, MAX_HOLDERS)
@@ -553,7 +530,9 @@ class Dispatcher:
             bound = placement.next_bound(fleet)
             if bound is not None and bound[1].order < request.order:
                 replicas = [
-                    each for each in fleet.in_states(State.PREFILL) if state.may_compute_apart(each)
+                    each
+                    for each in fleet.in_states(State.PREFILL)
+                    if fleet.may_compute_apart(each, state.now)
                 ]
             else:
                 state.refresh()
@@ -561,7 +540,9 @@ class Dispatcher:
                     request,
                     held,
                     state.table.prefillers,
-                    lambda each: each.health.is_open(state.now) and state.may_compute_apart(each),
+                    lambda each: (
+                        each.health.is_open(state.now) and fleet.may_compute_apart(each, state.now)
+                    ),
                 )
         return placement.choose_prefill(request, replicas, state.settings, state.now, held)
 
@@ -572,7 +553,7 @@ class Dispatcher:
         ranking: Ranking,
         accepts: Callable[[Replica], bool],
     ) -> list[Replica]:
-        """Of the ranked replicas that serve it and accept: who has most of it, and the first."""
+        """Return the ranked replicas that accept a request: with most of it, or first."""
         avoid, model = request.avoid, request.ask.model
 
         def is_next(replica: Replica) -> bool:
@@ -602,16 +583,15 @@ class Dispatcher:
         state, request_id = self._state, request.ask.request_id
         replica = choice.replica
         request.tries = None
-        if not state.shares(replica) and (decoder := state.to_try(replica)) is not None:
-            request.tries = decoder
-            state.fleet.handovers.hand_over(replica.replica_id, decoder, state.now)
+        if not state.fleet.shares(replica):
+            request.tries = state.fleet.decoder_to_try(replica, state.now)
+        if request.tries is not None:
+            state.fleet.handovers.hand_over(replica.replica_id, request.tries, state.now)
         state.enter(request, Phase.PREFILLING, replica)
         request.source, request.is_computing = replica.replica_id, True
         replica.work.begin_prefill(request_id, choice.uncached_tokens, state.now)
         notices = replica.sample.notices
-        state.actions.append(
-            Prefill(request_id, replica.replica_id, hands_over=notices is not None)
-        )
+        self._emit(Prefill(request_id, replica.replica_id, hands_over=notices is not None))
         # What is computed already comes first; what tries a pair may find nothing.
         if notices and not state.migration and request.tries is None:
             found = self._find_decoder(request, lambda each: self._suits(request, each))
@@ -620,16 +600,11 @@ class Dispatcher:
 
     # What is to be decoded
 
-    def _give_handed(self) -> None:
+    def _give_decodes(self) -> None:
         state, settings = self._state, self._state.settings
         if not state.migration:
             return
         totals, ranking = state.totals(), state.table.decoders
-        if self._handed_retry.is_due(state.now, ranking.num_gains):
-            self._room.clear()
-        elif state.migration.num_entered == self._num_tried:
-            return
-        self._num_tried = state.migration.num_entered
         num_more = settings.max_pending_handoffs * len(ranking) - totals.starting_requests
         passed, most = 0, max(0, num_more) + LOOK_AHEAD
         cleared: set[Replica] = set()
@@ -638,7 +613,7 @@ class Dispatcher:
         def is_open(replica: Replica) -> bool:
             return replica.health.is_open(state.now) and replica not in cleared
 
-        is_of_one_model = state.fleet.is_of_one_model()
+        is_of_one_model = state.fleet.listed.is_single_set
         for request in state.migration.first(most):
             if passed >= LOOK_AHEAD:
                 return
@@ -705,7 +680,7 @@ class Dispatcher:
         where there is room for another one: others are started beside them.
         """
         state = self._state
-        if not state.may_take(request, replica):
+        if not state.fleet.may_take(request, replica, state.now):
             return False
         return not request.is_computing or (
             replica.sample.notices is not None
@@ -720,16 +695,16 @@ class Dispatcher:
         source, is_found = request.source, self._suits(request, replica)
         awaits = is_found and request.is_computing
         expected = EVERYTHING if awaits else request.saved_tokens
-        if not (state.pool_is_up and is_found):
+        if not (state.pool.is_up and is_found):
             awaits, expected = False, 0
-        request.uncached = min(state.unknown_tokens(ask), max(0, ask.prompt_tokens - expected))
+        request.uncached = min(state.pool.unknown_tokens(ask), max(0, ask.prompt_tokens - expected))
         is_handed = source is not None and is_found
         notices: tuple[str, ...] | None = None if replica.sample.notices is None else ()
         if source is not None and is_found:
             state.fleet.handovers.hand_over(source, replica.replica_id, state.now)
             if awaits:
                 notices = state.fleet[source].sample.notices
-        elif source is not None and not state.may_take(request, replica):
+        elif source is not None and not state.fleet.may_take(request, replica, state.now):
             request.path = PromptPath.NO_SHARED_STORE
         counts_sources = replica.sample.expected is not None and source != replica.replica_id
         blocks = placement.blocks_for(request.tokens, replica)
@@ -738,8 +713,8 @@ class Dispatcher:
         )
         replica.work.begin_decode(request_id, active, state.now)
         if request.attempts == 0 and request.first_token is None:
-            state.prompts[request.path] += 1
-        state.actions.append(
+            state.counts.prompts[request.path] += 1
+        self._emit(
             Decode(
                 request_id,
                 replica.replica_id,

@@ -5,8 +5,9 @@ the pool or need not be.
 """
 
 from bisect import bisect_left, insort
+from collections import Counter, deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 from typing import NewType
@@ -15,10 +16,13 @@ import msgspec
 
 from vllm_kvpool.router.control.states import ReplicaId
 
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens of a block, until an engine has told its own."""
+MAX_WAITS = 1024
 RequestId = NewType("RequestId", str)
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request as its client sent it."""
 
     request_id: RequestId
@@ -60,6 +64,18 @@ class PromptPath(Enum):
     REJECTED = "rejected"  # by the prefill replica; the client reads why in the answer
 
 
+QUEUED_PATHS = frozenset(
+    {
+        PromptPath.HANDED_OVER,
+        PromptPath.NO_PREFILL_REPLICA,
+        PromptPath.POOL_DOWN,
+        PromptPath.SWITCHED_OFF,
+        PromptPath.NO_SHARED_STORE,
+    }
+)
+"""Prompts that wait in the queue: for a prefill replica, or for a decoder while there is none."""
+
+
 class Phase(Enum):
     """Phases of a request."""
 
@@ -82,7 +98,7 @@ WAITS = frozenset({Phase.QUEUED, Phase.BOUND, Phase.HANDING})
 class Request(msgspec.Struct, eq=False, gc=False):
     """Owned by the controller from arrival to end."""
 
-    ask: Ask
+    ask: RequestSpec
     arrived: float
     number: int
     """Order of arrival."""
@@ -113,8 +129,10 @@ class Request(msgspec.Struct, eq=False, gc=False):
     """Meant, and final once it is being decoded."""
     first_token: float | None = None
     uncached: int = 0
-    """Of its prompt, when it last began to wait or was given to be decoded, what neither the pool
-    was known to have nor an engine has saved."""
+    """Prompt tokens that neither the pool was known to have nor an engine has saved.
+
+    As of when the request last began to wait or was given to be decoded.
+    """
     output_tokens: int = 0
     """Tokens of answers that broke off."""
     avoid: frozenset[ReplicaId] = frozenset()
@@ -124,6 +142,20 @@ class Request(msgspec.Struct, eq=False, gc=False):
     def order(self) -> tuple[int, int]:
         """Sort key of queues: priority, then arrival."""
         return (self.ask.priority, self.number)
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """Counts of requests since the start, for the page and the metrics. Owned by the controller."""
+
+    events: Counter[str] = field(default_factory=Counter)
+    """By what has happened: the names in `snapshot.COUNTS`."""
+    refusals: Counter[int] = field(default_factory=Counter)
+    """Refused requests, by HTTP status."""
+    prompts: Counter[PromptPath] = field(default_factory=Counter)
+    """Prompts given to be decoded for the first time, by where they are computed."""
+    waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
+    """Seconds from arrival to first token, of the requests that began last."""
 
 
 @dataclass(slots=True)
@@ -153,8 +185,6 @@ class RequestQueue:
         # By model: a model's requests do not wait for those of another.
         self._sorted: dict[str, list[tuple[tuple[int, int], Request]]] = {}
         self.by_model: dict[str, Waiting] = {}
-        self.num_entered = 0
-        """Requests so far."""
 
     @property
     def tokens(self) -> int:
@@ -182,7 +212,6 @@ class RequestQueue:
         model = request.ask.model
         insort(self._sorted.setdefault(model, []), (request.order, request))
         self.by_model.setdefault(model, Waiting()).add(request)
-        self.num_entered += 1
 
     def remove(self, request: Request) -> None:
         """Take out one that waits, wherever it stands."""

@@ -21,7 +21,7 @@ class FlowConfig(Section, frozen=True, kw_only=True):
     max_attempts: int = 4
     """Replicas that may fail one request until it is given up."""
     max_lost: int = 2
-    """Those that may fail or be lost with it before its first token: it may be why."""
+    """Replicas that may fail with a request before its first token: it may be the cause."""
     drain_timeout_s: float = 120.0
     """After so long, what a draining replica still decodes goes on elsewhere, if it can."""
     hands_over: bool = True

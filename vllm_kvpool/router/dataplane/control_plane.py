@@ -1,6 +1,5 @@
 """The seam between what serves clients and what decides: `ControlPlane`, `Handler`, directives."""
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from vllm_kvpool.router.control.events import (
@@ -12,9 +11,9 @@ from vllm_kvpool.router.control.events import (
     PrefillEnded,
     Refuse,
 )
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.ops.request_log import Observation, PromptCount
+from vllm_kvpool.router.ops.request_log import RequestLog
 
 Directive = Prefill | Decode | Refuse
 """An order of the controller to a request's handler."""
@@ -31,16 +30,14 @@ class ControlPlane(Protocol):
     def model_length(self, model: str) -> int | None:
         """The most tokens of a sequence of a model, as engines list it; None if it is unknown."""
 
-    def begin(self, ask: Ask, handler: "Handler") -> None:
+    def begin(self, ask: RequestSpec, handler: "Handler") -> None:
         """A request has come, and waits for a directive; `over` follows."""
 
     def post(self, event: RequestEvent) -> None:
         """A call to an engine has begun or ended, or the client has gone."""
 
-    def over(
-        self, request_id: RequestId, observed: Sequence[Observation], prompt: PromptCount
-    ) -> None:
-        """A request is over; `observed` goes into the histograms, `prompt` into the counters."""
+    def over(self, request_id: RequestId, course: RequestLog) -> None:
+        """Forget an ended request, and count it in the metrics."""
 
     def note_refusal(self, status: int, why: str) -> None:
         """Count a refused request for the log."""

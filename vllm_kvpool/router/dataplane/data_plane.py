@@ -17,7 +17,7 @@ import msgspec
 from multidict import CIMultiDict
 
 from vllm_kvpool.router.config import BODY_COPIES, RouterConfig, listen_address
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.dataplane.control_plane import ControlPlane
 from vllm_kvpool.router.dataplane.headers import (
     JSON_HEADERS,
@@ -47,7 +47,7 @@ from vllm_kvpool.router.dataplane.request_body import (
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
 from vllm_kvpool.router.dataplane.responses import OK, EngineLost, is_answer
 from vllm_kvpool.router.dataplane.upstream import EngineResponse, EngineUnreached, Upstream
-from vllm_kvpool.router.ops.request_log import PromptCount, access_log
+from vllm_kvpool.router.ops.request_log import access_log
 from vllm_kvpool.router.ops.tenants import Denied, Tenant, Tenants, TenantSalts
 from vllm_kvpool.router.ops.tracing import Tracing
 
@@ -81,9 +81,9 @@ def upstream_of(config: RouterConfig) -> Upstream:
 
 def ask_of(
     request_id: RequestId, request: ClientRequest, tokens_per_byte: float, deadline: float
-) -> Ask:
+) -> RequestSpec:
     """Return the controller's form of a request. Numbers are cut to 64 bits; engines judge them."""
-    return Ask(
+    return RequestSpec(
         request_id=request_id,
         prompt_tokens=max(1, request.prompt_tokens(tokens_per_byte)),
         prompt_bytes=request.prompt_bytes,
@@ -242,10 +242,7 @@ class DataPlane:
         finally:
             ended = self._clock()
             handler.log.end(ended)
-            prompt = PromptCount(
-                request.tenant, handler.log.prompt_tokens, handler.log.cached_tokens
-            )
-            control.over(request_id, handler.log.observed, prompt)
+            control.over(request_id, handler.log)
             if tracing is not None and span is not None:
                 tracing.end(span, handler.log, request.model, http.status)
             if front.access_log:

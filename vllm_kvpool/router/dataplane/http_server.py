@@ -98,7 +98,7 @@ class HttpRequest:
         self.is_http_1_1 = True
         self.keeps_alive = True
         self.status = 0
-        """Of its answer, once that has begun."""
+        """Status of the answer; 0 until the answer has begun."""
         self.is_answered = False
         # While it is read
         self.url = b""
@@ -312,7 +312,7 @@ class _Connection(asyncio.Protocol):
         self._is_head_again = False
         """The parser is given the framing of a head that has been read."""
         self._is_deaf = False
-        """What comes is not read any more."""
+        """True once further bytes of the client are dropped."""
         self._is_read_paused = False
 
     # asyncio
@@ -500,7 +500,7 @@ class _Connection(asyncio.Protocol):
     # Requests
 
     def write(self, data: bytes) -> None:
-        """Of an answer; ClientGone."""
+        """Write bytes of an answer. Raises ClientGone."""
         self.check_open()
         assert self._transport is not None
         self._transport.write(data)

@@ -1,12 +1,11 @@
 """The handler of one request: performs the controller's directives and reports their ends.
 
-Lives in the task of the client's connection. The controller says who computes the prompt and who
-answers; here the calls are made, the prompt's in a task beside. The answer is handed on as it
-comes, and where the engine is lost in mid-stream it is spliced with that of the next one. A client
-that wants its answer in one piece gets one that is assembled from a stream, so that it, too, is
-failed over and timed token by token.
-Whatever happens, each call is reported exactly once, and the controller knows when the request is
-over.
+A handler lives in the task of the client's connection. The controller chooses the replicas that
+compute the prompt and answer; the handler makes the calls, the prompt's call in a task of its own.
+It sends the client the answer as it comes. If the engine is lost in mid-stream, the next engine's
+stream goes on from there. An answer in one piece is assembled from a stream, so that it is failed
+over and timed token by token as well.
+Each call is reported exactly once, and the controller always learns that the request is over.
 """
 
 import asyncio
@@ -124,7 +123,7 @@ class RequestHandler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.request_id = request_id
-        self.log = RequestLog(clock())
+        self.log = RequestLog(clock(), request.tenant)
         self._client_request = self._request = request
         """The request as the client sent it, and as engines are sent it."""
         self._headers = headers
@@ -683,10 +682,9 @@ class RequestHandler:
     async def _detokenize(
         self, resumer: StreamResumer, step: Detokenize, urls: Sequence[str]
     ) -> Resume | Finish | Refusal:
-        """What `resumer` wants done once it knows; any engine of a model knows, and one may not
-        answer.
+        """Ask engines at `urls` for the text of tokens, and return the resumer's next step.
 
-        Takes DETOKENIZE_TIMEOUT_S at most, after which the resumer goes on without knowing.
+        Takes DETOKENIZE_TIMEOUT_S at most; then the resumer goes on without the text.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + DETOKENIZE_TIMEOUT_S

@@ -203,7 +203,7 @@ class Upstream:
             self._close_unused_later()
 
     def lost(self, connection: "UpstreamConnection") -> None:
-        """It has ended."""
+        """Forget a connection that has ended."""
         self._connections.discard(connection)
         idle = self._idle.get(connection.origin)
         if idle and connection in idle:
@@ -332,7 +332,7 @@ class UpstreamResponse:
         return EngineResponse(self.status, self.headers, bytes(body))
 
     def finish(self) -> None:
-        """All that matters has come: its connection is kept if the body ends soon."""
+        """Read no further; keep the connection if the body ends within END_TIMEOUT_S."""
         self._has_left = True
         if not self.is_complete:
             asyncio.get_running_loop().call_later(END_TIMEOUT_S, self._give_up)
@@ -394,7 +394,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._headers: CIMultiDict[str] = CIMultiDict()
         self._head_bytes = 0
         self._response: UpstreamResponse | None = None
-        """Of the call that it is used for."""
+        """The response of the present call; None while the connection is idle."""
         self._is_paused = False
         self._silence_s = float("inf")
         self._may_be_silent: MayBeSilent | None = None
@@ -436,7 +436,7 @@ class UpstreamConnection(asyncio.Protocol):
         return response
 
     def resume(self) -> None:
-        """What has come has been taken."""
+        """Read on from the engine: the caller has taken all data so far."""
         if self._is_paused and self._transport is not None:
             self._is_paused = False
             self._last_s = self._loop.time()

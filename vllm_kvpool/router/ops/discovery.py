@@ -44,9 +44,9 @@ class Discovery:
         self._refused: dict[str, str] = {}
         """Errors of replicas that could not be added, by URL. They are tried again."""
         self._file_taken: tuple[int, int] | None = None
-        """When the file was written that the engines are from, and its size."""
+        """Time of writing and size of the file from which the present engines are."""
         self._file_seen: tuple[int, int] | None = None
-        """Of the last look."""
+        """Time of writing and size of the file, as last read."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

@@ -20,7 +20,7 @@ from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import REFUSALS, Mode
 from vllm_kvpool.router.control.handovers import ExpectedPrompts
 from vllm_kvpool.router.control.states import BROKEN, State
-from vllm_kvpool.router.ops.request_log import Observation, PromptCount
+from vllm_kvpool.router.ops.request_log import RequestLog
 from vllm_kvpool.router.ops.snapshot import (
     OUTCOMES,
     RatesView,
@@ -170,21 +170,20 @@ class Telemetry:
         """Prompt tokens by tenant's label and source."""
         self._last: dict[bool, tuple[float, bytes]] = {}
 
-    def observe(self, observation: Observation) -> None:
-        """Add a value to a histogram."""
-        self._histograms[observation.name].observe(observation.replica, observation.seconds)
-
-    def count_prompt(self, prompt: PromptCount) -> None:
-        """Add a request's prompt tokens to its tenant's counters."""
-        if not prompt.tokens:
+    def count_request(self, request: RequestLog) -> None:
+        """Add an ended request to the histograms, and its prompt to its tenant's counters."""
+        for each in request.observed:
+            self._histograms[each.name].observe(each.replica, each.seconds)
+        tokens = request.prompt_tokens
+        if not tokens:
             return
-        tenant = self._tenants.of(prompt.tenant)
-        if prompt.cached_tokens is None:
-            self._prompt_tokens[tenant, "unknown"] += prompt.tokens
+        tenant = self._tenants.of(request.tenant)
+        if request.cached_tokens is None:
+            self._prompt_tokens[tenant, "unknown"] += tokens
             return
-        cached = min(prompt.cached_tokens, prompt.tokens)
+        cached = min(request.cached_tokens, tokens)
         self._prompt_tokens[tenant, "cached"] += cached
-        self._prompt_tokens[tenant, "computed"] += prompt.tokens - cached
+        self._prompt_tokens[tenant, "computed"] += tokens - cached
 
     def expose(self, *, with_names: bool = True) -> tuple[str, bytes]:
         """Content type and body: all metrics, or those that name no replica and no tenant."""

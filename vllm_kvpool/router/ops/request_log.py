@@ -21,21 +21,13 @@ class Observation(msgspec.Struct, frozen=True, gc=False):
     replica: str = ""
 
 
-class PromptCount(msgspec.Struct, frozen=True, gc=False):
-    """Prompt tokens of a request for the tenant's counters (`ROUTER_METRICS`)."""
-
-    tenant: str
-    """Empty without keys."""
-    tokens: int
-    cached_tokens: int | None
-    """Tokens that no engine computed for the request; None if no engine has said so."""
-
-
 @dataclass(slots=True)
 class RequestLog:
     """The log of one request."""
 
     began: float
+    tenant: str = ""
+    """Empty without keys."""
     prefill_asked: float = 0.0
     """When an engine was last asked for the prompt."""
     asked: float = 0.0

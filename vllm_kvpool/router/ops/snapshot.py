@@ -170,16 +170,16 @@ def state_of(controller: Controller, now: float) -> RouterView:
         migration=WaitingView(len(state.migration), state.migration.tokens),
         rates=RatesView(
             learned=state.rates.snapshot(state.now).measured(),
-            asked_tokens_per_s=state.asked.per_second(now),
-            handed_tokens_per_s=state.handed.per_second(now),
+            asked_tokens_per_s=state.rates.asked_tokens.per_second(now),
+            handed_tokens_per_s=state.rates.handed_tokens.per_second(now),
         ),
         plan=plan_of(controller),
-        counts=dict.fromkeys(COUNTS, 0) | state.counts,
-        refusals=dict(state.refusals),
-        prompts={each.value: state.prompts[each] for each in PromptPath},
+        counts=dict.fromkeys(COUNTS, 0) | state.counts.events,
+        refusals=dict(state.counts.refusals),
+        prompts={each.value: state.counts.prompts[each] for each in PromptPath},
         transitions=tuple(list(state.fleet.transitions)[-SHOWN_TRANSITIONS:]),
-        ttft=_first_token(state.waits),
-        pool_is_up=state.pool_is_up,
+        ttft=_first_token(state.counts.waits),
+        pool_is_up=state.pool.is_up,
         is_collapsed=controller.state.collapse() is not None,
     )
 

@@ -43,7 +43,7 @@ class Tenant:
 
 
 class Tenants:
-    """`of` a request's key, then `enter` and `leave` around what is served."""
+    """The tenants by their keys: `of` finds one, `enter` and `Tenant.leave` count its requests."""
 
     def __init__(
         self, configs: Iterable[TenantConfig], clock: Callable[[], float] = time.monotonic

@@ -38,7 +38,7 @@ class Answer:
         self.ids = array("i")
         """Tokens from engines that nothing has contradicted; the last may be undelivered."""
         self.ends = array("q")
-        """Where the text of each token ends as `text_offset` counts, where that is known."""
+        """Offset of each token's end in the text, as `text_offset` counts; empty if unknown."""
         self.num_delivered = 0
         """Tokens whose chunk has been delivered."""
         self.num_chars = 0
@@ -112,7 +112,7 @@ class Answer:
         self.ends.extend(ends)
 
     def text_after(self, num_chars: int) -> list[Piece]:
-        """What has been delivered from there on, as runs of one kind each."""
+        """Return the delivered text after `num_chars` characters, as runs of one kind each."""
         found: list[Piece] = []
         for kind, texts in self._runs:
             text = "".join(texts)
@@ -131,7 +131,7 @@ class Answer:
         return found[max(0, len(found) - num_chars) :]
 
     def open_chars(self, more: str = "") -> int:
-        """How much of the end of the text, with `more` after it, may begin a stop string."""
+        """Return the number of last characters that may begin a stop string, `more` appended."""
         longest = max(map(len, self._stops), default=1)
         text = self.tail(longest - 1) + more
         for length in range(min(longest - 1, len(text)), 0, -1):
@@ -150,7 +150,7 @@ class Overlap:
         return bool(self._left)
 
     def cut(self, pieces: Sequence[Piece]) -> list[Piece] | None:
-        """What is new of them; None if they are not what the client has been told."""
+        """Return the pieces that are new; None if the others differ from the client's text."""
         new: list[Piece] = []
         for kind, text in pieces:
             while text and self._left:

@@ -1,10 +1,10 @@
 """The chunks of vLLM's streams: reading what matters of them, changing as little as can be (pure).
 
-A chunk is decoded for the few fields that are of interest, and edited as bytes: what the router has
-asked for besides gives way to the `null` that vLLM writes without it. Quotes inside JSON strings
-are escaped, and where a token's text is a key (`top_logprobs`) its value is a number, so a quoted
-name with a bracket after it is never part of an answer. Where text has to be cut, the chunk is
-decoded whole and written anew.
+A chunk is decoded for a few fields, and edited as bytes: a field that only the router has asked for
+becomes the `null` that vLLM writes without it. A quoted name with a bracket after it is never part
+of an answer: quotes inside JSON strings are escaped, and a token's text that is a key
+(`top_logprobs`) has a number as value. Where text has to be cut, the chunk is decoded whole and
+written anew.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Delta(msgspec.Struct):
 
 
 class Logprobs(msgspec.Struct):
-    """Those of a completion; a chat's have other fields."""
+    """Log-probabilities of a completion; a chat's have other fields."""
 
     text_offset: list[int] = []
     tokens: list[str] = []
@@ -93,7 +93,7 @@ def prompt_ids_of(chunk: Chunk) -> Raw | None:
 
 
 def pieces_of(choice: Choice) -> list[Piece]:
-    """All text in it, in the order in which it was generated."""
+    """Return the texts of a choice, in the order of their generation."""
     if choice.text is not None:
         return [("text", choice.text)] if choice.text else []
     delta = choice.delta
@@ -114,7 +114,7 @@ def is_only_for_ids(choice: Choice, payload: bytes) -> bool:
 
 
 def text_ends(choice: Choice) -> list[int]:
-    """Where the text of each token of a completion ends, as its `text_offset` counts."""
+    """Return the offset of each token's end in a completion's text, as `text_offset` counts."""
     if choice.logprobs is None:
         return []
     pairs = zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=False)
@@ -177,9 +177,9 @@ class Patch:
     """The changes to a chunk that goes on with the answer of another engine."""
 
     head: bytes
-    """What its own head gives way to."""
+    """The head of the client's stream, which replaces the chunk's own."""
     pieces: list[Piece] | None = None
-    """All text that is left of it; None: as it is."""
+    """Texts of the chunk that the client does not have yet; None: all texts as they are."""
     skipped_tokens: int = 0
     """Tokens at its beginning that the client has."""
     earlier_tokens: int = 0
@@ -188,7 +188,7 @@ class Patch:
     earlier_chars: int = 0
     """Characters that `text_offset` has counted before."""
     prompt_tokens: int = 0
-    """Of the client's prompt."""
+    """Tokens of the client's prompt."""
     details: PromptDetails | None = None
     """Details of the client's prompt; None: as its engine says."""
 

@@ -49,7 +49,7 @@ _decode_stop = msgspec.json.Decoder(str | list[str] | None).decode
 
 
 def stop_strings(request: ClientRequest) -> list[str]:
-    """The request's stop strings; none of those that `why_hopeless` does not accept."""
+    """The request's stop strings; none of those that `why_not_continued` does not accept."""
     raw = request.fields.get("stop")
     if raw is None or len(memoryview(raw)) > MAX_STOP_BYTES:
         return []
@@ -70,7 +70,7 @@ def is_greedy(request: ClientRequest) -> bool:
     return is_zero or request.value("top_k") == 1
 
 
-def why_hopeless(request: ClientRequest) -> str | None:
+def why_not_continued(request: ClientRequest) -> str | None:
     """Return why an answer that has begun cannot go on; None if it can."""
     if request.n > 1 or (request.value("best_of") or 1) != 1:
         return "an answer of several choices cannot be continued"
@@ -164,7 +164,7 @@ def _raw(value: Any) -> Raw:
 
 
 def _whole(value: Any) -> int | None:
-    """As leniently as the engine has read it."""
+    """Read a number as leniently as the engine has read it."""
     return None if value is None else msgspec.convert(value, int, strict=False)
 
 
@@ -208,7 +208,7 @@ class Detokenize:
 
 
 class ResumePlan(NamedTuple):
-    """Where an engine is to go on."""
+    """The point from which another engine goes on, and how."""
 
     mode: ResumeMode
     resume_point: ResumePoint = BEGINNING
@@ -220,7 +220,7 @@ class NotResumable(NamedTuple):
     why: str
 
 
-Way = ResumePlan | Detokenize | NotResumable
+ResumeDecision = ResumePlan | Detokenize | NotResumable
 
 
 class ResumePolicy:
@@ -234,21 +234,21 @@ class ResumePolicy:
         self._failed: set[ResumeMode] = set()
 
     def failed(self, mode: ResumeMode) -> None:
-        """An engine has said something else than the client has been told."""
+        """Note that an engine has generated other text than the client has."""
         # What is sampled may well come out another way the next time.
         if mode is ResumeMode.REPLAY or is_greedy(self._request):
             self._failed.add(mode)
 
     def unable(self) -> None:
-        """The engines do not go on from tokens."""
+        """Note that engines refuse to go on from tokens."""
         self._failed.add(ResumeMode.RESUME)
 
-    def begin(self) -> Way:
-        """The engine is lost: how to go on."""
+    def begin(self) -> ResumeDecision:
+        """Return how the answer goes on after the loss of its engine."""
         answer, request = self._answer, self._request
         if answer.num_chars == answer.num_echoed and not answer.has_tool_calls:
             return ResumePlan(ResumeMode.REPEAT)
-        if why := why_hopeless(request):
+        if why := why_not_continued(request):
             return NotResumable(why)
         if answer.has_tool_calls:
             return NotResumable("an answer with tool calls cannot be continued")
@@ -262,8 +262,8 @@ class ResumePolicy:
         self._num_detokenized, self._tries_left = len(answer.ids), MAX_TRIES
         return self._detokenize()
 
-    def detokenized(self, text: str | None) -> Way:
-        """What the tokens are that `Detokenize` has named; None if nobody can say."""
+    def detokenized(self, text: str | None) -> ResumeDecision:
+        """Continue with the text of `Detokenize`'s tokens; None if no engine knows the text."""
         answer = self._answer
         if text is None:
             return self._from_resume_point(compares=False)
@@ -290,14 +290,14 @@ class ResumePolicy:
             return "with stop strings its text lags behind the tokens that are looked for in it"
         return why_not_resumed(self._request)
 
-    def _replay(self, why: str) -> Way:
+    def _replay(self, why: str) -> ResumeDecision:
         if not is_greedy(self._request):
             return NotResumable(f"{why}, and what is sampled cannot be begun again")
         if ResumeMode.REPLAY in self._failed:
             return NotResumable(f"{why}, and begun again it came out another way")
         return ResumePlan(ResumeMode.REPLAY)
 
-    def _from_resume_point(self, *, compares: bool) -> Way:
+    def _from_resume_point(self, *, compares: bool) -> ResumeDecision:
         """`compares`: a chat has to generate something again, that it can be compared."""
         answer = self._answer
         max_chars = answer.num_chars - answer.open_chars()

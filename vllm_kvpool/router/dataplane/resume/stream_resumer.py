@@ -1,8 +1,8 @@
 """A client's stream, joined from the streams of one engine after another (pure).
 
-What has tokens and no text is held back until text comes: after a failure it is generated again.
-Nothing else waits. No token reaches the client twice, none is left out, and what is generated again
-is compared with what the client has before it is dropped.
+A chunk with tokens and no text is held back until text comes: after a failure its tokens are
+generated again. Nothing else waits. The client gets each token exactly once. Tokens that an engine
+generates again are compared with the client's, then dropped.
 """
 
 from array import array
@@ -51,10 +51,10 @@ from vllm_kvpool.router.dataplane.resume.chunks import (
 from vllm_kvpool.router.dataplane.resume.policy import (
     Detokenize,
     NotResumable,
+    ResumeDecision,
     ResumeMode,
     ResumePlan,
     ResumePolicy,
-    Way,
     joined_ids,
     resume_body,
     same_ids,
@@ -101,18 +101,18 @@ NO_OVERLAP = Overlap(())
 
 @dataclass(slots=True)
 class Stream:
-    """The present engine's."""
+    """The present engine's stream, while it is read."""
 
     mode: ResumeMode = ResumeMode.REPEAT
     goes_on: bool = False
     """True if the client has something already; else it is as the first."""
     start: ResumePoint = BEGINNING
-    """Where in the answer it begins."""
+    """The point of the answer at which the stream begins."""
     sent_ids: bytes = b""
     """Prompt ids that its engine is to take; empty once it has said that it has."""
     overlap: Overlap = NO_OVERLAP
     kind: str | None = None
-    """What its first text has to be, where nothing is compared."""
+    """Field that its first text must have, if no text is compared; None: any."""
     pending_text: str = ""
     """Text that comes before its first."""
     ids: "array[int]" = field(default_factory=lambda: array("i"))
@@ -120,7 +120,7 @@ class Stream:
     ends: "array[int]" = field(default_factory=lambda: array("q"))
     is_behind: bool = False
     num_tokens: int = 0
-    """Of the answer, up to here."""
+    """Tokens of the answer up to the end of the last chunk."""
     num_payloads: int = 0
     earlier_chars: int = 0
     earlier_reasoning_tokens: int = 0
@@ -143,9 +143,9 @@ class StreamResumer:
     `feed` takes the payloads of the present engine's stream and gives those for the client: byte
     for byte as vLLM would have sent them, less what only the router has asked for. It raises
     `EngineLost` when the stream cannot go on. The owner then calls `lost`, as it does when the
-    connection breaks or ends before `[DONE]`, and does what comes back: ask another engine and feed
-    its stream (`Resume`), ask one what text some tokens are and call `detokenized` (`Detokenize`),
-    or send the client the last payloads (`Finish`, `Refusal`).
+    connection breaks or ends before `[DONE]`, and performs the step that `lost` returns. `Resume`:
+    ask another engine and feed its stream. `Detokenize`: ask an engine for the text of tokens, and
+    call `detokenized`. `Finish`, `Refusal`: send the client the last payloads.
 
     Token ids are asked for besides (`track`) where the request is `trackable`. Owned by one task;
     it neither waits nor knows the time.
@@ -203,7 +203,7 @@ class StreamResumer:
 
     @property
     def output_tokens(self) -> int | None:
-        """Of all choices together, as the stream's usage says; None before it came."""
+        """Tokens of all choices by the stream's usage; None before the usage has come."""
         return self._usage.completion_tokens if self._usage is not None else None
 
     @property
@@ -348,7 +348,7 @@ class StreamResumer:
         return self._tell(out)
 
     def _new_text(self, pieces: list[Piece], is_end: bool) -> list[Piece]:
-        """What the client does not have of it, after what it is pending_text."""
+        """Return the pieces that the client does not have, the pending text before them."""
         stream = self._stream
         if not pieces and not (is_end and stream.pending_text):
             return []
@@ -457,14 +457,14 @@ class StreamResumer:
         self._restart.failed(self._stream.mode)
         return EngineLost(f"the engine {how}")
 
-    def _go(self, way: Way) -> Step:
-        match way:
+    def _go(self, decision: ResumeDecision) -> Step:
+        match decision:
             case Detokenize():
-                return way
+                return decision
             case NotResumable(why=why):
                 return self._refuse(why)
             case ResumePlan():
-                return self._resume(way)
+                return self._resume(decision)
 
     def _resume(self, point: ResumePlan) -> Step:
         answer, request = self.answer, self._request

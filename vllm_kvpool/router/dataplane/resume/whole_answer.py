@@ -1,9 +1,8 @@
 """A whole answer, assembled from the stream that the engine was asked for instead (pure).
 
-What is not `is_streamable` passes as it came. All others are streamed from the engine, and
-`WholeAnswer` joins the chunks to the body that vLLM 0.32 would have answered, field by field and in
-its order. A field that no rule here covers raises `NotAssembled`, and the request is asked again as
-it came.
+A request that `is_streamable` is streamed from the engine; every other request is sent as it came.
+`WholeAnswer` joins the chunks to the body of vLLM 0.32, field by field and in vLLM's order. A field
+without a rule here raises `NotAssembled`, and the engine is asked again without a stream.
 """
 
 from collections.abc import Mapping
@@ -207,7 +206,7 @@ class _Choice:
                 self._ends[name] = value
 
     def completion(self) -> dict[str, Any]:
-        """As a completion has it."""
+        """Return the choice of a completion."""
         return {
             "index": self._index,
             "text": self._text("text") or "",
@@ -220,7 +219,7 @@ class _Choice:
         }
 
     def message(self) -> dict[str, Any]:
-        """As a chat has it."""
+        """Return the choice of a chat."""
         message = {
             "role": self._role,
             "content": self._text("content"),
