@@ -16,10 +16,10 @@ from vllm_kvpool.metrics import (
     METRICS,
     SECONDS,
     MetricKind,
+    MetricSeries,
     MetricsRegistry,
     NameLabels,
     Samples,
-    Series,
     StatsFile,
     merge_samples,
     named_values,
@@ -150,7 +150,7 @@ def test_telling_changes_looks_at_nothing_else() -> None:
         registry.add("kvpool_failures", kind=str(number))
     registry.take_changes()
 
-    class Untouchable(dict[tuple[object, ...], Series]):
+    class Untouchable(dict[tuple[object, ...], MetricSeries]):
         def items(self) -> Any:
             raise AssertionError("all samples are looked at")
 

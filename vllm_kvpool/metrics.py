@@ -297,7 +297,7 @@ def _bound_name(bounds: tuple[float, ...], index: int) -> str:
     return f"{bounds[index]:.9f}".rstrip("0").rstrip(".") if index < len(bounds) else "inf"
 
 
-class Series:
+class MetricSeries:
     """A metric under one set of labels. Counters and buckets only grow, gauges are set.
 
     Any thread may call; `MetricsRegistry.series` makes it.
@@ -310,7 +310,7 @@ class Series:
         metric: Metric,
         labels: tuple[str, ...],
         lock: threading.Lock,
-        changed: dict["Series", None],
+        changed: dict["MetricSeries", None],
     ) -> None:
         self.metric = metric
         self.labels = labels
@@ -353,15 +353,15 @@ class MetricsRegistry:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._series: dict[tuple[object, ...], Series] = {}  # labels in any order
-        self._changed: dict[Series, None] = {}  # since the last `take_changes`, in order
+        self._series: dict[tuple[object, ...], MetricSeries] = {}  # labels in any order
+        self._changed: dict[MetricSeries, None] = {}  # since the last `take_changes`, in order
 
-    def series(self, name: str, **labels: str) -> Series:
+    def series(self, name: str, **labels: str) -> MetricSeries:
         """The series of a metric under these labels; for what is counted often."""
         series = self._series.get((name, *labels.items()))
         return series or self._new_series(METRICS[name], labels)
 
-    def _new_series(self, metric: Metric, labels: Mapping[str, str]) -> Series:
+    def _new_series(self, metric: Metric, labels: Mapping[str, str]) -> MetricSeries:
         assert set(labels) == set(metric.labels), (metric.name, labels)
         in_order = {label: labels[label] for label in metric.labels}
         with self._lock:
@@ -369,7 +369,7 @@ class MetricsRegistry:
             series = self._series.get(key)
             if series is None:
                 values = tuple(in_order.values())
-                series = Series(metric, values, self._lock, self._changed)
+                series = MetricSeries(metric, values, self._lock, self._changed)
                 self._series[key] = series
             self._series[metric.name, *labels.items()] = series
         return series
@@ -421,7 +421,7 @@ class MetricsRegistry:
         return samples
 
 
-def _growth(series: Series, value: float | Buckets) -> float | Buckets | None:
+def _growth(series: MetricSeries, value: float | Buckets) -> float | Buckets | None:
     """Return the change of a series since its last report; None if it has not changed."""
     before = series.reported
     if isinstance(value, dict):

@@ -12,7 +12,7 @@ from vllm_kvpool.cli.try_report import (
     PoolCounts,
     PoolSetup,
     TimedAnswer,
-    Turn,
+    TriedPrompt,
     advice,
     as_text,
     percentile,
@@ -23,11 +23,11 @@ SETUP = PoolSetup(256, is_auto=False, has_stores=True, file_bytes=20 << 30)
 COUNTS = PoolCounts(saved_tokens=16_384, file_bytes=16_384 * 20_480)
 
 
-def turn(kind: Kind, *, ratio: float, speed: float = 1.0, **values: Any) -> Turn:
+def turn(kind: Kind, *, ratio: float, speed: float = 1.0, **values: Any) -> TriedPrompt:
     """A prompt of 2,000 tokens; the pool's first token comes `ratio` times sooner."""
     known = 0 if kind is Kind.NEW else 1_900
     found = values.get("found", (known, known))
-    return Turn(
+    return TriedPrompt(
         kind,
         prompt_tokens=2_000,
         known_tokens=known,
@@ -36,7 +36,7 @@ def turn(kind: Kind, *, ratio: float, speed: float = 1.0, **values: Any) -> Turn
     )
 
 
-def said(*turns: Turn, counts: PoolCounts = COUNTS, setup: PoolSetup = SETUP) -> str:
+def said(*turns: TriedPrompt, counts: PoolCounts = COUNTS, setup: PoolSetup = SETUP) -> str:
     return "\n".join(advice(rows_of(turns), counts, setup))
 
 

@@ -13,7 +13,7 @@ from vllm_kvpool.embeds.availability import EmbedsRequest, Feature
 from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.params import Delivery
 from vllm_kvpool.embeds.protocol.messages import PeerRole
-from vllm_kvpool.embeds.scheduler import EmbedsScheduler, EngineFacts, workers_lost_s
+from vllm_kvpool.embeds.scheduler import EmbedsScheduler, EngineRole, workers_lost_s
 from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 from vllm_kvpool.embeds.worker_channel import WorkerChannel
 from vllm_kvpool.network.transport_zmq import read_keys
@@ -56,7 +56,7 @@ class Engine:
                     read_keys(configs[0].curve_dir),
                     HeartbeatPolicy(configs[0].heartbeat_s, configs[0].heartbeat_max_failures),
                 ),
-                EngineFacts(
+                EngineRole(
                     is_producer=role is not PeerRole.CONSUMER,
                     is_consumer=role is not PeerRole.PRODUCER,
                     has_peers=bool(configs[0].peers),

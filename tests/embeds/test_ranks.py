@@ -16,7 +16,7 @@ from vllm_kvpool.embeds.availability import EmbedsRequest, Feature
 from vllm_kvpool.embeds.params import Delivery
 from vllm_kvpool.embeds.protocol import messages as p
 from vllm_kvpool.embeds.protocol.messages import Offer, PeerRole
-from vllm_kvpool.embeds.scheduler import EmbedsScheduler, EngineFacts
+from vllm_kvpool.embeds.scheduler import EmbedsScheduler, EngineRole
 
 RANKS, ROWS = 2, 7
 MM_HASH = "image"
@@ -60,7 +60,7 @@ class RankChannel:
 def engine_in(world: World) -> EmbedsScheduler:
     return EmbedsScheduler(
         RankChannel(world),
-        EngineFacts(
+        EngineRole(
             is_producer=False,
             is_consumer=True,
             has_peers=True,

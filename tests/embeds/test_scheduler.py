@@ -28,7 +28,7 @@ from vllm_kvpool.embeds.scheduler import (
     PROBE_S,
     WORKERS_LOST_S,
     EmbedsScheduler,
-    EngineFacts,
+    EngineRole,
     ItemLoad,
     StepMeta,
 )
@@ -47,7 +47,7 @@ class Rig:
         self.channel = FakeWorkerChannel(ranks)
         self.clock = FakeClock()
         usual = {"is_producer": False, "is_consumer": True, "has_peers": False}
-        engine = EngineFacts(retain_bytes=1000, max_step_tokens=STEP, **{**usual, **options})
+        engine = EngineRole(retain_bytes=1000, max_step_tokens=STEP, **{**usual, **options})
         self.scheduler = EmbedsScheduler(
             self.channel, engine, lambda version: f"print {version}", self.clock
         )

@@ -22,7 +22,7 @@ from tests.embeds.invariants import describe
 from tests.embeds.world import World, limits, shape_of
 from vllm_kvpool.embeds.machines.admission import Admission, AdmissionQueue
 from vllm_kvpool.embeds.machines.consumer import Consumer
-from vllm_kvpool.embeds.machines.discovery import Discovery
+from vllm_kvpool.embeds.machines.discovery import ItemDiscovery
 from vllm_kvpool.embeds.machines.effects import Turn
 from vllm_kvpool.embeds.machines.grants import RowGrants
 from vllm_kvpool.embeds.machines.items import ConsumerLimits
@@ -72,7 +72,7 @@ _KEYS_ALONE = {"_active", "_grantable", "open"}
 
 _ATOMS = (type(None), str, bytes, int, float, Enum, ConsumerLimits, msgspec.Struct)
 _MACHINES = (
-    *(World, Consumer, Producer, Admission, AdmissionQueue, Discovery, Offers, RowGrants, Turn),
+    *(World, Consumer, Producer, Admission, AdmissionQueue, ItemDiscovery, Offers, RowGrants, Turn),
     *(WindowLedger, ExtentAllocator, EncodedItemCache, PendingTargets),
 )
 

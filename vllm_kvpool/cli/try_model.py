@@ -29,7 +29,14 @@ from vllm_kvpool.cli.common.engine_server import EngineServer
 from vllm_kvpool.cli.common.start_line import TRANSFER_CONFIG, option_of, without_option
 from vllm_kvpool.cli.common.tokenizer import tokenize
 from vllm_kvpool.cli.doctor import Status, examine_store
-from vllm_kvpool.cli.try_report import POOL, WITHOUT, PoolCounts, PoolSetup, TimedAnswer, Turn
+from vllm_kvpool.cli.try_report import (
+    POOL,
+    WITHOUT,
+    PoolCounts,
+    PoolSetup,
+    TimedAnswer,
+    TriedPrompt,
+)
 from vllm_kvpool.cli.try_workload import (
     TraceRequest,
     TrialRequest,
@@ -121,7 +128,7 @@ def examine_pool(transfer_config: str, say: Callable[[str], None]) -> PoolSetup:
 
 def measure(
     trial: Trial, directory: Path, say: Callable[[str], None]
-) -> tuple[list[Turn], PoolCounts]:
+) -> tuple[list[TriedPrompt], PoolCounts]:
     """Start both engines, ask them, start both again, and ask about the same documents.
 
     Args:
@@ -132,7 +139,7 @@ def measure(
         ConfigError: An engine failed (EngineFailed), or the trial does not suit the model.
     """
     workload: Workload | None = None
-    turns: list[Turn] = []
+    turns: list[TriedPrompt] = []
     lives: list[Samples] = []
     stories: dict[str, dict[int, list[int]]] = {side: {} for side in SIDES}
     seed = random.SystemRandom().getrandbits(64)  # no store has prompts of this run
@@ -305,7 +312,7 @@ def _take_turn(
     request: TrialRequest,
     stories: Mapping[str, dict[int, list[int]]],
     order: Sequence[str],
-) -> Turn:
+) -> TriedPrompt:
     """Ask both engines, in an order; `stories` are the tokens of each session, by side."""
     cpu = {side: engine.cpu_seconds() for side, engine in engines.items()}
     answers, prompt_tokens, known_tokens = {}, 0, request.known_tokens
@@ -320,7 +327,7 @@ def _take_turn(
         msgspec.structs.replace(answers[side], cpu_s=engines[side].cpu_seconds() - cpu[side])
         for side in SIDES
     )
-    return Turn(request.kind, prompt_tokens, known_tokens, without, pool, order[0])
+    return TriedPrompt(request.kind, prompt_tokens, known_tokens, without, pool, order[0])
 
 
 def _counts(lives: Sequence[Samples]) -> PoolCounts:

@@ -45,7 +45,7 @@ class TimedAnswer(msgspec.Struct, frozen=True):
     """CPU time of the engine's processes from this request until the next one."""
 
 
-class Turn(msgspec.Struct, frozen=True):
+class TriedPrompt(msgspec.Struct, frozen=True):
     """A prompt, and the answers of both engines."""
 
     kind: Kind
@@ -141,7 +141,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def rows_of(turns: Sequence[Turn]) -> list[Row]:
+def rows_of(turns: Sequence[TriedPrompt]) -> list[Row]:
     """Return a row for each kind of prompt that there was."""
     rows = []
     for kind in Kind:
@@ -169,7 +169,9 @@ def rows_of(turns: Sequence[Turn]) -> list[Row]:
     return rows
 
 
-def _figures(turns: Sequence[Turn], side: Callable[[Turn], TimedAnswer]) -> SideFigures:
+def _figures(
+    turns: Sequence[TriedPrompt], side: Callable[[TriedPrompt], TimedAnswer]
+) -> SideFigures:
     answers = [side(turn) for turn in turns]
     first = [answer.ttft_s for answer in answers]
     speeds = [answer.tokens_per_s for answer in answers if answer.tokens_per_s]

@@ -26,7 +26,7 @@ from vllm_kvpool.embeds.availability import EmbedsRequest, Feature
 from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.params import read_delivery
 from vllm_kvpool.embeds.protocol.messages import PeerRole
-from vllm_kvpool.embeds.scheduler import EmbedsScheduler, EngineFacts, StepMeta, workers_lost_s
+from vllm_kvpool.embeds.scheduler import EmbedsScheduler, EngineRole, StepMeta, workers_lost_s
 from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 from vllm_kvpool.embeds.worker_channel import WorkerCard, WorkerChannel, host_name, tokens_of
 from vllm_kvpool.metrics import StatsFile
@@ -97,7 +97,7 @@ class KVPoolECConnector(ECConnectorBase):
         config = self._config
         keys = read_keys(config.curve_dir)
         heartbeats = HeartbeatPolicy(config.heartbeat_s, config.heartbeat_max_failures)
-        engine = EngineFacts(
+        engine = EngineRole(
             is_producer=self.is_producer,
             is_consumer=self.is_consumer,
             has_peers=bool(config.peers),

@@ -61,7 +61,7 @@ NO_ENCODER = Code.GONE, "the request names no encoder, or the item has a number 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
+class EngineRole:
     """The engine that a scheduler's side belongs to."""
 
     is_producer: bool
@@ -106,7 +106,7 @@ class EmbedsScheduler:
     def __init__(
         self,
         channel: WorkerChannel,
-        engine: EngineFacts,
+        engine: EngineRole,
         fingerprint: Callable[[str], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -21,7 +21,7 @@ from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import key_digest
 from vllm_kvpool.layout.pages import SlabMove
 from vllm_kvpool.layout.topology import LocalCell
-from vllm_kvpool.metrics import MetricsRegistry, Series
+from vllm_kvpool.metrics import MetricSeries, MetricsRegistry
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import MAX_TEMPLATES, Copier
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
@@ -112,9 +112,9 @@ class _LaneMetrics:
         self._op_seconds = registry.series("kvpool_op_seconds", **self._lane)
         self._wait_seconds = registry.series("kvpool_op_wait_seconds", **self._lane)
         self._store: dict[str, str] = {}
-        self._cells: dict[CellOutcome, Series] = {}
-        self._seconds: Series | None = None
-        self._bytes: Series | None = None
+        self._cells: dict[CellOutcome, MetricSeries] = {}
+        self._seconds: MetricSeries | None = None
+        self._bytes: MetricSeries | None = None
         if kind in COPIES:
             self._seconds = registry.series("kvpool_copy_seconds", direction=kind.value)
             self._bytes = registry.series("kvpool_copy_bytes", direction=kind.value)
@@ -145,7 +145,7 @@ class _LaneMetrics:
             for outcome, number in counts.items():
                 self._series_of(outcome).add(number)
 
-    def _series_of(self, outcome: CellOutcome) -> Series:
+    def _series_of(self, outcome: CellOutcome) -> MetricSeries:
         series = self._cells.get(outcome)
         if series is None:
             labels = {**self._store, "outcome": outcome.value}

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from vllm_kvpool.embeds.machines.admission import Admission
-from vllm_kvpool.embeds.machines.discovery import Discovery
+from vllm_kvpool.embeds.machines.discovery import ItemDiscovery
 from vllm_kvpool.embeds.machines.effects import (
     Allocate,
     Connect,
@@ -61,7 +61,7 @@ class Consumer:
         self.grants = RowGrants(
             arena_bytes, limits, self.items, self.admission, self.offers, self._turn
         )
-        self.discovery = Discovery(limits, self.grants, self._turn)
+        self.discovery = ItemDiscovery(limits, self.grants, self._turn)
 
     def take_effects(self, now: float) -> list[Effect]:
         """The effects since the last call, in order. Rows are granted here, once a turn."""

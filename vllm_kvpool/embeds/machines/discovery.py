@@ -25,7 +25,7 @@ class ProducerPeer:
     row_bytes: int = 0  # of its last item
 
 
-class Discovery:
+class ItemDiscovery:
     """The producers in session, and the questions to them."""
 
     def __init__(self, limits: ConsumerLimits, grants: RowGrants, turn: Turn) -> None:
