@@ -23,11 +23,10 @@ def test_try_of_a_model_loads_after_the_restart_what_it_saved_before(tmp_path: P
     add_tokenizer(model, 1024)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    figures = tmp_path / "found.json"
     done = subprocess.run(
         [
             *(sys.executable, "-m", "vllm_kvpool", "try", str(model)),
-            *("--json", str(figures), "--", *ENGINE),
+            *("--json", "--", *ENGINE),
         ],
         env={
             **os.environ,
@@ -40,7 +39,7 @@ def test_try_of_a_model_loads_after_the_restart_what_it_saved_before(tmp_path: P
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(figures.read_text())
+    found = json.loads(done.stdout)
     rows = {row["kind"]: row for row in found["rows"]}
     assert rows["new"]["pool"]["found"] == rows["new"]["without"]["found"] == 0
     for side in ("without", "pool"):
@@ -52,5 +51,5 @@ def test_try_of_a_model_loads_after_the_restart_what_it_saved_before(tmp_path: P
     counts = found["counts"]
     assert (counts["unsaved"], counts["failures"]) == ({}, {})
     assert counts["file_bytes"] > counts["saved_tokens"] > 8 * 768
-    assert "TTFT mean" in done.stdout
+    assert "TTFT mean" in done.stderr
     assert list(temporary.glob("kvpool-try-*")) == []

@@ -43,6 +43,14 @@ HTTP = (
     "tests/cli/test_serve.py::test_connection_that_sends_no_whole_request_is_closed",
 )
 LISTENERS = {
+    "cli/try_model.py:_start": Listener(
+        "nobody is accepted: it is closed as soon as its port is known",
+        0,
+        (
+            "tests/cli/test_try_model.py::"
+            "test_try_of_conversations_finds_them_after_the_restart_in_the_pool_alone",
+        ),
+    ),
     "network/transport_zmq.py:_bind": Listener(
         "the peer's address and CURVE key, at the handshake",
         transport_zmq.RECEIVE_QUEUE_FRAMES * embeds_messages.MAX_FRAME_BYTES,

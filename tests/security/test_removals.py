@@ -53,7 +53,10 @@ TOKEN = "security/test_removals.py::test_a_token_file_that_is_there_is_read_only
 BESIDE = "security/test_removals.py::test_what_lies_where_new_files_are_made_stays"
 SHM = "security/test_removals.py::test_what_others_put_into_shared_memory_stays"
 
+TRY = "cli/test_try_model.py::test_try_with_a_store_leaves_its_directory_as_it_is"
+
 TABLE: dict[str, tuple[str, str]] = {
+    "cli/try_model.py _start .open for writing": (NEW, TRY),
     "embeds/dataplane/shared_memory.py SharedLandingWindow.__init__ os.posix_fallocate": (NEW, SHM),
     "embeds/dataplane/shared_memory.py SharedLandingWindow.close .unlink": (NEW, SHM),
     "embeds/dataplane/shared_memory.py _create_locked os.open O_RDWR": (NEW, SHM),

@@ -66,10 +66,16 @@ KERNELS = [
 ]
 
 
+def skip_without_kernels(isa: str) -> None:
+    if isa == "amx" and not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("vLLM's library for processors without AVX-512 BF16 has no kernels of amx")
+
+
 @pytest.mark.parametrize(("isa", "block", "head_dim", "dtype"), KERNELS, ids=str)
 def test_what_kernels_write_is_read_as_rows(
     model: Path, isa: str, block: int, head_dim: int, dtype: torch.dtype
 ) -> None:
+    skip_without_kernels(isa)
     cache_bhnc = torch.zeros(BLOCKS, HEADS, block, 2 * head_dim, dtype=dtype)
     k_thd, v_thd = torch.randn(2, BLOCKS * block, HEADS, head_dim).to(dtype)
     slots = torch.arange(BLOCKS * block)
@@ -87,6 +93,7 @@ def test_what_kernels_write_is_read_as_rows(
 def test_bytes_of_fp8_are_read_as_rows(model: Path, cache_dtype: str, isa: str) -> None:
     if not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM writes fp8 on processors with AVX-512 alone")
+    skip_without_kernels(isa)
     block, head_dim = 64, 32
     number_type = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[cache_dtype]
     # The kernels round numbers so small that fp8 has no exponent for them.

@@ -83,10 +83,10 @@ def test_every_format_reads_what_every_format_has_written(name: str, model: Path
     store = f"memory://formats{next(STORES)}"
     shared = MemoryStore(store.removeprefix("memory://"), 1 << 30)
     by_kernel = content.on_cpus and content.dtype in KERNEL_DTYPES
+    # vLLM's library for processors without AVX-512 BF16 has no such kernels.
+    has_amx = content.dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
     formats = {
-        n: f
-        for n, f in FORMATS.items()
-        if not f.isa or (by_kernel and (f.isa != "amx" or content.dtype == torch.bfloat16))
+        n: f for n, f in FORMATS.items() if not f.isa or (by_kernel and (f.isa != "amx" or has_amx))
     }
     wanted = {}
     for number, (writes, page_format) in enumerate(formats.items()):

@@ -47,6 +47,7 @@ from vllm_kvpool.cli.try_workload import (
 from vllm_kvpool.config import LoadPolicy, environment, read_engine_config
 from vllm_kvpool.direct_http import open_directly, read_whole
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.storage.tiers import tier_specs
 from vllm_kvpool.storage.url import FileOptions
 
@@ -232,7 +233,7 @@ class _Engine(EngineServer):
             with error:
                 detail = error.read(MAX_ERROR_BYTES).decode(errors="replace")
             raise self.failure(f"the engine refused a request: {error} {detail}") from None
-        except (OSError, HTTPException, ValueError, LookupError) as error:
+        except (OSError, HTTPException, LookupError, *UNREADABLE) as error:
             raise self.failure(f"a request to the engine failed: {error!r}") from None
 
 

@@ -71,8 +71,13 @@ def without_shared_store(specs: TierSpecs, num_hosts: int) -> Iterator[str]:
 
 
 def _is_of_one_host(spec: StoreSpec) -> bool:
-    return (
-        isinstance(spec.options, FileOptions)
-        and os.path.isdir(spec.options.path)
-        and file_system_of(spec.options.path).is_local
-    )
+    """Return True if a store's directory is, or will be made, on a local file system."""
+    if not isinstance(spec.options, FileOptions):
+        return False
+    path = spec.options.path
+    while not os.path.isdir(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    try:
+        return file_system_of(path).is_local
+    except OSError:  # opening the store says what is wrong with it
+        return False

@@ -1,7 +1,6 @@
 """`kvpool try`."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import shlex
@@ -9,6 +8,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote
 
@@ -35,13 +35,13 @@ CHOSEN = ("--model", "--host", "--port", "--uds", "--api-key", "--ssl-keyfile", 
     "directory, removed at the end.",
 )
 @click.option("--trace", help="Replay a trace of Mooncake's format instead of conversations.")
-@click.option("--json", "json_file", help="Also write all figures to this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; the report goes to stderr.")
 def try_command(
     model: str,
     engine: Sequence[str],
     urls: Sequence[str],
     trace: str | None,
-    json_file: str | None,
+    as_json: bool,
 ) -> None:
     """Measure a model with and without the pool, and say what to set.
 
@@ -53,7 +53,7 @@ def try_command(
     stores. Takes minutes; progress goes to stderr.
     """
     hide_native_logs()
-    _check_input(model, engine, json_file)
+    _check_input(model, engine)
     with extra("top"):
         from vllm_kvpool.cli import try_model, try_report, try_workload
     requests = [] if trace is None else try_workload.read_trace(trace)
@@ -78,25 +78,21 @@ def try_command(
         turns, counts = try_model.measure(trial, Path(directory), say)
     rows = try_report.rows_of(turns)
     advice = try_report.advice(rows, counts, setup)
-    click.echo(try_report.as_text(rows, advice))
-    if json_file is not None:
+    click.echo(try_report.as_text(rows, advice), err=as_json)
+    if as_json:
         found = {"commands": commands, "rows": rows, "advice": advice, "setup": setup}
         found |= {"counts": counts, "turns": turns}
-        Path(json_file).write_text(json.dumps(msgspec.to_builtins(found), indent=2) + "\n")
+        click.echo(json.dumps(msgspec.to_builtins(found), indent=2))
 
 
-def _check_input(model: str, engine: Sequence[str], json_file: str | None) -> None:
-    if importlib.util.find_spec("vllm") is None:
+def _check_input(model: str, engine: Sequence[str]) -> None:
+    if find_spec("vllm") is None:
         raise ConfigError("vLLM is not installed here: install kvpool into vLLM's environment")
     if model.startswith((".", "/", "~")) and not os.path.isdir(model):
         raise ConfigError(f"there is no directory {model}; give a model's directory, or its name")
     for option in CHOSEN:
         if option_of(engine, option) is not None:
             raise ConfigError(f"{option} behind --: kvpool try starts and asks its own engines")
-    if json_file is not None and not os.access(os.path.dirname(json_file) or ".", os.W_OK):
-        raise ConfigError(f"--json {json_file}: there is no such directory that can be written to")
-    if json_file is not None and os.path.isdir(json_file):
-        raise ConfigError(f"--json {json_file} is a directory; name a file")
 
 
 @contextlib.contextmanager
