@@ -1,6 +1,7 @@
 """The details of a prompt in an answer's `usage`: the counts of the engine that computed it."""
 
 import asyncio
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from tests.support import scripted_http
 from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig
 from tests.support.scripted_protocol import Usage
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
+from vllm_kvpool.router.dataplane.calls import AnswerStream
 from vllm_kvpool.router.dataplane.request_body import ApiPath
-from vllm_kvpool.router.dataplane.request_handler import PROMPT_GRACE_S
+from vllm_kvpool.router.dataplane.request_handler import PROMPT_GRACE_S, RequestHandler
 from vllm_kvpool.router.dataplane.upstream import Upstream
 
 LONG = "hello world " * 400  # over a thousand tokens: worth a prefill of its own
@@ -151,6 +153,39 @@ async def test_usage_waits_a_moment_for_the_counts_of_prefill(
         monkeypatch.setattr(Upstream, "post", post)
         assert await details_of(rig, path, {**body, "max_tokens": 2}) == told
         assert rig.counts["served"] == 1
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "stream" not in form])
+async def test_answer_that_comes_in_one_read_before_the_counts_of_prefill_is_told_once(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the decoder's stream is read when it has ended."""
+    own_post, own_send = Upstream.post, RequestHandler._send_on
+    read: defaultdict[int, bytes] = defaultdict(bytes)
+
+    async def post(upstream: Upstream, url: str, body: bytes, *more: Any, **named: Any) -> Any:
+        answer = await own_post(upstream, url, body, *more, **named)
+        if b'"hand_over":true' in body:
+            await asyncio.sleep(0.05)
+        return answer
+
+    def send_on(handler: RequestHandler, stream: AnswerStream, data: bytes) -> bool:
+        read[id(stream)] += data
+        if b"[DONE]" not in read[id(stream)]:
+            return True
+        return own_send(handler, stream, read.pop(id(stream)))
+
+    path, body = FORMS[form]
+    body = {"max_tokens": 8, **body}
+    async with RouterRig(1, 1, spec=SPEC, config=TRUSTING) as rig:
+        let_tell(monkeypatch, rig, (PREFILL, DECODE))
+        monkeypatch.setattr(Upstream, "post", post)
+        monkeypatch.setattr(RequestHandler, "_send_on", send_on)
+        before = rig.engines[0].counts.received[path]
+        reply = await rig.complete(body, path)
+        assert rig.engines[0].counts.received[path] == before + 1, "it was computed apart"
+        expected = await rig.complete(body, path, at=rig.engines[1])
+        assert (reply.status, reply.text) == (200, expected.text)
 
 
 # Counters

@@ -564,8 +564,9 @@ class RequestHandler:
                 self._report(Outcome.OK, self._stream_counts(call))
                 if resumer.holds_usage:
                     await self._await_details()
-                    stream.last[:0] = resumer.held_usage()
-                    self._add_to_whole(stream.last)
+                    held = resumer.held_usage()
+                    stream.last[:0] = held
+                    self._add_to_whole(held)
                 await self._end(stream.last, headers)
                 engine.finish()
                 return True
