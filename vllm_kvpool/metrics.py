@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from operator import itemgetter
 from pathlib import Path
 
 import msgspec
@@ -270,7 +271,7 @@ def named_values(samples: Samples) -> Iterator[tuple[str, float]]:
     """Each sample under its name in `stats_file`: by name and labels, from the lowest bucket on."""
     for name in sorted(samples):
         metric = METRICS[name]
-        for labels, value in sorted(samples[name].items(), key=_labels_of):
+        for labels, value in sorted(samples[name].items(), key=itemgetter(0)):
             pairs = [
                 f"{label}={text.translate(_ESCAPES)}"
                 for label, text in zip(metric.labels, labels, strict=True)
@@ -282,10 +283,6 @@ def named_values(samples: Samples) -> Iterator[tuple[str, float]]:
                 series = _named(name, [*pairs, f"le={_bound_name(metric.bounds, number)}"])
                 yield f"{series}.count", count
                 yield f"{series}.sum", total
-
-
-def _labels_of(item: tuple[tuple[str, ...], object]) -> tuple[str, ...]:
-    return item[0]
 
 
 def _named(name: str, pairs: list[str]) -> str:
@@ -323,7 +320,8 @@ class MetricSeries:
         """Grow a counter."""
         assert self.metric.kind is _C, self.metric.name
         with self._lock:
-            self.value += amount  # type: ignore[operator]
+            assert not isinstance(self.value, dict)
+            self.value += amount
             self._changed[self] = None
 
     def set(self, value: float) -> None:
@@ -395,8 +393,7 @@ class MetricsRegistry:
         samples: Samples = {}
         with self._lock:
             for each in self._series.values():
-                value = dict(each.value) if isinstance(each.value, dict) else each.value
-                samples.setdefault(each.metric.name, {})[each.labels] = value
+                samples.setdefault(each.metric.name, {})[each.labels] = _copy_of(each.value)
         return samples
 
     def take_changes(self) -> Samples:
@@ -407,10 +404,7 @@ class MetricsRegistry:
         if not self._changed:  # read without the lock: what comes now is of the next step
             return {}
         with self._lock:
-            changed = [
-                (each, dict(each.value) if isinstance(each.value, dict) else each.value)
-                for each in self._changed
-            ]
+            changed = [(each, _copy_of(each.value)) for each in self._changed]
             self._changed.clear()
         samples: Samples = {}
         for series, value in changed:
@@ -419,6 +413,10 @@ class MetricsRegistry:
             if growth is not None:
                 samples.setdefault(series.metric.name, {})[series.labels] = growth
         return samples
+
+
+def _copy_of(value: float | Buckets) -> float | Buckets:
+    return dict(value) if isinstance(value, dict) else value
 
 
 def _growth(series: MetricSeries, value: float | Buckets) -> float | Buckets | None:
@@ -445,7 +443,7 @@ def merge_samples(into: Samples, more: Samples) -> None:
         for labels, value in series.items():
             before = known.get(labels)
             if before is None:
-                known[labels] = dict(value) if isinstance(value, dict) else value
+                known[labels] = _copy_of(value)
             elif isinstance(before, dict):
                 assert isinstance(value, dict), name
                 for number, (count, total) in value.items():

@@ -146,9 +146,8 @@ def measure(
     seed = random.SystemRandom().getrandbits(64)  # no store has prompts of this run
     for life in range(2):
         with _engines(trial, directory, say) as engines:
-            longest = engines[WITHOUT].read_model()
             if workload is None:
-                workload = _workload(trial, engines[WITHOUT], longest, seed, say)
+                workload = _workload(trial, engines[WITHOUT], seed, say)
                 warm_up = workload.before[0].new_tokens[::-1]
                 total = len(workload.before) + len(workload.after)
             for engine in engines.values():
@@ -175,12 +174,13 @@ class _Engine(EngineServer):
     def __init__(self, pid: int, is_running: Callable[[], bool], url: str, log: Path) -> None:
         super().__init__(pid, is_running, url, log)
         self._name = ""
+        self.max_tokens = 0
+        """The model's longest sequence, once `read_model` has read it."""
 
-    def read_model(self) -> int:
-        """Read the served model's name, which `ask` needs; return its longest sequence."""
+    def read_model(self) -> None:
+        """Read the served model's name, which `ask` needs, and its longest sequence."""
         [card, *_] = self._call("/v1/models", None)["data"]
-        self._name = card["id"]
-        return int(card["max_model_len"])
+        self._name, self.max_tokens = card["id"], int(card["max_model_len"])
 
     def ask(self, prompt: Sequence[int], answer_tokens: int) -> tuple[TimedAnswer, list[int]]:
         """Return an answer without its CPU time, and its tokens. Blocks.
@@ -295,9 +295,8 @@ def _exits_held() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def _workload(
-    trial: Trial, engine: _Engine, longest: int, seed: int, say: Callable[[str], None]
-) -> Workload:
+def _workload(trial: Trial, engine: _Engine, seed: int, say: Callable[[str], None]) -> Workload:
+    longest = engine.max_tokens
     words = sorted(set(tokenize(TEXT, engine.url)))
     if not trial.trace:
         return conversations(words, longest, trial.chunk_tokens, random.Random(seed))

@@ -261,7 +261,7 @@ class Executor:
             message = self._next_message(closing)
             match message:
                 case BatchDone(batch):
-                    if batch in self._engine.running or self._lanes.has_returned(batch):
+                    if batch in self._engine.running or self._lanes.take_back(batch):
                         self._step(message)
                 case LoadPlan() | SavePlan() | PrefetchPlan():
                     self._step(self._as_job(message))

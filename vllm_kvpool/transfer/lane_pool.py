@@ -124,8 +124,8 @@ class LanePool:
         outbox: SimpleQueue[Any],
         registry: MetricsRegistry,
         call_timeout_s: float,
-        on_hung: Callable[[LaneName], None] = lambda lane: None,
-        on_lane_start: Callable[[], None] = lambda: None,
+        on_hung: Callable[[LaneName], None],
+        on_lane_start: Callable[[], None],
     ) -> None:
         self.call_timeout_s = call_timeout_s
         self.threads: list[LaneThread] = []
@@ -188,8 +188,8 @@ class LanePool:
             self._close_lane(lane)
         return batch
 
-    def has_returned(self, batch: Batch) -> bool:
-        """Take note that a batch is done; True if its call had hung."""
+    def take_back(self, batch: Batch) -> bool:
+        """Take back the thread of a call that has returned; False if the call had not hung."""
         thread = self.hung.pop(batch, None)
         if thread is None:
             return False

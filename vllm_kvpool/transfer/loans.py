@@ -57,7 +57,7 @@ class _Lending:
 
 
 class Loans:
-    """What this rank borrows, lends and retains; a loan is named by the other member and an id.
+    """The slabs that this rank borrows, lends and retains. A loan has the other member and an id.
 
     A loan lasts `loan_s`: for the borrower since before it asks, for the lender since it was asked.
     So a scatter that ends in time has read what was lent; one that ends later is a lost cell
@@ -77,7 +77,7 @@ class Loans:
         self._fetches = fetches
         self._set = replicas or ReplicaSet((), 0.0, 0.0, 0)
         self._num_asked = 0
-        # In order of time: borrowed slabs that no answer has come for, and lent ones.
+        # Asks without an answer, and lent slabs; the oldest first.
         self._asked: dict[tuple[int, int], tuple[Batch, float]] = {}
         self._lent: dict[tuple[int, int], _Lending] = {}
         self._retained: dict[CacheEntry, float] = {}  # until when, in order

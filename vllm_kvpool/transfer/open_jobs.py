@@ -4,7 +4,7 @@ The engine thread owns them.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_kvpool.metrics import MetricsRegistry
@@ -42,21 +42,19 @@ class OpenJobs:
         trace: Trace,
         record_span: RecordSpan,
         chunk_tokens: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._trace = trace
         self._record_span = record_span
         self._chunk_tokens = chunk_tokens
-        self._clock = clock
         self._jobs: dict[JobId, _OpenJob] = {}
 
     def open(self, plan: LoadPlan | SavePlan) -> None:
-        self._jobs[plan.job_id] = _OpenJob(plan, self._clock())
+        self._jobs[plan.job_id] = _OpenJob(plan, time.monotonic())
 
     def account(self, report: Report) -> None:
         """Count a report; the last one of a job closes it."""
-        now = self._clock()
+        now = time.monotonic()
         match report:
             case SaveDone():
                 job = self._jobs.pop(report.job_id)
