@@ -46,6 +46,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno())
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Refuse parameters that are a set: each process orders its strings otherwise, and xdist runs
+    nothing unless all its processes have collected the same tests in the same order."""
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        values = mark.kwargs.get("argvalues", *mark.args[1:2])
+        if isinstance(values, set | frozenset):
+            pytest.fail(f"{metafunc.definition.nodeid}: sort the set of parameters", pytrace=False)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Have vLLM look at a model's class here, where it starts a Python for it, which imports vLLM:

@@ -12,7 +12,7 @@ from vllm_kvpool.embeds.machines.states import TRANSITIONS, GrantState, Transfer
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "embeddings.md"
 FIRST = (TransferState.BOOTSTRAPPING, GrantState.GRANTED)
-ENDS = {TransferState.FAILED, TransferState.CANCELLED}
+ENDS = (TransferState.FAILED, TransferState.CANCELLED)
 
 
 @pytest.mark.parametrize(("old", "new"), pairs_of(*FIRST), ids=str)
@@ -28,11 +28,15 @@ def test_every_state_is_reached_from_the_first(first: Enum) -> None:
 def test_diagram_of_the_document_has_the_moves_of_the_table() -> None:
     (diagram,) = re.findall(r"stateDiagram-v2\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     drawn = set(re.findall(r"^ *(\w+) --> (\w+)", diagram, re.MULTILINE))
-    states = set(TransferState) - ENDS
-    moves = {(old.value, new.value) for old in states for new in set(TRANSITIONS[old]) - ENDS}
+    states = set(TransferState).difference(ENDS)
+    moves = {
+        (old.value, new.value) for old in states for new in set(TRANSITIONS[old]).difference(ENDS)
+    }
     assert drawn == moves
     for old in states:
-        assert set(TRANSITIONS[old]) >= ENDS, "every state can also end as failed or cancelled"
+        assert set(TRANSITIONS[old]).issuperset(ENDS), (
+            "every state can also end as failed or cancelled"
+        )
 
 
 @pytest.mark.parametrize("end", ENDS, ids=str)
