@@ -30,12 +30,13 @@ class Server:
         args: Sequence[str] = (),
         python: Path = Path(sys.executable),
         env: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("-m", "vllm.entrypoints.openai.api_server"),
     ) -> None:
         (port,) = free_ports(1)
         self.url = f"http://{HOST}:{port}"
         self._log = log
         command = [
-            *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *(str(python), *program, "--model", str(model)),
             *("--host", HOST, "--port", str(port), *ENGINE_ARGS),
             *("--kv-transfer-config", transfer, *args),
         ]
@@ -62,7 +63,7 @@ class Server:
         deadline = time.monotonic() + START_LIMIT_S
         while not self._is_up():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                self._end()
+                self.end()
                 raise AssertionError(self._log.read_text()[-6000:])
             time.sleep(0.2)
         return self
@@ -72,15 +73,15 @@ class Server:
         try:
             self._process.wait(STOP_LIMIT_S)
         finally:
-            self._end()
+            self.end()
 
     def _is_up(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
             return httpx.get(f"{self.url}/health", verify=False).status_code == 200
         return False
 
-    def _end(self) -> None:
-        """Whatever is left of its group."""
+    def end(self) -> None:
+        """Kill whatever is left of its process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(STOP_LIMIT_S)

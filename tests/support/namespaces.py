@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -65,6 +65,27 @@ def enter(namespace: str) -> None:
         if _libc.setns(place.fileno(), CLONE_NEWNET):
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error), namespace)
+
+
+@contextmanager
+def joined_hosts(first: str, second: str, bits: int) -> Iterator[tuple[str, str]]:
+    """Two hosts with these addresses and a cable between them; yields their namespaces' names.
+
+    NoNamespaces where this machine does not allow it.
+    """
+    require_namespaces()
+    names = f"kvpool-{os.getpid()}-first", f"kvpool-{os.getpid()}-second"
+    with ExitStack() as undo:
+        for name in names:
+            ip("netns", "add", name)
+            undo.callback(ip, "netns", "delete", name)
+        cable = ["link", "add", "eth0", "netns", names[0], "type", "veth"]
+        ip(*cable, "peer", "name", "eth0", "netns", names[1])
+        for name, address in zip(names, (first, second), strict=True):
+            ip("-n", name, "address", "add", f"{address}/{bits}", "dev", "eth0")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", "eth0", "up")
+        yield names
 
 
 class Inside:
