@@ -4,6 +4,7 @@ import faulthandler
 import gc
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +18,9 @@ STDERR: pytest.StashKey[int] = pytest.StashKey()
 """The standard error of the process itself, not of a test."""
 GRACE_S = 60.0
 """How much longer than its limit a test may go on, before it ends its process."""
+EXITS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+"""Signals that a shell's background and `nohup` ignore; commands that tests start would inherit it,
+and not end by the signals that tests send them."""
 
 # What is imported and collected stays: to look for garbage in it took a tenth of that time.
 gc.disable()
@@ -44,6 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[COLLECTED] = set()
     assert sys.__stderr__ is not None
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno())
+    for number, handler in EXITS.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -62,7 +62,6 @@ async def test_router_without_keys_refuses_pages_and_names_that_are_not_its_own(
             async with rig.session.request(method, rig.url + path, **more) as got:
                 assert got.status == 403, headers
                 assert "error" in await got.json()
-        assert rig.engines[0].counts.received[path] <= 1  # models are asked for at its start
 
 
 async def test_router_takes_its_own_names() -> None:

@@ -60,7 +60,7 @@ CHUNK = 32
 CELLS_PER_CHUNK = HEADS * 2
 LANES = dict.fromkeys(lane_names(1), 1) | {LaneName(OpKind.GET, 0): 2}
 LIMITS = LaneLimits(batches=3, batch_ops=4, batch_bytes=1 << 20, budget_bytes=1 << 22)
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 SLACK_S = 5.0  # of a machine with other things to do
 MODEL = make_namespace("model", "0" * 12)
 HASHES = (b"\x01" * 20, b"\x02" * 20, b"\x03" * 20)
