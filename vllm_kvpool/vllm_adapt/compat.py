@@ -1,7 +1,8 @@
 """Differences between releases of vLLM (0.23 to 0.33), and vLLM's own wrong computations.
 
 No other module knows releases. A feature is looked for by its name in vLLM, not by a version. So
-other releases work as long as they have the names. `DEFECTS` has the combinations that vLLM is
+other releases work as long as they have the names. `EQUAL_RELEASES` alone names versions: an engine
+of any other release shares with its own release. `DEFECTS` has the combinations that vLLM is
 known to compute wrongly; docs/failures.md and tests have the same rows.
 """
 
@@ -24,6 +25,17 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+
+EQUAL_RELEASES = frozenset(
+    (
+        *("0.23.0", "0.24.0", "0.25.0", "0.25.1", "0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0"),
+        *("0.30.0", "0.31.0", "0.32.0", "0.33.0"),
+    )
+)
+"""Releases that compute the same KV from the same options, and whose defaults of options that count
+mean the same. A release is added after its defaults were compared and its namespaces were found
+equal (`tests/vllm_adapt/identity`)."""
+_BUILD = re.compile(r"\+(cpu|cu|empty|precompiled|rocm|tpu|xpu)[\w.]*")  # what vLLM's setup.py adds
 
 MOST_FRAMES = 24
 _A = TypeVar("_A")
@@ -326,6 +338,17 @@ def model_class_overrides(model: Any) -> Mapping[str, str]:
     return getattr(model, "model_class_overrides", {})  # not in vLLM 0.23
 
 
+def release_apart() -> str:
+    """Return the release of vLLM if it counts in namespaces; "" of `EQUAL_RELEASES`.
+
+    vLLM's own name of a build says for which device it is. Any other suffix counts: a fork's.
+    """
+    import vllm
+
+    version = str(vllm.__version__)
+    return "" if _BUILD.sub("", version) in EQUAL_RELEASES else version
+
+
 def source_of_random_weights() -> str:
     """Name the source of random weights: the releases, and the device, whose generator it is."""
     import vllm
@@ -495,18 +518,6 @@ def refuse_missing_embeddings(connector: str) -> None:
             self.kv_transfer_config = transfer
 
     VllmConfig._resolve_mm_embedding_inputs = resolve_without
-
-
-def reloads_read_the_path_alone() -> bool:
-    """Return True if a reload of weights from another path forgets revision and object storage.
-
-    vLLM 0.27.1 goes on with both: it reads another repository at the old revision.
-    """
-    try:
-        from vllm.model_executor.model_loader.reload.inplace import reload_weights
-    except ModuleNotFoundError:
-        return False
-    return {"revision", "model_weights"} <= set(reload_weights.__code__.co_names)
 
 
 def ignores_spans_of_media(model: Any) -> bool:

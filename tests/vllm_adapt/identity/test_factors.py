@@ -45,13 +45,12 @@ from vllm_kvpool.vllm_adapt.engine_config import read_engine
 from vllm_kvpool.vllm_adapt.identity import ascend_options
 from vllm_kvpool.vllm_adapt.identity import namespace as identity_namespace
 from vllm_kvpool.vllm_adapt.identity.factors import (
-    _FORMS,
     ENVIRONMENT_LEFT_OUT,
     LEFT_OUT_OF_EMBEDDINGS,
     LEFT_OUT_OF_KV,
     LIBRARY_VARIABLES,
-    NEUTRAL,
     canonical,
+    default_of,
     environment_factors,
     factors,
 )
@@ -73,53 +72,30 @@ NEWER = "return_sampling_mask" in {field.name for field in dataclasses.fields(Mo
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
 UNSEEN = "a value that no release has"
 
-# What the tables name and one of the releases does not have.
-ONLY_OLDER = {
+# What the table names and the newer release does not have: of 0.23.0, of 0.28 to 0.31, and of 0.33,
+# which has no build for CPUs.
+OF_OTHER_RELEASES = {
     "CacheConfig.user_specified_mamba_block_size",
     "ModelConfig.enable_return_routed_experts",
-}
-# Of vLLM 0.33, which has no build for CPUs: only its sources have been compared.
-ONLY_LATER = {
+    "CacheConfig.enable_mamba_fine_grained_prefix_cache",
     "AttentionConfig.indexer_tp_shard_min_rows",
     "AttentionConfig.minimax_m3_indexer_cp",
     "CacheConfig.simple_cpu_offload_num_blocks",
     "VllmConfig.watchdog_config",
 }
-# Of vLLM 0.28 to 0.31: tried by hand, since no test runs them.
-ONLY_BETWEEN = {"CacheConfig.enable_mamba_fine_grained_prefix_cache"}
-ONLY_NEWER = {
-    "CacheConfig.kv_cache_max_concurrency",
-    "CacheConfig.kv_cache_size_tokens",
-    "CacheConfig.prefix_match_unit",
-    "CacheConfig.skip_page_size_padded",
-    "KernelConfig.enable_cutedsl_warmup",
-    "KernelConfig.enable_jit_warmup",
-    "ModelConfig.sleep_mode_backend",
-    "MultiModalConfig.mm_hasher_algorithm",
-    "MultiModalConfig.mm_ipc_gpu_memory_gb",
-    "VllmConfig.ec_manager_config",
-    "AttentionConfig.hisparse_config",
-    "AttentionConfig.sparse_mla_prefill_workspace_factor",
-    "AttentionConfig.tokenspeed_mla_min_split_kv",
-    "CacheConfig.cache_hit_alignment_tokens",
-    "CacheConfig.effective_attention_block_size",
-    "CacheConfig.enable_mamba_shared_prefix_checkpoint",
-    "CacheConfig.kv_cache_layout",
-    "CacheConfig.prefix_cache_retention_interval",
-    "KernelConfig.enable_rocm_segmented_attn_autotune",
-    "ModelConfig.enable_nccl_comm_suspend",
-    "ModelConfig.enable_trace_replay",
-    "ModelConfig.is_submodel_config",
-    "ModelConfig.return_sampling_mask",
-    "ModelConfig.sleep_mode_offload_cudagraph",
-    "ModelConfig.sleep_preserve_parameter_names",
-    "ModelConfig.word_embeddings_untied_by_checkpoint",
-    "MultiModalConfig.allow_missing_mm_embeddings",
-    "VllmConfig.aux_output_config",
-    "VllmConfig.engram_config",
-    "VllmConfig.logging_config",
-    "VllmConfig.watermark_config",
+NEWER_ALONE = pytest.mark.skipif(not NEWER, reason="the tables are of the newest release")
+# Defaults of fields that count and say more than that nothing was asked for.
+DEFAULTS: dict[str, Any] = {
+    "CacheConfig.replayssm_buffer_len": 16,
+    "LoadConfig.ignore_patterns": ["original/**/*"],
+    "AttentionConfig.trtllm_ragged_backend": "trtllm-gen",
+    "AttentionConfig.minimax_m3_msa_decode_backend": "triton",
+    "CacheConfig.swa_bounded_replay": True,
+    "MambaConfig.backend": "TRITON",
+    "MultiModalConfig.mm_device_do_normalize": True,
+    "MultiModalConfig.video_pruning_method": "evs",
 }
+NOTHING_ASKED: tuple[Any, ...] = (None, False, "auto", {}, [])
 
 
 @pytest.fixture(scope="module")
@@ -191,20 +167,20 @@ def test_every_field_counts_or_is_left_out_with_a_reason(whole: VllmConfig) -> N
 
 
 @pytest.mark.parametrize(
-    ("section", "name", "values", "counts"),
+    ("section", "name", "default", "value", "counts"),
     [
-        ("AttentionConfig", "use_fp4_indexer_cache", (None, False), False),
-        ("AttentionConfig", "use_fp4_indexer_cache", (None, True), True),
-        ("CacheConfig", "enable_mamba_fine_grained_prefix_cache", (False, True), False),
+        ("AttentionConfig", "use_fp4_indexer_cache", None, True, True),
+        ("AttentionConfig", "indexer_kv_dtype", "bf16", "fp8", True),
+        ("CacheConfig", "enable_mamba_fine_grained_prefix_cache", False, True, False),
     ],
 )
 def test_fields_of_releases_that_no_test_runs(
-    section: str, name: str, values: tuple[Any, Any], counts: bool
+    section: str, name: str, default: Any, value: Any, counts: bool
 ) -> None:
-    make = dataclasses.make_dataclass(section, [name])
-    first, second = (factors(make(each)) for each in values)
-    assert (first != second) is counts
-    assert first == {}
+    field = (name, Any, dataclasses.field(default=default))
+    make = dataclasses.make_dataclass(section, [field])
+    assert factors(make()) == factors(make(default)) == {}
+    assert factors(make(value)) == ({name: value} if counts else {})
 
 
 def test_what_is_left_out_is_not_seen(whole: VllmConfig) -> None:
@@ -221,47 +197,70 @@ def test_every_field_counts_for_embeddings_or_is_left_out_with_a_reason(whole: V
             assert changed(each, read), each.full_name
 
 
+@NEWER_ALONE
 def test_the_tables_name_only_what_there_is(whole: VllmConfig) -> None:
     names = {each.full_name for each in fields_of(whole, {})}
     names |= {f"VllmConfig.{field.name}" for field in dataclasses.fields(whole)}
     assert "ModelConfig.enforce_eager" in names
     elsewhere = set(LEFT_OUT_OF_EMBEDDINGS) - names - {"KernelConfig.ir_op_priority"}
-    assert elsewhere == ONLY_LATER | ONLY_BETWEEN | (ONLY_OLDER if NEWER else ONLY_NEWER), (
-        vllm.__version__
-    )
+    assert elsewhere == OF_OTHER_RELEASES
 
 
-def test_the_defaults_of_this_release_are_neutral(whole: VllmConfig) -> None:
-    """Or a release would share nothing with the others."""
-    plain = {}
-    for each in fields_of(whole):
-        if each.full_name in LEFT_OUT_OF_KV:
-            continue
-        default = each.field.default
-        if each.field.default_factory is not dataclasses.MISSING:
-            default = each.field.default_factory()
-        elif hasattr(default, "get_default"):
-            default = default.get_default(call_default_factory=True)
-        form = _FORMS.get(each.full_name)
-        plain[each.full_name] = canonical(form(default, whole) if form else default)
-    assert plain == {name: NEUTRAL.get(name, "(not known)") for name in plain}
+def test_the_defaults_of_a_release_that_counts_as_equal_are_known(whole: VllmConfig) -> None:
+    """They are not written, so a release of `EQUAL_RELEASES` must mean by them what others do."""
+    assert not compat.release_apart()
+    counted = [each for each in fields_of(whole) if each.full_name not in LEFT_OUT_OF_KV]
+    plain = {each.full_name: canonical(default_of(each.field)) for each in counted}
+    unusual = {name: value for name, value in plain.items() if value not in NOTHING_ASKED}
+    assert unusual == {name: DEFAULTS.get(name, "(not known)") for name in unusual}
+
+
+EQUAL = (
+    *("0.23.0", "0.32.0+cu129", "0.32.0+cpu", "0.26.0+empty", "0.32.0+rocm700"),
+    "0.33.0+cu130.precompiled",
+)
+APART_FROM_OTHERS = (
+    *("0.32.1", "0.34.0", "0.32.0rc1", "0.33.1.dev5+gabc.cu129", "0.32.0+fork", "dev"),
+)
+
+
+@pytest.mark.parametrize("release", [*EQUAL, *APART_FROM_OTHERS])
+def test_a_release_counts_unless_it_is_known_to_be_equal(
+    whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, release: str
+) -> None:
+    before = namespace(whole)
+    monkeypatch.setattr(vllm, "__version__", release)
+    assert compat.release_apart() == ("" if release in EQUAL else release)
+    assert (namespace(whole) == before) is (release in EQUAL)
 
 
 @pytest.mark.parametrize("owner", [ModelConfig, AttentionConfig, LoRAConfig, VllmConfig])
 @pytest.mark.parametrize("value", [False, True])
-def test_a_field_that_nobody_knows_counts(
+def test_a_field_that_nobody_knows_counts_if_it_is_set(
     whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, owner: type, value: bool
 ) -> None:
     """As a later release may add one, with whatever default."""
-    later = dataclasses.make_dataclass("Later", [("later", bool, dataclasses.field(default=False))])
+    fields = [("later", bool, dataclasses.field(default=not value))]
+    later = dataclasses.make_dataclass("Later", fields)
     before = namespace(whole)
     monkeypatch.setitem(
         owner.__dataclass_fields__,  # type: ignore[attr-defined]
         "later",
         dataclasses.fields(later)[0],
     )
+    monkeypatch.setattr(owner, "later", not value, raising=False)
+    assert namespace(whole) == before
     monkeypatch.setattr(owner, "later", value, raising=False)
     assert namespace(whole) != before
+
+
+@pytest.mark.parametrize(
+    "field", [dataclasses.field(), *(dataclasses.field(default=value) for value in (0, False))]
+)
+def test_a_field_without_a_default_or_of_another_type_counts(field: Any) -> None:
+    """To Python 0.0 is 0, and False."""
+    make = dataclasses.make_dataclass("LoadConfig", [("later", Any, field)])
+    assert factors(make(0.0)) == {"later": 0.0}
 
 
 # The environment
@@ -273,18 +272,6 @@ PATTERNS_OF_OTHERS = {
     *("HCCL_SO_PATH", "SOC_VERSION", "VLLM_VERSION"),
 }
 PATTERNS_OF_OLDER = {"VLLM_MM_HASHER_ALGORITHM", "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"}
-PATTERNS_OF_NEWER = {
-    "FORCE_COLOR",
-    *("VLLM_BUILD_*", "VLLM_EC_SIDE_CHANNEL_*", "VLLM_ENABLE_COHERE_API"),
-    *("VLLM_ENABLE_STARTUP_PLAN", "VLLM_FASTSAFETENSORS_QUEUE_SIZE", "VLLM_GPU_SYNC_CHECK"),
-    *("VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS", "VLLM_IMAGE_TAG", "VLLM_MAX_AUDIO_PREPROCESS_WORKERS"),
-    *("VLLM_MAX_COMPLETION_PROMPTS", "VLLM_P2P_*", "VLLM_REGEX_COMPILATION_TIMEOUT_S"),
-    "VLLM_WSL2_ENABLE_PIN_MEMORY",
-    *("VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT", "VLLM_KV_OFFLOAD_*", "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS"),
-    *("VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB", "VLLM_MAX_NUM_BAD_WORDS", "VLLM_MAX_STOP_STRINGS"),
-    *("VLLM_RAISE_ON_LOGIT_NANS", "VLLM_SKIP_VERSION_SUFFIX"),
-    "VLLM_TRITON_JIT_WARMUP_NUM_THREADS",
-}
 
 
 def leaves_out(name: str) -> bool:
@@ -313,11 +300,11 @@ def test_images_that_a_cpu_computes_causally_keep_engines_apart(
     assert namespace(config) != on_cpu
 
 
+@NEWER_ALONE
 def test_the_patterns_match_only_what_there_is() -> None:
     known = compat.environment_variables()
     unused = {p for p in ENVIRONMENT_LEFT_OUT if not any(fnmatchcase(n, p) for n in known)}
-    elsewhere = PATTERNS_OF_OLDER if NEWER else PATTERNS_OF_NEWER
-    assert unused == PATTERNS_OF_OTHERS | elsewhere
+    assert unused == PATTERNS_OF_OTHERS | PATTERNS_OF_OLDER
 
 
 @pytest.mark.parametrize(

@@ -433,26 +433,18 @@ def test_weights_are_those_of_the_folder_that_vllm_downloads_to(
     assert versions[0] != versions[1]
 
 
-READS_THE_PATH_ALONE = {"0.23.0": False, "0.32.0": True}
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_another_repository_may_be_read_at_the_revision_of_the_start(
+def test_a_reload_by_the_name_of_a_repository_has_no_name(
     engine_class: type[Core], cached: Callable[..., None], checkpoints: list[Path]
 ) -> None:
-    for revision in ("main", "v1"):
-        cached("org/other", revision)
+    """Releases differ in the revision that they read, and in where object storage is left."""
+    cached("org/other", "main")
     local, own = str(checkpoints[1]), checkpoints[0]
-    main, of_local = version_of_files("org/other"), version_of_files(local)
-    assert main.startswith("sample:")
-    reads_alone = since(READS_THE_PATH_ALONE, vllm.__version__)
-    assert reload(engine_class(own), weights_path="org/other") == main
-    core = engine_class(own, "v1")
-    assert reload(core, weights_path="org/other").startswith(main if reads_alone else "drawn:")
-    assert reload(core).startswith(main if reads_alone else "drawn:")
-    assert reload(core, weights_path=local) == of_local, "a directory has no revisions"
+    core = engine_class(own)
+    assert reload(core, weights_path="org/other").startswith("drawn:")
+    assert reload(core).startswith("drawn:")
+    assert reload(core, weights_path=local) == version_of_files(local)
     core.vllm_config.model_config.model_weights = "s3://bucket/model"
-    assert reload(core, weights_path=local).startswith(of_local if reads_alone else "drawn:")
+    assert reload(core, weights_path=local).startswith("drawn:")
 
 
 def test_a_reload_that_fails_leaves_the_path_unknown(core: Core, checkpoints: list[Path]) -> None:

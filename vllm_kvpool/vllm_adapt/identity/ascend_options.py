@@ -2,7 +2,7 @@
 
 `NPUPlatform` writes options into `additional_config` by itself, by graph mode and role, so the
 field cannot count as it stands. Every option counts, except those that a table leaves out with a
-reason; an option that nobody has classified counts. An option that counts and has the value of
+reason. An option that counts and has the value of
 `NEUTRAL` counts as not set. `tests/support/ascend_options.py` has the options of each release of
 vLLM-Ascend that is tested.
 """
@@ -51,29 +51,6 @@ LEFT_OUT: Table = {
 }
 """Options by name, with the reason why they do not count; an option of a section by its path."""
 
-COUNTED: Table = {
-    "enable_dsa_cp": "another attention computation of sparse models",
-    "enable_fused_mc2": "quantises activations otherwise, and drops tokens above a limit",
-    "enable_hamming_sparse": "attends to a part of the tokens",
-    "enable_kv_nz": "another order of bytes in pages; refused",
-    "enable_sparse_li_c8": "quantises an indexer's keys",
-    "enable_sparse_sfa_c8": "quantises the latent",
-    "hamming_sparse.enabled": "attends to a part of the tokens",
-    "hamming_sparse.sparse_json_location": "says to which part",
-    "mega_moe_max_tokens": "above it `enable_fused_mc2` drops tokens",
-    "mix_placement": "routes shared experts with the others",
-    "pa_shape_list": "another attention kernel, as `AttentionConfig.backend` counts",
-    "sparse_kv_offload_config.dram_size_per_dp_GB": "pages of another form",
-    "sparse_kv_offload_config.enabled": "pages of another form",
-    "sparse_kv_offload_config.keep_device_kv_cache": "pages of another form",
-    "sparse_kv_offload_config.topk_buffer_size": "pages of another form",
-    "weight_nz_mode": "another order of weights, and other kernels that multiply them",
-    "xlite_graph_config.enabled": "another runtime computes the model",
-    "xlite_graph_config.full_mode": "that runtime computes prompts, too",
-}
-"""Known options that count, with what they change. The table is for readers: an unknown option
-counts, too."""
-
 NEUTRAL: Mapping[str, Any] = {
     "enable_dsa_cp": False,
     "enable_fused_mc2": 0,
@@ -92,7 +69,8 @@ NEUTRAL: Mapping[str, Any] = {
     "xlite_graph_config.enabled": False,
     "xlite_graph_config.full_mode": False,
 }
-"""Defaults of options that count: an engine that writes them out computes as one that does not."""
+"""Defaults of options that count: an engine that writes them out computes as one that does not.
+vLLM-Ascend declares them in code alone."""
 
 VARIABLES: Table = {
     "MSMONITOR_USE_DAEMON": "msmonitor_use_daemon",
@@ -115,7 +93,7 @@ VARIABLES_LEFT_OUT: Table = {
 } | {name: "its option does not count" for name, option in VARIABLES.items() if option in LEFT_OUT}
 """Environment variables that do not count, with the reason."""
 
-_SECTIONS = frozenset(name.partition(".")[0] for name in (*LEFT_OUT, *COUNTED) if "." in name)
+_SECTIONS = frozenset(name.partition(".")[0] for name in (*LEFT_OUT, *NEUTRAL) if "." in name)
 
 
 def counting(additional_config: Any) -> Any:

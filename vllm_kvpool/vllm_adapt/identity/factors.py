@@ -1,18 +1,19 @@
 """Parts of vLLM's configuration and environment that change the values that an engine computes.
 
-Every field of every configuration object counts, and so does every environment variable of vLLM
-that is set. A table names the exceptions, each with a reason. So a new release of vLLM can cost
-hits, never give wrong bytes. A test (`test_factors.py`) walks all of both tested releases.
+Every field of every configuration object counts if its value is not the running release's default,
+and so does every environment variable of vLLM that is set. A table names the exceptions, each with
+a reason. A test (`test_factors.py`) walks all of both tested releases.
 
-A field whose value is in `NEUTRAL` is left out of the result: it would keep an engine apart from
-the releases that lack the field. Defaults are not taken from the running release: a new default
-keeps engines apart until the table knows it. Values have one form in all releases (`canonical`).
+A field at its default is not written: it would keep an engine apart from the releases that lack the
+field. What the defaults mean is known of the releases in `compat.EQUAL_RELEASES`; any other release
+counts by its version. So a new release of vLLM can cost hits, never give wrong bytes. Values have
+one form in all releases (`canonical`).
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -232,87 +233,6 @@ ENVIRONMENT_LEFT_OUT: Table = {
 """Names of vLLM's environment variables, some as patterns. Variables that choose a kernel count:
 many also choose what is quantised."""
 
-NEUTRAL: Mapping[str, Any] = {
-    # Defaults, which mean the same in every release that is known.
-    "VllmConfig.additional_config": {},
-    "ModelConfig.runner": "auto",
-    "ModelConfig.convert": "auto",
-    "ModelConfig.dtype": "auto",
-    "ModelConfig.code_revision": None,
-    "ModelConfig.quantization": None,
-    "ModelConfig.disable_sliding_window": False,
-    "ModelConfig.config_format": "auto",
-    "ModelConfig.hf_overrides": {},
-    "ModelConfig.model_class_overrides": {},
-    "ModelConfig.model_impl": "auto",
-    "ModelConfig.override_attention_dtype": None,
-    "CacheConfig.cache_dtype": "auto",
-    "CacheConfig.calculate_kv_scales": False,
-    "CacheConfig.kv_cache_dtype_skip_layers": [],
-    "CacheConfig.replayssm_buffer_len": 16,
-    "CacheConfig.use_replayssm": False,
-    "CacheConfig.use_kda_recoverssm": False,
-    "CacheConfig.kv_sharing_fast_prefill": False,
-    "CacheConfig.swa_bounded_replay": True,
-    "LoadConfig.load_format": "auto",
-    "LoadConfig.model_loader_extra_config": {},
-    "LoadConfig.ignore_patterns": ["original/**/*"],
-    "AttentionConfig.backend": None,
-    "AttentionConfig.minimax_m3_msa_decode_backend": "triton",
-    "AttentionConfig.backend_per_kind": {},
-    "AttentionConfig.flash_attn_version": None,
-    "AttentionConfig.use_prefill_decode_attention": False,
-    "AttentionConfig.trtllm_ragged_backend": "trtllm-gen",
-    "AttentionConfig.use_trtllm_attention": None,
-    "AttentionConfig.disable_flashinfer_q_quantization": False,
-    "AttentionConfig.mla_prefill_backend": None,
-    "AttentionConfig.use_prefill_query_quantization": False,
-    "AttentionConfig.use_fp4_indexer_cache": False,
-    "AttentionConfig.indexer_kv_dtype": "auto",
-    "AttentionConfig.indexer_sparse_logits": False,
-    "AttentionConfig.use_non_causal": False,
-    "AttentionConfig.sparse_mla_force_mqa": False,
-    "MambaConfig.backend": "TRITON",
-    "MambaConfig.enable_stochastic_rounding": False,
-    "MambaConfig.stochastic_rounding_philox_rounds": 0,
-    "MambaConfig.ssu_algorithm": None,
-    "KernelConfig.monokernel": False,
-    "KernelConfig.moe_backend": "auto",
-    "KernelConfig.enable_bf16x3_router_gemm": False,
-    "KernelConfig.sparse_indexer_topk_backend": "auto",
-    "KernelConfig.linear_backend": "auto",
-    "KernelConfig.linear_backend_per_quant": None,
-    "LoRAConfig.lora_dtype": "auto",
-    "LoRAConfig.target_modules": None,
-    "LoRAConfig.enable_tower_connector_lora": False,
-    "LoRAConfig.enable_mixed_moe_lora_format": False,
-    "LoRAConfig.enable_moe_shared_loras": False,
-    "LoRAConfig.max_lora_cls_labels": None,
-    "MultiModalConfig.language_model_only": False,
-    "MultiModalConfig.media_io_kwargs": {},
-    "MultiModalConfig.mm_processor_kwargs": None,
-    "MultiModalConfig.mm_device_do_normalize": True,
-    "MultiModalConfig.mm_encoder_only": False,
-    "MultiModalConfig.mm_encoder_attn_backend": None,
-    "MultiModalConfig.mm_encoder_attn_dtype": None,
-    "MultiModalConfig.mm_encoder_fp8_scale_path": None,
-    "MultiModalConfig.video_pruning_rate": None,
-    "MultiModalConfig.video_pruning_method": "evs",
-    "QuantizationConfigArgs.linear": None,
-    "QuantizationConfigArgs.moe": None,
-    "QuantizationConfigArgs.ignore": [],
-    "QuantizationConfigArgs.targets": None,
-    # Parts that are not there unless they are asked for; then their fields count.
-    "VllmConfig.diffusion_config": None,
-    "VllmConfig.lora_config": None,
-    "ModelConfig.multimodal_config": None,
-    "ModelConfig.quantization_config": None,
-}
-"""Values of fields that count with which an engine computes as without the field, canonical.
-
-Before a new release's default is added here, look at what it means.
-"""
-
 _FORMS_OF_SPARSE_LATENTS = ("fp8", "fp8_e4m3", "fp8_ds_mla")
 _LOADERS_OF_ALL_FILES = (
     *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor"),
@@ -328,7 +248,7 @@ class UnstableValueError(Exception):
 
 
 def factors(vllm_config: "VllmConfig", left_out: Table = LEFT_OUT_OF_KV) -> dict[str, Any]:
-    """The fields that count and are not neutral, by path (`model_config.dtype`).
+    """The fields that count and are not at their default, by path (`model_config.dtype`).
 
     Raises UnstableValueError, which names the field.
     """
@@ -346,13 +266,25 @@ def _factors(
         if _is_section(value):
             yield from _factors(value, f"{where}.", vllm_config, left_out)
             continue
-        form = _FORMS.get(name)
+        form = _FORMS.get(name, lambda value, _: value)
         try:
-            plain = canonical(value if form is None else form(value, vllm_config))
-            if name not in NEUTRAL or encoded(plain) != encoded(NEUTRAL[name]):
+            plain = canonical(form(value, vllm_config))
+            default = default_of(field)
+            if default is MISSING or encoded(plain) != encoded(
+                canonical(form(default, vllm_config))
+            ):
                 yield where, plain
         except UnstableValueError as error:
             raise UnstableValueError(f"{where}: {error}") from None
+
+
+def default_of(field: "Field[Any]") -> Any:
+    """Return a field's default in the running release; MISSING if it has none."""
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    # Pydantic's fields keep theirs within.
+    inner = getattr(field.default, "get_default", None)
+    return field.default if inner is None else inner(call_default_factory=True)
 
 
 LIBRARY_VARIABLES: Table = {
@@ -478,13 +410,6 @@ def _cache_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
     return "auto" if value == str(model.dtype).removeprefix("torch.") else value
 
 
-def _indexer_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
-    """Before 0.32 the default was "bf16" and meant what "auto" means since."""
-    section = type(vllm_config.attention_config)
-    had_no_auto = getattr(section, "indexer_kv_dtype", None) == "bf16"
-    return "auto" if had_no_auto and value == "bf16" else value
-
-
 def _file(value: Any) -> Any:
     """A file counts by what is in it."""
     if value is None:
@@ -513,9 +438,6 @@ _FORMS: Mapping[str, Form] = {
     "LoRAConfig.target_modules": lambda value, _: (
         sorted(set(value)) if isinstance(value, list) else value
     ),
-    "AttentionConfig.indexer_kv_dtype": _indexer_dtype,
-    # None in vLLM 0.28 and 0.29, which read `indexer_kv_dtype`.
-    "AttentionConfig.use_fp4_indexer_cache": lambda value, _: bool(value),
     "MultiModalConfig.mm_processor_kwargs": lambda value, _: without(value, ("device",)) or None,
     "MultiModalConfig.mm_encoder_fp8_scale_path": lambda value, _: _file(value),
 }

@@ -53,51 +53,17 @@ DRAFTER_BYTES = 6  # of a drafter's identity
 # Values of a model's configuration that count even with `weights_id`, and with defaults that its
 # files leave out.
 _ARCHITECTURE_FIELDS = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "v_head_dim",
-    "num_kv_shared_layers",
-    "attention_k_eq_v",
-    "qk_rope_head_dim",
-    "qk_nope_head_dim",
-    "kv_lora_rank",
-    "q_lora_rank",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "layer_norm_epsilon",
-    "hidden_act",
-    "activation_function",
-    "attention_bias",
-    "attention_multiplier",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "use_qk_norm",
-    "qk_layernorm",
-    "sliding_window",
-    "use_sliding_window",
-    "layer_types",
-    "no_rope_layers",
-    "attn_logit_softcapping",
-    "query_pre_attn_scalar",
-    "position_embedding_type",
-    "alibi",
-    "partial_rotary_factor",
-    "rotary_pct",
-    "rotary_dim",
-    "rope_local_base_freq",
-    "num_experts",
-    "num_experts_per_tok",
-    "num_local_experts",
-    "n_routed_experts",
-    "n_shared_experts",
-    "moe_intermediate_size",
-    "original_max_position_embeddings",
+    *("model_type", "hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"),
+    *("num_kv_shared_layers", "attention_k_eq_v", "qk_rope_head_dim", "qk_nope_head_dim"),
+    *("kv_lora_rank", "q_lora_rank", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
+    *("hidden_act", "activation_function", "attention_bias", "attention_multiplier"),
+    *("embedding_multiplier", "residual_multiplier", "use_qk_norm", "qk_layernorm"),
+    *("sliding_window", "use_sliding_window", "layer_types", "no_rope_layers"),
+    *("attn_logit_softcapping", "query_pre_attn_scalar", "position_embedding_type", "alibi"),
+    *("partial_rotary_factor", "rotary_pct", "rotary_dim", "rope_local_base_freq", "num_experts"),
+    *("num_experts_per_tok", "num_local_experts", "n_routed_experts", "n_shared_experts"),
+    *("moe_intermediate_size", "original_max_position_embeddings"),
 )
 
 # The files of a model's configuration; they do not count with `weights_id`.
@@ -274,6 +240,8 @@ def model_values(
         "architecture": canonical(_architecture(text)),
         "files": configuration_files(model, with_config=not weights_id),
     }
+    if release := compat.release_apart():
+        values["release"] = release
     if not weights_id and (others := other_models(model)):
         values["parts"] = {
             name: _part(other, vllm_config.load_config.download_dir)

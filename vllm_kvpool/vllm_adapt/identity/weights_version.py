@@ -25,7 +25,6 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from vllm_kvpool.identity.weights import FileState, adapter_stamp, sample_weights, tensor_shapes
-from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.compat import callers
 from vllm_kvpool.vllm_adapt.identity.factors import digest_of
 from vllm_kvpool.vllm_adapt.weight_sources import (
@@ -126,27 +125,12 @@ W = TypeVar("W")  # a watcher
 # Calls to all workers that do not change the weights. Any other name, and any function, may.
 HARMLESS = frozenset(
     (
-        "add_lora",
-        "check_health",
-        "compute_weight_checksums",
-        "determine_available_memory",
-        "execute_dummy_batch",
-        "get_cache_block_size_bytes",
-        "get_model_inspection",
-        "get_supported_tasks",
-        "init_weight_transfer_engine",
-        "list_loras",
-        "pin_lora",
-        "profile",
-        "release_late_interaction_query_cache",
-        "remove_lora",
-        "reset_encoder_cache",
-        "reset_mm_cache",
-        "save_sharded_state",
-        "shutdown_weight_transfer_engine",
-        "supports_draft_weight_updates",
-        "synchronize_device",
-        "update_max_model_len",
+        *("add_lora", "check_health", "compute_weight_checksums", "determine_available_memory"),
+        *("execute_dummy_batch", "get_cache_block_size_bytes", "get_model_inspection"),
+        *("get_supported_tasks", "init_weight_transfer_engine", "list_loras", "pin_lora"),
+        *("profile", "release_late_interaction_query_cache", "remove_lora", "reset_encoder_cache"),
+        *("reset_mm_cache", "save_sharded_state", "shutdown_weight_transfer_engine"),
+        *("supports_draft_weight_updates", "synchronize_device", "update_max_model_len"),
     )
 )
 
@@ -366,18 +350,11 @@ def _sources_of_reload(
     first = watched.sources if watched is not None else WeightSources.of(core.vllm_config)
     sources = _reloaded.get(core, first)
     if weights_path is not None:
-        # The workers' configuration names this path from now on, the scheduler's may not.
-        reads_it = _is_whole_name(weights_path, first, config)
-        is_known = reads_it or compat.reloads_read_the_path_alone()
+        # The workers' configuration names this path from now on, the scheduler's may not. Of a
+        # repository, releases differ in the revision that they read.
+        is_known = os.path.exists(weights_path) and not getattr(config, "model_weights", "")
         sources = _reloaded[core] = first.moved_to(weights_path) if is_known else None
     return sources if is_checkpoint_format and not rest else None
-
-
-def _is_whole_name(path: str, first: WeightSources, config: Any) -> bool:
-    """Return True if a path says what is read even if revision and object storage stay those of the
-    start."""
-    has_revisions = first.revision is not None and not os.path.exists(path)
-    return not has_revisions and not getattr(config, "model_weights", "")
 
 
 def _sleep(
