@@ -153,7 +153,9 @@ def test_memory_of_the_host_is_refused_where_the_devices_is_due() -> None:
 def test_convolutions_of_patches_are_the_hosts() -> None:
     pixels, weight, bias = torch.randn(2, 3, 28, 28), torch.randn(8, 3, 14, 14), torch.randn(8)
     on_host = torch.nn.functional.conv2d(pixels, weight, bias, stride=14)
-    here = torch.nn.functional.conv2d(pixels.npu(), weight.npu(), bias.npu(), stride=14)
+    here = torch.nn.functional.conv2d(
+        *(each.to("npu") for each in (pixels, weight, bias)), stride=14
+    )
     torch.testing.assert_close(here.cpu(), on_host)
 
 
