@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parsing": set(),
     "private_files": {"errors"},
     "sizes": {"errors"},
+    "transitions": set(),
     "metrics": {"parsing", "private_files"},
     "host_memory": {"errors"},
     "config": {"errors", "parsing", "sizes"},
@@ -32,7 +33,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("errors", "identity", "layout", "metrics", "parsing", "private_files", "staging"),
         "storage",
     },
-    "scheduler": {"config", "errors", "identity", "layout", "metrics", "storage", "transfer"},
+    "scheduler": {
+        *(
+            "config",
+            "errors",
+            "identity",
+            "layout",
+            "metrics",
+            "storage",
+            "transfer",
+            "transitions",
+        ),
+    },
     "worker": {
         "errors",
         "identity",
@@ -78,6 +90,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sizes",
         "staging",
         "storage",
+        "transitions",
         "vllm_adapt",
     },
     "connector": {

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.metrics_page import wait_for_metrics
 from tests.support.models import TEXT_VOCAB, LlamaShape, add_tokenizer, make_model
 from tests.support.mooncake_master import MooncakeMaster
 from tests.support.server_process import free_port
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 LIMIT_S = 300.0
 START_LIMIT_S = 500.0  # servers import vLLM beside whatever else there is to do
+HITS = "vllm:kvpool_hit_tokens_total"
 PROMPT = [7 * i * i % 251 + 5 for i in range(600)]
 TINY = (
     *("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", "67108864"),
@@ -55,14 +57,6 @@ def running(log: Path, *command: str, **environment: str) -> Iterator["subproces
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
-
-
-def hit_tokens(port: int) -> float:
-    """Tokens that an engine shows as loaded from the pool."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as metrics:
-        text = metrics.read().decode()
-    lines = [line for line in text.splitlines() if "kvpool_hit_tokens_total{" in line]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def ask(port: int, **options: object) -> dict[str, Any]:
@@ -153,11 +147,9 @@ def test_prefill_and_decode_over_mooncake(tmp_path: Path, model: Path) -> None:
         assert told["kvpool"]["tokens"] == 512
         answer = ask(ports["decode"], kv_transfer_params=told)
         assert answer["choices"][0]["text"] == ask(ports["prefill"])["choices"][0]["text"]
-        until = time.monotonic() + LIMIT_S
-        while (hits := hit_tokens(ports["decode"])) == 0:  # shown with the step's other counts
-            assert time.monotonic() < until
-            time.sleep(0.2)
-        assert hits == 512
+        url = f"http://127.0.0.1:{ports['decode']}"
+        page = wait_for_metrics(url, lambda page: page.total(HITS) > 0)
+        assert page.total(HITS) == 512
 
 
 def test_embeddings_come_in_rounds() -> None:

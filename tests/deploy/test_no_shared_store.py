@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.deployment import ENGINE_ARGS, Deployment, DeploymentSpec
+from tests.support.metrics_page import MetricsPage, wait_for_metrics
 from tests.support.stream_client import complete, words
 from vllm_kvpool.router.control.handovers import APART_AFTER
 
@@ -25,29 +25,26 @@ class Counts(NamedTuple):
     outcomes: dict[str, float]
 
 
-def counted(front: str) -> Counts:
-    counts = Counts({}, {})
-    for family in text_string_to_metric_families(httpx.get(f"{front}/metrics", timeout=30).text):
-        for sample in family.samples:
-            if sample.name == "kvpool_router_prompts_total":
-                counts.paths[sample.labels["path"]] = sample.value
-            elif sample.name == "kvpool_router_handovers_total":
-                counts.outcomes[sample.labels["outcome"]] = sample.value
-    return counts
+def counts_of(page: MetricsPage) -> Counts:
+    return Counts(
+        page.by("kvpool_router_prompts_total", "path"),
+        page.by("kvpool_router_handovers_total", "outcome"),
+    )
 
 
-def wait_until_counted(deployment: Deployment, num_prompts: int) -> None:
-    """Wait until the router knows the path of every prompt, and of each hand-over its outcome.
+def wait_until_counted(deployment: Deployment, num_prompts: int) -> Counts:
+    """Return the counts once the path of every prompt and the outcome of each hand-over is known.
 
-    It counts a path after the answer, and a miss when it next samples the decoder's metrics.
+    The router counts a path after the answer, and a miss when it next samples the decoder's
+    metrics.
     """
 
-    def are_counted() -> bool:
-        paths, outcomes = counted(deployment.front)
+    def are_counted(page: MetricsPage) -> bool:
+        paths, outcomes = counts_of(page)
         is_known = sum(outcomes.values()) >= paths["handed_over"]
         return is_known and sum(paths.values()) == num_prompts
 
-    deployment.wait(are_counted, 30)
+    return counts_of(wait_for_metrics(deployment.front, are_counted))
 
 
 def wait_until_sampled(deployment: Deployment) -> None:
@@ -81,12 +78,11 @@ def test_engines_with_files_of_their_own_stop_waiting_for_each_other(tmp_path: P
             told = complete(deployment.front, words(number, 150), max_tokens=2)
             waits.append(time.monotonic() - began)
             assert (told.status, told.is_done) == (200, True)
-            wait_until_counted(deployment, number + 1)
+            paths, outcomes = wait_until_counted(deployment, number + 1)
         assert sum(each >= EXPECT_MS / 1000 for each in waits) <= APART_AFTER, waits
         health = httpx.get(f"{deployment.front}/health", timeout=30).json()
         assert health["status"] == "degraded"
         assert list(health["mismatches"].values()) == ["no_shared_store"]
-        paths, outcomes = counted(deployment.front)
         assert outcomes == {"found": 0, "missing": APART_AFTER}, (paths, waits)
         assert paths["handed_over"] == APART_AFTER, (paths, waits)
         assert "share no store" in (tmp_path / "router.log").read_text()

@@ -6,7 +6,6 @@ what it would have read anyhow.
 
 import concurrent.futures
 import json
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +17,9 @@ from click.testing import CliRunner
 
 from tests.support.deployment import MODEL, START_TIMEOUT_S, TOKEN, Deployment, DeploymentSpec
 from tests.support.engine_control import is_running
+from tests.support.metrics_page import MetricsPage, wait_for_metrics
 from tests.support.stream_client import Told, chat, complete, words
 from vllm_kvpool.cli import main
-from vllm_kvpool.router.ops.metrics import MAX_AGE_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -28,6 +27,9 @@ TOKENS = 128
 BLOCK = 32
 EXPECT_MS = 60_000
 """What is waited for in vain is seen."""
+HITS, RUNNING = "vllm:kvpool_hit_tokens_total", "vllm:num_requests_running"
+INFO = "vllm:kvpool_info"
+PROMPT_TOKENS, IN_FLIGHT = "kvpool_router_prompt_tokens_total", "kvpool_router_in_flight_requests"
 PREFILL, DECODE = "here-{0}", "here-{1}"
 
 
@@ -46,58 +48,54 @@ def replica_in(deployment: Deployment, state: str) -> str:
     return next(name for name, each in deployment.states().items() if each == state)
 
 
-def metric(deployment: Deployment, replica: str, name: str) -> float:
-    """A counter of an engine, summed over its labels."""
-    urls = {each["id"]: each["url"] for each in deployment.state()["replicas"]}
-    text = httpx.get(f"{urls[replica]}/metrics", timeout=30).text
-    lines = [line for line in text.splitlines() if line.startswith(name)]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
+def url_in(deployment: Deployment, state: str) -> str:
+    """The URL of the replica in a state."""
+    return next(each["url"] for each in deployment.state()["replicas"] if each["state"] == state)
 
 
 def test_a_prompt_is_computed_on_one_engine_and_decoded_on_the_other(
     deployment: Deployment,
 ) -> None:
-    prefill, decode = replica_in(deployment, "prefill"), replica_in(deployment, "decode")
+    prefill, decode = url_in(deployment, "prefill"), url_in(deployment, "decode")
     began = time.monotonic()
 
     def knows_endpoints() -> bool:
         return all((each["sampled_at"] or 0) > began for each in deployment.state()["replicas"])
 
     deployment.wait(knows_endpoints, 30)
-    hits = metric(deployment, decode, "vllm:kvpool_hit_tokens_total")
+    hits = wait_for_metrics(decode, lambda page: page.total(RUNNING) == 0).total(HITS)
     told = complete(deployment.front, words(1, 150), max_tokens=8)
     assert (told.status, told.finish, told.is_done) == (200, "length", True)
     assert len(told.token_ids) == 8
     assert told.usage is not None
     assert told.usage["completion_tokens"] == 8
     prompt = told.usage["prompt_tokens"]
-
-    def found() -> float:
-        return metric(deployment, decode, "vllm:kvpool_hit_tokens_total") - hits
-
-    deployment.wait(lambda: found() > 0, 30)
-    assert found() == prompt - 1, "the prompt's end, too"
-    # Engines show each of these once a step, and some only with the step after the answer's.
-    deployment.wait(lambda: metric(deployment, decode, "vllm:kvpool_notices_total") > 0, 30)
-    deployment.wait(lambda: metric(deployment, prefill, "vllm:prompt_tokens_total") >= prompt, 30)
-    deployment.wait(
-        lambda: metric(deployment, decode, "vllm:kvpool_expected_prompts_total") == 1, 30
+    page = wait_for_metrics(decode, lambda page: page.total(HITS) > hits)
+    assert page.total(HITS) - hits == prompt - 1, "the prompt's end, too"
+    wait_for_metrics(
+        decode,
+        lambda page: (
+            page.total("vllm:kvpool_notices_total") > 0
+            and page.total("vllm:kvpool_expected_prompts_total") == 1
+        ),
     )
-    text = httpx.get(f"{deployment.front}/metrics", timeout=30).text
-    assert 'kvpool_router_handovers_total{outcome="missing"} 0.0' in text
-    urls = {each["id"]: each["url"] for each in deployment.state()["replicas"]}
-    engine = httpx.get(f"{urls[prefill]}/metrics", timeout=30).text
-    assert "vllm:kvpool_pending_save_tokens{" in engine, "the router waits for it before a stop"
+    page = wait_for_metrics(prefill, lambda page: page.total("vllm:prompt_tokens_total") >= prompt)
+    assert page.labels("vllm:kvpool_pending_save_tokens"), "the router waits for it before a stop"
+
+    def outcomes(page: MetricsPage) -> dict[str, float]:
+        return page.by("kvpool_router_handovers_total", "outcome")
+
+    page = wait_for_metrics(deployment.front, lambda page: outcomes(page).get("found", 0) > 0)
+    assert outcomes(page)["missing"] == 0
 
 
-def prompt_tokens(deployment: Deployment) -> dict[str, float]:
-    """The router's count of prompt tokens, by source, once its last exposition has aged."""
-    time.sleep(MAX_AGE_S)
+def wait_for_prompt_tokens(
+    deployment: Deployment, is_so: Callable[[MetricsPage], bool]
+) -> dict[str, float]:
+    """Return the router's count of prompt tokens by source, from a page for which `is_so` holds."""
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    text = httpx.get(f"{deployment.admin}/metrics", headers=headers, timeout=30).text
-    name = r"^kvpool_router_prompt_tokens_total"
-    found = re.findall(name + r'\{tenant="-",source="(\w+)"\} (\S+)$', text, re.M)
-    return {source: float(value) for source, value in found}
+    page = wait_for_metrics(deployment.admin, is_so, headers)
+    return page.by(PROMPT_TOKENS, "source", tenant="-")
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -126,7 +124,8 @@ def test_usage_tells_what_the_cluster_found_of_a_prompt_and_what_it_computed(
     def handed_over() -> int:
         return int(deployment.state()["prompts"]["handed_over"])
 
-    apart, before = handed_over(), prompt_tokens(deployment)
+    apart = handed_over()
+    before = wait_for_prompt_tokens(deployment, lambda page: page.total(IN_FLIGHT) == 0)
     for number in range(10):
         # Whether a hand-over pays depends on the rates of this machine; for long prompts it does.
         text = words(70 + 20 * streams + number, 150 + 60 * number)
@@ -141,7 +140,8 @@ def test_usage_tells_what_the_cluster_found_of_a_prompt_and_what_it_computed(
     longer = counts(text + " " + words(110 + streams, 60))
     assert 0 < prompt - longer[1] <= 2 * deployment.spec.chunk_tokens
     assert longer[0] - longer[1] - longer[2] < BLOCK
-    after = prompt_tokens(deployment)
+    whole = sum(before.values()) + sum(tokens for tokens, _ in told)
+    after = wait_for_prompt_tokens(deployment, lambda page: page.total(PROMPT_TOKENS) >= whole)
     found = sum(each for _, each in told)
     assert after["cached"] - before.get("cached", 0) == found
     assert after["computed"] - before.get("computed", 0) == sum(n for n, _ in told) - found
@@ -149,8 +149,8 @@ def test_usage_tells_what_the_cluster_found_of_a_prompt_and_what_it_computed(
 
 def test_the_kit_shows_what_an_engine_has_loaded_from_each_tier(deployment: Deployment) -> None:
     complete(deployment.front, words(3, 150), max_tokens=2)
-    urls = {each["id"]: each["url"] for each in deployment.state()["replicas"]}
-    url = urls[replica_in(deployment, "decode")]
+    url = url_in(deployment, "decode")
+    wait_for_metrics(url, lambda page: page.total(HITS) > 0)
     result = CliRunner().invoke(
         main, ["inspect", "--json", "--store", "host://1GiB", "--engine", url]
     )
@@ -170,9 +170,9 @@ def test_engines_say_what_their_cells_are_called_and_fit_each_other(
     urls = [each["url"] for each in deployment.state()["replicas"]]
     told = set()
     for url in urls:
-        text = httpx.get(f"{url}/metrics", timeout=30).text
-        (line,) = re.findall(r"^vllm:kvpool_info\{.*\} 1\.0$", text, re.MULTILINE)
-        told.add((*re.findall(r'(?:chunk_tokens|namespace)="([^"]+)"', line),))
+        page = wait_for_metrics(url, lambda page: page.total(INFO) == 1)
+        (labels,) = page.labels(INFO)
+        told.add((labels["chunk_tokens"], labels["namespace"]))
     ((chunk_tokens, namespace),) = told
     assert chunk_tokens == str(deployment.spec.chunk_tokens)
     assert "@fmt:" in namespace

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.support.deployment import LEAN_SERVER
+from tests.support.metrics_page import wait_for_metrics
 from tests.support.models import LlamaShape, add_tokenizer, make_model
 from tests.support.server_process import free_ports
 
@@ -24,6 +25,7 @@ START_LIMIT_S = 300.0
 LIMIT_S = 60.0
 MODEL = "Qwen/Qwen3-0.6B"
 PORTS = ("8000", "8002")
+SAVED = "vllm:kvpool_saved_tokens_total"
 
 
 def section() -> dict[str, list[str]]:
@@ -121,15 +123,9 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quickstart]
         yield Quickstart(tmp_path_factory.mktemp("quickstart"), stack)
 
 
-def saved_tokens(quickstart: Quickstart) -> float:
-    text = httpx.get(f"{quickstart.url(PORTS[0])}/metrics").text
-    found = re.findall(r"^vllm:kvpool_saved_tokens_total\S* (\S+)$", text, re.MULTILINE)
-    return sum(map(float, found))
-
-
 def test_quickstart_second_server_shows_the_hit_as_documented(quickstart: Quickstart) -> None:
     answers, [log_line] = (block.splitlines() for block in section()["text"])
     assert answers[0] in quickstart.request(0)
-    wait(lambda: saved_tokens(quickstart) >= 512, LIMIT_S, quickstart.logs[0])
+    wait_for_metrics(quickstart.url(PORTS[0]), lambda page: page.total(SAVED) >= 512)
     assert answers[1] in quickstart.request(1)
     wait(lambda: log_line in quickstart.logs[1].read_text(), LIMIT_S, quickstart.logs[1])

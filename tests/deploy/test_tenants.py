@@ -1,10 +1,8 @@
 """Tenants of the router's keys in front of a real engine: whose room their cells take."""
 
 import json
-import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import httpx
 import pytest
 
 from tests.support.deployment import MODEL, START_TIMEOUT_S, Deployment, DeploymentSpec
+from tests.support.metrics_page import MetricsPage, wait_for_metrics
 from tests.support.stream_client import words
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
@@ -19,6 +18,7 @@ pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 CHUNK_TOKENS = 64
 KEYS = {"search": "key-of-search-0123456789", "ads": "key-of-ads-0123456789ab"}
 LIMIT_S = 60.0
+TENANT_TOKENS = "vllm:kvpool_tenant_tokens_total"
 
 
 def asked(seed: int) -> list[tuple[str, dict[str, Any]]]:
@@ -33,17 +33,6 @@ def asked(seed: int) -> list[tuple[str, dict[str, Any]]]:
         ("/v1/responses", {**own, "input": talks[3], "max_output_tokens": 2, "store": False}),
         ("/v1/messages", {**own, "messages": talks[4], "max_tokens": 2}),
     ]
-
-
-def saved_tokens(deployment: Deployment) -> dict[str, float]:
-    """By tenant, from the engine's metrics."""
-    (replica,) = deployment.state()["replicas"]
-    text = httpx.get(f"{replica['url']}/metrics", timeout=LIMIT_S).text
-    found = {}
-    for labels, value in re.findall(r"^vllm:kvpool_tenant_tokens_total\{(.*)\} (\S+)$", text, re.M):
-        if 'direction="save"' in labels:
-            found[re.findall(r'tenant="([^"]*)"', labels)[0]] = float(value)
-    return found
 
 
 def test_cells_of_a_request_are_its_keys_tenants(tmp_path: Path) -> None:
@@ -68,19 +57,26 @@ def test_cells_of_a_request_are_its_keys_tenants(tmp_path: Path) -> None:
         least = {"search": 5 * 2 * CHUNK_TOKENS, "ads": 4 * 2 * CHUNK_TOKENS}
         assert least.keys() == KEYS.keys()
         command = [sys.executable, "-m", "vllm_kvpool", "inspect", "--json", "--store", store]
-        deadline = time.monotonic() + LIMIT_S
-        while True:
+
+        def stored() -> dict[str, Any]:
             (content,) = json.loads(subprocess.check_output(command, timeout=LIMIT_S))
-            chunks = {each["owner"]: each["chunks"] for each in content.get("shares", ())}
-            saved = saved_tokens(deployment)  # once the store has confirmed them
-            if all(
-                saved.get(name, 0) == chunks.get(name, 0) * CHUNK_TOKENS >= least[name]
+            return dict(content)
+
+        def chunks(content: dict[str, Any]) -> dict[str, int]:
+            return {each["owner"]: each["chunks"] for each in content.get("shares", ())}
+
+        def are_saved(page: MetricsPage) -> bool:
+            """Return True once the store has what the engine counts as saved."""
+            saved, found = page.by(TENANT_TOKENS, "tenant", direction="save"), chunks(stored())
+            return all(
+                saved.get(name, 0) == found.get(name, 0) * CHUNK_TOKENS >= least[name]
                 for name in KEYS
-            ):
-                break
-            assert time.monotonic() < deadline, (chunks, saved)
-            time.sleep(0.5)
-        assert chunks.keys() - KEYS.keys() <= {"-"}  # the namespace's manifest
+            )
+
+        (replica,) = deployment.state()["replicas"]
+        wait_for_metrics(replica["url"], are_saved, limit_s=LIMIT_S)
+        content = stored()
+        assert chunks(content).keys() - KEYS.keys() <= {"-"}  # the namespace's manifest
         printed = json.dumps(content)
         assert not any(key in printed for key in KEYS.values())
     finally:

@@ -1,7 +1,7 @@
 """What the end-to-end tests of the pool have in common."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from tests.e2e.engine import Completion, Engine, Prompt
 from vllm_kvpool.storage.file.space import FORMAT_DIR
 
 VOCAB = 1024
+MOST_STEPS = 50
 
 
 def pool(store: str | list[str], *, role: str = "kv_both", **options: Any) -> Mapping[str, Any]:
@@ -72,3 +73,15 @@ def fresh(engine: Engine, prompt: Prompt) -> Completion:
     """The answer of an engine that has forgotten what it computed itself."""
     assert engine.reset_prefix_cache()
     return engine.generate(prompt)[0]
+
+
+def counts_once(
+    engine: Engine, is_so: Callable[[Mapping[str, float]], bool]
+) -> Mapping[str, float]:
+    """Return an engine's metrics once `is_so` holds: outcomes of puts come with later steps."""
+    for _ in range(MOST_STEPS):
+        counts = engine.metrics()
+        if is_so(counts):
+            return counts
+        engine.generate(Prompt(ids=[5, 6, 7], max_tokens=1))
+    raise AssertionError(f"not counted in {MOST_STEPS} steps: {counts}")

@@ -7,8 +7,7 @@ on with them. `make test-ascend` makes the environment.
 """
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,6 +24,7 @@ from tests.e2e.engine import Completion, EngineSpec, Prompt
 from tests.e2e.pool import files, tokens
 from tests.e2e.test_ascend import BLOCK, CHUNK, COUNT, FEW_BLOCKS, PYTHON, shipped
 from tests.support.deployment import MODEL
+from tests.support.metrics_page import wait_for_metrics
 from tests.support.models import TEXT_VOCAB, LlamaShape, add_tokenizer, make_model
 from tests.support.server_process import HOST, ServerProcess, free_port
 
@@ -33,7 +33,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.ascend, pytest.mark.timeout(900)]
 ANSWER, LONG_ANSWER = 40, 300
 CALL_TIMEOUT_S = 180.0
 START_LIMIT_S = 60.0
-POLL_S = 0.1
 HITS, RUNNING = "vllm:kvpool_hit_tokens_total", "vllm:num_requests_running"
 
 
@@ -120,12 +119,6 @@ def same(choice: dict[str, Any], expected: Completion) -> None:
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(wanted, abs=LOGPROB_TOLERANCE)
 
 
-def counter(server: Server, name: str) -> float:
-    text = httpx.get(f"{server.url}/metrics", timeout=CALL_TIMEOUT_S).text
-    lines = [line for line in text.splitlines() if line.startswith(name + "{")]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
-
-
 def prompts(seed: int, count: int) -> list[Prompt]:
     return [
         Prompt(ids=tokens(seed=seed + i, count=COUNT, vocab=TEXT_VOCAB), max_tokens=ANSWER)
@@ -140,7 +133,8 @@ def test_what_prefill_computed_at_tp_2_decode_loads_at_tp_1(
     for prompt in prompts(seed=950, count=2):
         [expected] = engines.get(EngineSpec(model=pair.model)).generate(prompt)
         same(ask(pair.router.url, prompt), expected)
-    assert counter(pair.decode, HITS) >= COUNT // CHUNK * CHUNK // BLOCK["npu"] * BLOCK["npu"]
+    hits = COUNT // CHUNK * CHUNK // BLOCK["npu"] * BLOCK["npu"]
+    wait_for_metrics(pair.decode.url, lambda page: page.total(HITS) >= hits)
 
 
 def test_a_request_that_decode_gives_back_goes_on(pair: Pair, engines: EngineShelf) -> None:
@@ -149,15 +143,10 @@ def test_a_request_that_decode_gives_back_goes_on(pair: Pair, engines: EngineShe
     [expected] = engines.get(EngineSpec(model=pair.model)).generate(mine)
     with ThreadPoolExecutor(len(others)) as clients:
         calls = [clients.submit(ask, pair.decode.url, each) for each in others]
-        wait_for(lambda: counter(pair.decode, RUNNING) == len(others))
+        wait_for_metrics(
+            pair.decode.url, lambda page: page.total(RUNNING) == len(others), limit_s=START_LIMIT_S
+        )
         same(ask(pair.router.url, mine), expected)
         for call in calls:
             call.result()
     assert "Recompute triggered" in pair.decode.log(), "no request was given back"
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + START_LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(POLL_S)

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 
 from vllm_kvpool.embeds.machines.admission import Admission
 from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.encoded_items import EncodedItemCache
 from vllm_kvpool.embeds.machines.items import Item
-from vllm_kvpool.embeds.machines.producer import EncodedItemCache, Producer
+from vllm_kvpool.embeds.machines.producer import Producer
 from vllm_kvpool.embeds.machines.states import TransferState
 from vllm_kvpool.embeds.machines.window import WINDOWS_IN_FLIGHT, ExtentAllocator, WindowLedger
 from vllm_kvpool.embeds.protocol.rows import Extent

@@ -5,7 +5,8 @@ import pytest
 from tests.embeds.invariants import check_producer
 from tests.embeds.world import shape_of
 from vllm_kvpool.embeds.machines.effects import Send, Write
-from vllm_kvpool.embeds.machines.producer import PendingTargets, Producer, ProducerLimits
+from vllm_kvpool.embeds.machines.encoded_items import PendingTargets
+from vllm_kvpool.embeds.machines.producer import Producer, ProducerLimits
 from vllm_kvpool.embeds.protocol.messages import (
     Code,
     Complete,

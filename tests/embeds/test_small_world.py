@@ -24,15 +24,11 @@ from vllm_kvpool.embeds.machines.admission import Admission, AdmissionQueue
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.discovery import ItemDiscovery
 from vllm_kvpool.embeds.machines.effects import Turn
+from vllm_kvpool.embeds.machines.encoded_items import EncodedItemCache, PendingTargets
 from vllm_kvpool.embeds.machines.grants import RowGrants
 from vllm_kvpool.embeds.machines.items import ConsumerLimits
 from vllm_kvpool.embeds.machines.offers import Offers
-from vllm_kvpool.embeds.machines.producer import (
-    EncodedItemCache,
-    PendingTargets,
-    Producer,
-    ProducerLimits,
-)
+from vllm_kvpool.embeds.machines.producer import Producer, ProducerLimits
 from vllm_kvpool.embeds.machines.window import ExtentAllocator, WindowLedger
 
 MOST_STATES = 60_000

@@ -560,6 +560,11 @@ const Tensor& resize(const Tensor& self, c10::IntArrayRef size, std::optional<at
 // A queued operation holds its tensors, so their memory is nobody else's before it has run.
 void record_stream(Tensor&, c10::Stream) { check_thread("memory of another stream"); }
 
+// torch asks devices of others for their own convolution, which has the arguments of its own.
+void convolution(const c10::OperatorHandle&, Stack* stack) {
+    run_on_cpu(c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", ""), stack);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -576,6 +581,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_copy_from_and_resize", copy_from_and_resize);
     m.impl("_local_scalar_dense", number);
     m.impl("record_stream", record_stream);
+    m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
 }
 
 }  // namespace

@@ -150,6 +150,15 @@ def test_memory_of_the_host_is_refused_where_the_devices_is_due() -> None:
         torch.zeros(4, 4, device="npu") @ torch.ones(4, 4)
 
 
+def test_convolutions_of_patches_are_the_hosts() -> None:
+    pixels, weight, bias = torch.randn(2, 3, 28, 28), torch.randn(8, 3, 14, 14), torch.randn(8)
+    on_host = torch.nn.functional.conv2d(pixels, weight, bias, stride=14)
+    here = torch.nn.functional.conv2d(
+        *(each.to("npu") for each in (pixels, weight, bias)), stride=14
+    )
+    torch.testing.assert_close(here.cpu(), on_host)
+
+
 def test_pinned_memory_is_known_and_read_late() -> None:
     pinned = torch.ones(4, pin_memory=True)
     assert pinned.is_pinned()

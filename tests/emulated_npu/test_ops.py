@@ -35,6 +35,21 @@ def test_rope_of_a_latent_has_the_values_of_other_devices_in_another_order() -> 
     torch.testing.assert_close(here @ here.T, elsewhere @ elsewhere.T, atol=1e-4, rtol=0)
 
 
+def test_fast_gelu_is_that_of_its_documentation() -> None:
+    x = torch.randn(TOKENS, SIZE)
+    size = x.abs()
+    documented = x / (1 + (-1.702 * size).exp()) * (0.851 * (x - size)).exp()
+    torch.testing.assert_close(ops.npu_fast_gelu(x), documented)
+
+
+def test_rope_by_halves_turns_as_on_other_devices() -> None:
+    x, angles = torch.randn(TOKENS, SIZE), torch.rand(TOKENS, SIZE // 2) * 6
+    cos, sin = (f(torch.cat((angles, angles), -1)) for f in (torch.cos, torch.sin))
+    halves = torch.stack(x.chunk(2, -1), -1).flatten(-2)
+    turned = torch.cat(turned_in_place(halves, angles).unflatten(-1, (-1, 2)).unbind(-1), -1)
+    torch.testing.assert_close(ops.npu_rotary_mul(x, cos, sin), turned, atol=1e-5, rtol=0)
+
+
 def test_attention_to_parts_of_a_prompt_adds_up_to_the_whole() -> None:
     query = torch.randn(3, HEADS, SIZE)
     keys, values = torch.randn(2, TOKENS, HEADS, SIZE).unbind(0)

@@ -582,6 +582,7 @@ async def test_an_answer_that_comes_at_once_is_one_event(is_whole: bool) -> None
         assert ended.began
         assert ended.output_tokens == STREAM["max_tokens"]
         assert len(rig.router.controller.state.counts.waits) == 1
+        await rig.until(lambda: not rig.router._open, "the request is counted")
         _, text = rig.router.metrics()
         assert b"kvpool_router_first_token_seconds_count 1" in text
 

@@ -122,6 +122,11 @@ class Control:
         self._dataplane = dataplane
         self._consumer = consumer
         self._producer = producer
+        self._machines = {
+            side: machine
+            for side, machine in (("consumer", consumer), ("producer", producer))
+            if machine is not None
+        }
         self._endpoints = tuple(peers)
         self._clock = clock
         self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
@@ -219,8 +224,8 @@ class Control:
         self._peers.flush(float("inf"))
 
     @property
-    def _writes(self) -> float:
-        return self._producer.gauges()["writes"] if self._producer is not None else 0
+    def _writes(self) -> int:
+        return self._producer.num_writes if self._producer is not None else 0
 
     # The loop
 
@@ -288,10 +293,9 @@ class Control:
 
     def _tick(self, now: float) -> None:
         self._peers.tick(now)
-        if self._consumer is not None:
-            self._consumer.tick(now)
+        for machine in self._machines.values():
+            machine.tick(now)
         if self._producer is not None:
-            self._producer.tick(now)
             self._refresh_missing(now)
         if now >= self._next_metrics:
             self._next_metrics = now + METRICS_EVERY_S
@@ -303,10 +307,8 @@ class Control:
     # Effects
 
     def _perform(self, now: float) -> None:
-        if self._consumer is not None:
-            self._guard(PERFORM, self._perform_effects, self._consumer.take_effects, now)
-        if self._producer is not None:
-            self._guard(PERFORM, self._perform_effects, self._producer.take_effects, now)
+        for machine in self._machines.values():
+            self._guard(PERFORM, self._perform_effects, machine.take_effects, now)
 
     def _perform_effects(self, take: Callable[[float], list[Effect]], now: float) -> None:
         effects = take(now)
@@ -340,7 +342,10 @@ class Control:
         assert self._producer is not None
         self.missing = frozenset(self._producer.missing())
         self._last_refresh, self._next_refresh = now, float("inf")
-        self._report_held_bytes(now)
+        held = self._producer.cache.held_bytes
+        if held != self._reported_held_bytes:
+            self._reported_held_bytes = held
+            self._peers.notify_scheduler(HeldBytes(held), now)
 
     def _perform_effect(self, effect: Effect, now: float) -> None:
         match effect:
@@ -348,41 +353,21 @@ class Control:
                 if isinstance(news, ItemNews) and self.weights_version:
                     news = msgspec.structs.replace(news, weights_version=self.weights_version)
                 self._peers.notify_scheduler(news, now)
-            case Allocate():
-                self._allocate(effect)
+            case Allocate(mm_hash) if self._consumer is not None:
+                try:
+                    self._dataplane.perform(effect)
+                except (MemoryError, OSError) as error:
+                    self._consumer.no_memory(mm_hash, str(error))
             case Connect(endpoint):
                 self._peers.connect(endpoint, now)
             case _:
                 self._dataplane.perform(effect)
 
-    def _allocate(self, wanted: Allocate) -> None:
-        try:
-            self._dataplane.perform(wanted)
-        except (MemoryError, OSError) as error:
-            assert self._consumer is not None
-            self._consumer.no_memory(wanted.mm_hash, str(error))
-
-    def _report_held_bytes(self, now: float) -> None:
-        assert self._producer is not None
-        held = self._producer.cache.held_bytes
-        if held != self._reported_held_bytes:
-            self._reported_held_bytes = held
-            self._peers.notify_scheduler(HeldBytes(held), now)
-
     def _report_metrics(self, now: float) -> None:
-        sides: dict[str, tuple[Mapping[str, float], Mapping[str, float]]] = {
-            "channel": (self.counts, {})
-        }
-        for side, machine in (("consumer", self._consumer), ("producer", self._producer)):
-            if machine is not None:
-                sides[side] = (machine.counts, machine.gauges())
-        for side, (counts, levels) in sides.items():
-            for event, value in counts.items():
-                growth = value - self._reported[side, event]
-                if growth:
-                    self.registry.add("kvpool_ec_events", growth, side=side, event=event)
-                    self._reported[side, event] = value
-            for level, value in levels.items():
+        self._add_events("channel", self.counts)
+        for side, machine in self._machines.items():
+            self._add_events(side, machine.counts)
+            for level, value in machine.gauges().items():
                 self.registry.set("kvpool_ec_levels", value, side=side, level=level)
         peers = self._peers.states()
         for session in SessionState:
@@ -393,6 +378,13 @@ class Control:
         changes = self.registry.take_changes()
         if changes:
             self._peers.notify_scheduler(MetricSamples(changes), now)
+
+    def _add_events(self, side: str, counts: Mapping[str, float]) -> None:
+        for event, value in counts.items():
+            growth = value - self._reported[side, event]
+            if growth:
+                self.registry.add("kvpool_ec_events", growth, side=side, event=event)
+                self._reported[side, event] = value
 
     # Frames
 
@@ -424,14 +416,11 @@ class Control:
 
     def _on_message(self, frame: Frame, envelope: Envelope, body: Message, now: float) -> None:
         session = self._peers.on_message(frame, envelope, body, now)
-        handler = self._handlers.get(type(body))
-        if session is None:
-            pass
-        elif session.is_of_scheduler:
+        if session is not None and session.is_of_scheduler:
             self._on_scheduler_message(body, now)
-        else:
+        elif session is not None:
             session.received(now)
-            if handler is not None:
+            if handler := self._handlers.get(type(body)):
                 handler(envelope.source, body, now)
             elif isinstance(body, Goodbye):
                 session.goodbye()

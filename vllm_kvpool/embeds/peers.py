@@ -67,6 +67,10 @@ class Connection:
     at: str = ""  # the address that the endpoint's name was resolved to
     looked_up_at: float = 0.0
 
+    def place(self, link: Link) -> str:
+        """The peer's name in a log."""
+        return link.endpoint or self.address
+
 
 class Peers:
     """The control port's connections and their sessions.
@@ -113,6 +117,9 @@ class Peers:
         """Incarnations in session, and over which links."""
         self._schedulers: set[Link] = set()
         self.outbox = Outbox(hello.incarnation)
+
+    def _warn(self, kind: str, subject: str, text: str, *values: object) -> None:
+        self._log.log(logging.WARNING, kind, subject, text, *values)
 
     # Connections
 
@@ -170,7 +177,7 @@ class Peers:
             self._refused[endpoint] = None
             while len(self._refused) > MAX_REMEMBERED:
                 del self._refused[next(iter(self._refused))]
-            self._log.log(logging.WARNING, "refused endpoint", endpoint, "kvpool: %s", text)
+            self._warn("refused endpoint", endpoint, "kvpool: %s", text)
         if self._consumer is not None:
             self._consumer.refused(endpoint, text)
         if self._producer is not None:
@@ -201,9 +208,7 @@ class Peers:
             self._sockets.connect(link.endpoint, at)
         except ConfigError as error:
             self._counts["bad_endpoints"] += 1
-            self._log.log(
-                logging.WARNING, "bad endpoint", link.endpoint, "kvpool: %s", shown_text(str(error))
-            )
+            self._warn("bad endpoint", link.endpoint, "kvpool: %s", shown_text(str(error)))
             return False
         return True
 
@@ -216,21 +221,15 @@ class Peers:
         session = Session(
             self.hello, self._heartbeats, active=False, now=now, scheduler_token=token
         )
-        connection = self._connections[link] = Connection(session, False, now, address)
-        return connection
+        return self._connections.setdefault(link, Connection(session, False, now, address))
 
     def refused_handshake(self, refused: RefusedHandshake, now: float) -> None:
         """A host may not connect, or does not hold the cluster's key: nothing of it was read."""
         self._counts["strangers"] += 1
         self.resolve_listed_names(now)  # it may be a listed one's new address
-        self._log.log(
-            logging.WARNING,
-            "stranger",
-            refused.address,
-            "kvpool: a connection from %s to the control port was refused: %s",
-            refused.address or "a host without an address",
-            refused.why,
-        )
+        where = refused.address or "a host without an address"
+        text = "kvpool: a connection from %s to the control port was refused: %s"
+        self._warn("stranger", refused.address, text, where, refused.why)
 
     def resolve_listed_names(self, now: float) -> None:
         """Resolve the listed names, at most every LOOK_UP_EVERY_S."""
@@ -305,8 +304,7 @@ class Peers:
         there may have been no descriptor for a socket.
         """
         if self._sockets.disconnect(link):
-            self._log.log(
-                logging.WARNING,
+            self._warn(
                 "closed",
                 link.endpoint,
                 "kvpool: %s refuses connections of this engine, or reads nothing: add this host to "
@@ -341,9 +339,8 @@ class Peers:
             self._on_hello(link, connection, body, now)
         elif isinstance(body, HelloReject):
             if session.rejected(body, now):
-                where, text = link.endpoint or connection.address, shown_text(body.text)
-                said = "kvpool: the peer %s refuses a session: %s"
-                self._log.log(logging.WARNING, "refusal", where, said, where, text)
+                where, said = connection.place(link), "kvpool: the peer %s refuses a session: %s"
+                self._warn("refusal", where, said, where, shown_text(body.text))
         elif not self._matches_session(session, envelope):
             # For an earlier incarnation here, or from a peer that lost its session: greet again.
             self._counts["strays"] += 1
@@ -353,21 +350,17 @@ class Peers:
         return None
 
     def _on_hello(self, link: Link, connection: Connection, message: PeerHello, now: float) -> None:
-        refusal = self._window_refused(message)
-        if refusal is None:
-            connection.session.hello(message, now)
-            if message.role is PeerRole.SCHEDULER and not connection.session.is_up:
-                self._counts["false_schedulers"] += 1
-                where = link.endpoint or connection.address
-                text = "kvpool: %s is not heard as this engine's scheduler: it has no proof of that"
-                self._log.log(logging.WARNING, "scheduler", where, text, where)
+        refusal, where = self._window_refused(message), connection.place(link)
+        if refusal is not None:
+            self.outbox.add(link, "", refusal, now)
+            self._warn("window", where, "kvpool: the peer %s: %s", where, refusal.text)
+            connection.session.lost()
             return
-        self.outbox.add(link, "", refusal, now)
-        where = link.endpoint or connection.address
-        self._log.log(
-            logging.WARNING, "window", where, "kvpool: the peer %s: %s", where, refusal.text
-        )
-        connection.session.lost()
+        connection.session.hello(message, now)
+        if message.role is PeerRole.SCHEDULER and not connection.session.is_up:
+            self._counts["false_schedulers"] += 1
+            text = "kvpool: %s is not heard as this engine's scheduler: it has no proof of that"
+            self._warn("scheduler", where, text, where)
 
     def _matches_session(self, session: Session, envelope: Envelope) -> bool:
         """Return True if a frame is for this incarnation and from the session's."""

@@ -1,8 +1,8 @@
 """States of a request in the scheduler, and which of them may follow each (pure)."""
 
-from collections.abc import Collection, Mapping
 from enum import Enum
-from typing import TypeVar
+
+from vllm_kvpool.transitions import TransitionTable
 
 
 class LookupState(Enum):
@@ -44,28 +44,22 @@ class RetryState(Enum):
 
 
 _L, _A, _R = LookupState, AdmissionState, RetryState
-TRANSITIONS: Mapping[Enum, Collection[Enum]] = {
-    _L.PENDING: {_L.LATE, _L.UNNAMED, _L.ENDED},
-    _L.LATE: {_L.UNNAMED, _L.ENDED},
-    _L.UNNAMED: {_L.ENDED},
-    _L.ENDED: {},
-    _A.QUEUED: {_A.MATCHED, _A.ALLOCATED},
-    _A.MATCHED: {_A.ALLOCATED},
-    _A.ALLOCATED: {_A.WAITING, _A.RUNNING, _A.QUEUED},
-    _A.WAITING: {_A.LOADED, _A.RUNNING, _A.QUEUED},
-    _A.LOADED: {_A.WAITING, _A.RUNNING, _A.QUEUED},
-    _A.RUNNING: {_A.QUEUED, _A.ALLOCATED},
-    _R.NONE: {_R.LIMITED, _R.DUE},
-    _R.LIMITED: {_R.DONE},
-    _R.DUE: {_R.DONE},
-    _R.DONE: {},
-}
-"""The states that may follow each. A state may always be set again."""
-
-State = TypeVar("State", bound=Enum)
-
-
-def moved(old: State, new: State) -> State:
-    """Return the new state; AssertionError if it may not follow the old one."""
-    assert new is old or new in TRANSITIONS[old], (old, new)
-    return new
+TRANSITIONS = TransitionTable(
+    {
+        _L.PENDING: {_L.LATE, _L.UNNAMED, _L.ENDED},
+        _L.LATE: {_L.UNNAMED, _L.ENDED},
+        _L.UNNAMED: {_L.ENDED},
+        _L.ENDED: {},
+        _A.QUEUED: {_A.MATCHED, _A.ALLOCATED},
+        _A.MATCHED: {_A.ALLOCATED},
+        _A.ALLOCATED: {_A.WAITING, _A.RUNNING, _A.QUEUED},
+        _A.WAITING: {_A.LOADED, _A.RUNNING, _A.QUEUED},
+        _A.LOADED: {_A.WAITING, _A.RUNNING, _A.QUEUED},
+        _A.RUNNING: {_A.QUEUED, _A.ALLOCATED},
+        _R.NONE: {_R.LIMITED, _R.DUE},
+        _R.LIMITED: {_R.DONE},
+        _R.DUE: {_R.DONE},
+        _R.DONE: {},
+    }
+)
+moved = TRANSITIONS.moved

@@ -276,13 +276,13 @@ def refuse_layerwise(
             f"layerwise does not work with other connectors ({whole.kv_connector}): they would "
             "keep what a step computes after a load that failed; leave layerwise out"
         )
-    if compat.device_type() == "npu":
-        raise ConfigError("layerwise is not tested on Ascend NPUs; leave it out")
     if not compat.has_loads_within_steps():
         raise ConfigError(
             "layerwise needs a release of vLLM that knows loads within a step; use vLLM 0.32, or "
             "leave layerwise out"
         )
+    if compat.device_type() == "npu":
+        raise ConfigError("layerwise is not tested on Ascend NPUs; leave it out")
     if not compat.takes_steps_back(vllm_config):
         raise ConfigError(
             "layerwise needs vLLM's first model runner: the second one does not take back a step "

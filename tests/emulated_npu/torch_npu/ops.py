@@ -16,6 +16,7 @@ __all__ = [
     "_npu_rotary_embedding",
     "npu_add_rms_norm",
     "npu_attention_update",
+    "npu_fast_gelu",
     "npu_fused_infer_attention_score",
     "npu_fused_infer_attention_score_v2",
     "npu_fusion_attention",
@@ -23,6 +24,7 @@ __all__ = [
     "npu_interleave_rope",
     "npu_kv_rmsnorm_rope_cache",
     "npu_rms_norm",
+    "npu_rotary_mul",
     "npu_scatter_pa_kv_cache",
     "npu_swiglu",
     "npu_transpose_batchmatmul",
@@ -51,6 +53,16 @@ def npu_add_rms_norm(
 def npu_swiglu(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     gate, up = x.chunk(2, dim)
     return torch.nn.functional.silu(gate) * up
+
+
+def npu_fast_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def npu_rotary_mul(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn the first half of each row `[..., D]` with the second."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def _npu_matmul_add_fp32(x: torch.Tensor, weight: torch.Tensor, total: torch.Tensor) -> None:

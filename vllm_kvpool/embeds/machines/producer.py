@@ -2,17 +2,15 @@
 
 A transfer brings an encoded item to one rank of a consumer in session: offered when it begins,
 written as rows are granted, over when the consumer has every row. The own scheduler (`push`) or a
-consumer (`want`) names who gets an item. An item stays while a transfer needs it, then as long as
-there is room; one that no consumer takes stays for `waiting_timeout_s`.
-Effects wait for `take_effects`.
+consumer (`want`) names who gets an item. Effects wait for `take_effects`.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, KeysView
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from vllm_kvpool.embeds.machines.effects import Connect, Effect, Prepare, Release, Turn, Write
+from vllm_kvpool.embeds.machines.encoded_items import EncodedItem, EncodedItemCache, PendingTargets
 from vllm_kvpool.embeds.protocol.messages import (
     MAX_ENDED,
     MAX_EXTENTS,
@@ -39,7 +37,6 @@ from vllm_kvpool.embeds.protocol.messages import (
 from vllm_kvpool.embeds.protocol.rows import ItemShape, runs_of
 
 MAX_PENDING = 1 << 16  # wants, and pushes, that are kept for items that are not encoded yet
-MAX_GONE = 1 << 14  # dropped items that are remembered
 MAX_WRITES = 256  # of a producer, under way at a time
 START_SHARE = 0.5  # of a grant's ttl_s: its write must begin within this part
 MIN_PATIENCE_S = 1.0  # a consumer of less only asks whether the item is here
@@ -61,168 +58,6 @@ class ProducerLimits:
     max_writes: int = MAX_WRITES
     repeat_s: float = 1.0
     max_results: int = MAX_RESULTS
-
-
-@dataclass(slots=True)
-class EncodedItem:
-    """An item's rows in this process."""
-
-    item_id: int
-    mm_hash: str
-    shape: ItemShape
-    since: float  # when it was encoded, or last taken
-    digest: str = ""
-    is_prepared: bool = False  # in host memory, or it cannot be brought there
-    transfers: set[int] = field(default_factory=set)
-    endpoints: dict[str, float] = field(default_factory=dict)
-    """Consumers that are to get it once in session, and until when."""
-    taken: bool = False  # by at least one consumer
-    held_bytes: int = 0  # its part of the cache's `held_bytes`
-
-    @property
-    def is_spare(self) -> bool:
-        """True if the item was taken and no other consumer is to get it."""
-        return self.taken and not self.transfers and not self.endpoints
-
-
-class EncodedItemCache:
-    """The encoded items; `release(item_id)` is called when nothing of one is needed any more."""
-
-    def __init__(self, retain_bytes: int, release: Callable[[int], None]) -> None:
-        self._retain_bytes = retain_bytes
-        self._release = release
-        self.items: OrderedDict[str, EncodedItem] = OrderedDict()
-        """By name, least recently used first."""
-        self.unreleased: dict[int, EncodedItem] = {}
-        """By id, dropped ones too."""
-        self.dropped: OrderedDict[str, None] = OrderedDict()
-        """Names of items that were dropped not long ago."""
-        self._kept_bytes = 0
-        self._next_item_id = 1
-        self.held_bytes = 0
-        """Bytes of items that a consumer has still to take."""
-
-    def holds(self, item: EncodedItem) -> bool:
-        """Return True if the item has not been dropped."""
-        return self.items.get(item.mm_hash) is item
-
-    def add(self, mm_hash: str, shape: ItemShape, now: float) -> EncodedItem:
-        """Add an item that was encoded."""
-        assert mm_hash not in self.items
-        item = EncodedItem(self._next_item_id, mm_hash, shape, now)
-        self._next_item_id += 1
-        self.items[mm_hash] = self.unreleased[item.item_id] = item
-        self._kept_bytes += shape.nbytes
-        self.update_held_bytes(item)
-        self.dropped.pop(mm_hash, None)
-        return item
-
-    def begin(self, item: EncodedItem, tid: int) -> None:
-        """A transfer of it begins."""
-        item.transfers.add(tid)
-        self.update_held_bytes(item)
-        self.items.move_to_end(item.mm_hash)
-
-    def end(self, item: EncodedItem, tid: int, now: float) -> None:
-        """A transfer of it has ended and writes nothing any more."""
-        item.transfers.remove(tid)
-        self.update_held_bytes(item)
-        item.since = now
-        if self.holds(item):
-            self.make_room()
-        else:
-            self.release_if_unused(item)
-
-    def expired(self, now: float, timeout_s: float) -> list[EncodedItem]:
-        """Items that no consumer has taken for so long, nor will now."""
-        return [
-            each
-            for each in self.items.values()
-            if now - each.since > timeout_s
-            and not (each.taken or each.transfers or each.endpoints)
-            and each.is_prepared
-        ]
-
-    def make_room(self) -> None:
-        """Drop spare items, least recently used first, while more than `retain_bytes` are kept."""
-        while self._kept_bytes > self._retain_bytes:
-            item = next((each for each in self.items.values() if each.is_spare), None)
-            if item is None:
-                return
-            self.drop(item)
-
-    def drop(self, item: EncodedItem) -> None:
-        """Start no new transfer of it, and release it when nothing reads it."""
-        del self.items[item.mm_hash]
-        self._kept_bytes -= item.shape.nbytes
-        self.update_held_bytes(item)
-        self.dropped[item.mm_hash] = None
-        while len(self.dropped) > MAX_GONE:
-            self.dropped.popitem(last=False)
-        self.release_if_unused(item)
-
-    def release_if_unused(self, item: EncodedItem) -> None:
-        """Release a dropped item that nothing reads."""
-        if not item.transfers and item.is_prepared:
-            del self.unreleased[item.item_id]
-            self._release(item.item_id)
-
-    def update_held_bytes(self, item: EncodedItem) -> None:
-        """Count an item anew; who is to get it has changed."""
-        is_held = self.holds(item) and not item.is_spare
-        nbytes = item.shape.nbytes if is_held else 0
-        self.held_bytes += nbytes - item.held_bytes
-        item.held_bytes = nbytes
-
-
-class PendingTargets:
-    """Consumers of items that are not encoded yet, with deadlines. The oldest of over `most` go.
-
-    A target is a peer's incarnation, or an endpoint.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._expires_at: OrderedDict[tuple[str, str], float] = OrderedDict()  # item and target
-        self._targets: dict[str, dict[str, None]] = {}  # of an item, in order
-
-    def __len__(self) -> int:
-        return len(self._expires_at)
-
-    @property
-    def items(self) -> KeysView[str]:
-        return self._targets.keys()
-
-    def add(self, mm_hash: str, target: str, expires_at: float) -> None:
-        """An item is to go to a target; again renews it."""
-        self._expires_at[mm_hash, target] = expires_at
-        self._targets.setdefault(mm_hash, {})[target] = None
-        while len(self._expires_at) > self._most:
-            self._forget(*next(iter(self._expires_at)))
-
-    def take(self, mm_hash: str) -> list[str]:
-        """Remove and return the targets of an item."""
-        targets = list(self._targets.get(mm_hash, ()))
-        for target in targets:
-            self._forget(mm_hash, target)
-        return targets
-
-    def drop(self, lost: str) -> None:
-        for mm_hash, target in [key for key in self._expires_at if key[1] == lost]:
-            self._forget(mm_hash, target)
-
-    def drop_late(self, now: float) -> None:
-        for mm_hash, target in [
-            key for key, expires_at in self._expires_at.items() if expires_at < now
-        ]:
-            self._forget(mm_hash, target)
-
-    def _forget(self, mm_hash: str, target: str) -> None:
-        del self._expires_at[mm_hash, target]
-        targets = self._targets[mm_hash]
-        del targets[target]
-        if not targets:
-            del self._targets[mm_hash]
 
 
 @dataclass(slots=True)
@@ -326,7 +161,7 @@ class Producer:
     def refused(self, endpoint: str) -> None:
         """An endpoint that a request or a peer named is not connected to."""
         self._pushes.drop(endpoint)
-        for item in list(self.cache.items.values()):
+        for item in self.cache.items.values():
             if item.endpoints.pop(endpoint, None) is not None:
                 self.cache.update_held_bytes(item)
 
@@ -421,9 +256,8 @@ class Producer:
 
     def cancel(self, peer: str, message: Cancel, now: float) -> None:
         """The consumer does not want the item any more."""
-        transfer = self._of(peer, message.tid)
+        transfer = self._of_or_answer(peer, message.tid)
         if transfer is None:
-            self._answer_ended(peer, message.tid)
             return
         transfer.final_message = CancelAck(message.tid)
         self.counts[f"cancelled_{message.code.value}"] += 1
@@ -431,9 +265,8 @@ class Producer:
 
     def grant(self, peer: str, message: Grant, now: float) -> None:
         """A consumer grants rows."""
-        transfer = self._of(peer, message.tid)
+        transfer = self._of_or_answer(peer, message.tid)
         if transfer is None:
-            self._answer_ended(peer, message.tid)
             return
         transfer.since = now
         if message.gid in transfer.results:
@@ -459,9 +292,8 @@ class Producer:
         if not tid:
             self._turn.send(peer, RevokeAck(0, message.gid, WriteProgress.NOT_STARTED))
             return
-        transfer = self._of(peer, tid)
+        transfer = self._of_or_answer(peer, tid)
         if transfer is None:
-            self._answer_ended(peer, tid)
             return
         if message.gid in transfer.writing:
             self._turn.send(peer, RevokeAck(message.tid, message.gid, WriteProgress.IN_FLIGHT))
@@ -489,11 +321,13 @@ class Producer:
             return None
         return transfer
 
-    def _answer_ended(self, peer: str, tid: int) -> None:
-        """Answer for a transfer that is not known any more: nothing of it is in flight."""
-        if tid in self.transfers and self.transfers[tid].peer == peer:
-            return  # it ends with its write and is answered then
-        self._turn.send(peer, self._ended.get((peer, tid)) or Unknown(tid))
+    def _of_or_answer(self, peer: str, tid: int) -> ItemTransfer | None:
+        """As `_of`; answer for a transfer that has ended, of which nothing is in flight."""
+        transfer = self._of(peer, tid)
+        # One that ends with its write is answered then.
+        if transfer is None and (tid not in self.transfers or self.transfers[tid].peer != peer):
+            self._turn.send(peer, self._ended.get((peer, tid)) or Unknown(tid))
+        return transfer
 
     # Grants: due, then written, then their results are kept to be sent again
 
@@ -676,7 +510,7 @@ class Producer:
             self._check_timeouts(transfer, now)
         self._wants.drop_late(now)
         self._pushes.drop_late(now)
-        for item in list(self.cache.items.values()):
+        for item in self.cache.items.values():
             for endpoint in [each for each, until in item.endpoints.items() if until < now]:
                 self.counts["timeouts"] += 1
                 del item.endpoints[endpoint]

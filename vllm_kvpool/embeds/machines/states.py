@@ -1,8 +1,8 @@
 """States of an item's transfer and of a grant, and which of them may follow each (pure)."""
 
-from collections.abc import Collection, Mapping
 from enum import Enum
-from typing import TypeVar
+
+from vllm_kvpool.transitions import TransitionTable
 
 
 class TransferState(Enum):
@@ -48,28 +48,22 @@ class GrantState(Enum):
 _T, _G = TransferState, GrantState
 _ENDS = {_T.FAILED, _T.CANCELLED}
 _NO_WRITER = {_G.UNRESOLVED, _G.QUARANTINED, _G.FREE}
-TRANSITIONS: Mapping[Enum, Collection[Enum]] = {
-    _T.BOOTSTRAPPING: {_T.WAITING, *_ENDS},
-    _T.WAITING: {_T.TRANSFERRING, _T.SUSPENDED, *_ENDS},
-    _T.TRANSFERRING: {_T.WAITING, _T.PARTIAL, _T.SUSPENDED, _T.SUCCESS, *_ENDS},
-    _T.PARTIAL: {_T.WAITING, _T.TRANSFERRING, _T.SUSPENDED, *_ENDS},
-    _T.SUSPENDED: {_T.WAITING, _T.PARTIAL, _T.SUCCESS, *_ENDS},
-    _T.SUCCESS: _ENDS,
-    _T.FAILED: {},
-    _T.CANCELLED: {},
-    _G.GRANTED: {_G.REVOKED, _G.DRAINING, *_NO_WRITER},
-    _G.REVOKED: _NO_WRITER,
-    _G.DRAINING: {_G.QUARANTINED, _G.FREE},
-    _G.UNRESOLVED: {_G.QUARANTINED, _G.FREE},
-    _G.QUARANTINED: {_G.FREE},
-    _G.FREE: {},
-}
-"""The states that may follow each. A state may always be set again."""
-
-State = TypeVar("State", bound=Enum)
-
-
-def moved(old: State, new: State) -> State:
-    """Return the new state; AssertionError if it may not follow the old one."""
-    assert new is old or new in TRANSITIONS[old], (old, new)
-    return new
+TRANSITIONS = TransitionTable(
+    {
+        _T.BOOTSTRAPPING: {_T.WAITING, *_ENDS},
+        _T.WAITING: {_T.TRANSFERRING, _T.SUSPENDED, *_ENDS},
+        _T.TRANSFERRING: {_T.WAITING, _T.PARTIAL, _T.SUSPENDED, _T.SUCCESS, *_ENDS},
+        _T.PARTIAL: {_T.WAITING, _T.TRANSFERRING, _T.SUSPENDED, *_ENDS},
+        _T.SUSPENDED: {_T.WAITING, _T.PARTIAL, _T.SUCCESS, *_ENDS},
+        _T.SUCCESS: _ENDS,
+        _T.FAILED: {},
+        _T.CANCELLED: {},
+        _G.GRANTED: {_G.REVOKED, _G.DRAINING, *_NO_WRITER},
+        _G.REVOKED: _NO_WRITER,
+        _G.DRAINING: {_G.QUARANTINED, _G.FREE},
+        _G.UNRESOLVED: {_G.QUARANTINED, _G.FREE},
+        _G.QUARANTINED: {_G.FREE},
+        _G.FREE: {},
+    }
+)
+moved = TRANSITIONS.moved
