@@ -32,36 +32,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("errors", "identity", "layout", "metrics", "parsing", "private_files", "staging"),
         "storage",
     },
-    "scheduler": {"config", "errors", "identity", "layout", "metrics", "storage", "transfer"},
-    "worker": {
-        "errors",
-        "identity",
-        "layout",
-        "metrics",
-        "scheduler",
-        "staging",
-        "storage",
+    "scheduler": {
+        *("config", "errors", "handover", "identity", "layout", "metrics", "network", "storage"),
         "transfer",
     },
-    "sides": {
-        *(
-            "config",
-            "errors",
-            "handover",
-            "host_memory",
-            "identity",
-            "layout",
-            "metrics",
-            "network",
-            "scheduler",
-            "staging",
-            "storage",
-        ),
-        *("transfer", "worker"),
+    "worker": {
+        *("config", "errors", "handover", "host_memory", "identity", "layout", "metrics"),
+        *("network", "scheduler", "staging", "storage", "transfer"),
     },
     "prefetch": {"config", "errors", "identity", "parsing", "storage"},
     "vllm_adapt": {
-        *("sides", "config", "errors", "identity", "layout", "metrics", "scheduler", "staging"),
+        *("config", "errors", "identity", "layout", "metrics", "scheduler", "staging"),
         *("handover", "network", "parsing", "storage", "transfer", "worker"),
     },
     "network": {"errors", "private_files"},
@@ -82,7 +63,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "connector": {
         *(
-            "sides",
             "config",
             "identity",
             "layout",

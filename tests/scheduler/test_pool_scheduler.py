@@ -124,10 +124,10 @@ class Bench:
             ),
             self.lookups,
             self.registry,
+            self.pins,
             self.clock,
             can_save,
         )
-        self.scheduler.saves.ledger.pins = self.pins
         self.views: dict[str, View] = {}
         self.tables: dict[str, list[int]] = {}
         self.next_block = 1

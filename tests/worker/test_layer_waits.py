@@ -1,7 +1,7 @@
 """Layers of a step wait for the loads that fill their pages."""
 
 from vllm_kvpool.transfer.ops import CellOutcome, JobId, LoadDone, SpanLoaded
-from vllm_kvpool.worker import LayerWaits
+from vllm_kvpool.worker.layer_waits import LayerWaits
 
 FIRST, SECOND = JobId(1), JobId(2)
 SPANS = {"layers.0": 0, "layers.1": 0, "layers.2": 2}

@@ -1,4 +1,4 @@
-"""The scheduler side's view of a request, a step and the engine."""
+"""The scheduler part's view of a request, a step and the engine."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from vllm_kvpool.storage.base import NO_RETENTION, Retention
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """The engine as the scheduler side sees it."""
+    """The engine as the scheduler part sees it."""
 
     chunk_tokens: int
     groups: tuple[KVCacheGroup, ...]

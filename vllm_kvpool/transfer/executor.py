@@ -1,4 +1,4 @@
-"""The engine thread of the worker side; it decides, lanes perform.
+"""The engine thread of the worker part; it decides, lanes perform.
 
     model thread ──post──▶ inbox ──▶ engine thread ──Batch──▶ lane inbox ──▶ lane
          ▲────── reports (drain) ──────┘   ▲──────────── BatchDone ───────────┘

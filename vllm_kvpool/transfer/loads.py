@@ -3,7 +3,7 @@
 Each slab is one SCATTER, after its fetch if it is not in host memory. A slab that no tier has ends
 the load at its chunk; if it is optional, its pages, which hold bytes of other requests, are
 cleared. A load is reported when none of its scatters is in flight, and after its bad cells have
-been removed: pages never change after the scheduler side has freed them.
+been removed: pages never change after the scheduler part has freed them.
 
 A layered load, whose request runs already, reports each span of layers that is loaded. A stream is
 a load that begins before another engine has stored all of its chunks: slabs of later chunks wait
@@ -251,7 +251,7 @@ class Loads:
     def expire(self) -> None:
         """Stop the loads whose deadline has passed.
 
-        A load that only waits for chunks to be stored goes on: the scheduler side ends that wait.
+        A load that only waits for chunks to be stored goes on: the scheduler part ends that wait.
         """
         now = self._context.now
         while self._deadlines and self._deadlines[0][0] <= now:
