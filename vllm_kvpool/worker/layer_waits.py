@@ -23,13 +23,13 @@ class LayerWaits:
         """True if a layered load is in progress."""
         return bool(self._done)
 
-    def begin(self, job: JobId) -> None:
+    def start_load(self, job: JobId) -> None:
         """A layered load of this step begins."""
         if not self._done:
             self._unasked = set(self._spans)
         self._done[job] = set()
 
-    def take(self, reports: Iterable[Report]) -> None:
+    def note_reports(self, reports: Iterable[Report]) -> None:
         """Note the engine's reports."""
         for report in reports:
             if isinstance(report, SpanLoaded):
@@ -37,7 +37,7 @@ class LayerWaits:
             elif isinstance(report, LoadDone):
                 self._done.pop(report.job_id, None)
 
-    def asked(self, layer_name: str) -> None:
+    def note_asked(self, layer_name: str) -> None:
         """The model has waited and is about to compute this layer."""
         self._unasked.discard(layer_name)
 

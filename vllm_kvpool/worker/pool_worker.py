@@ -130,7 +130,7 @@ class PoolWorker:
         for load in plan.loads:
             self._loads[load.job_id] = (load, time.monotonic())
             if load.layered:
-                self._waits.begin(load.job_id)
+                self._waits.start_load(load.job_id)
         for landed in plan.landed:
             self._executor.post(landed)
         for prefetch in plan.prefetches:
@@ -143,7 +143,7 @@ class PoolWorker:
         """
         if self._waits.loading:
             self._wait_until(lambda: self._waits.ready(layer_name))
-        self._waits.asked(layer_name)
+        self._waits.note_asked(layer_name)
 
     def wait_for_copies(self) -> None:
         """Wait until no load or save uses pages: vLLM is about to take their memory away.
@@ -173,7 +173,7 @@ class PoolWorker:
 
     def _take_early(self) -> None:
         reports = self._drain()
-        self._waits.take(reports)
+        self._waits.note_reports(reports)
         self._early += reports
 
     def _drain(self) -> list[Report]:
