@@ -213,6 +213,7 @@ def _(loans: Loans) -> None:
     for entry, _ in loans._lent.values():
         assert entry.pins
         assert entry.state is not CacheEntryState.GONE
+    assert loans._num_retained == sum(entry.num_cells for entry in loans._retained)
     for entry in loans._retained:
         assert entry.pins
         assert entry.state is CacheEntryState.PRESENT

@@ -11,7 +11,6 @@ import logging
 import os
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.ec_transfer import get_ec_transfer
@@ -29,7 +28,7 @@ from vllm_kvpool.embeds.protocol.messages import PeerRole
 from vllm_kvpool.embeds.scheduler import EmbedsScheduler, EngineRole, StepMeta, workers_lost_s
 from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 from vllm_kvpool.embeds.worker_channel import WorkerCard, WorkerChannel, host_name, tokens_of
-from vllm_kvpool.metrics import StatsFile
+from vllm_kvpool.metrics import StatsFile, open_stats_file
 from vllm_kvpool.network.allowed_peers import AllowedPeers, check_advertised
 from vllm_kvpool.network.transport_zmq import read_keys
 from vllm_kvpool.plugin import log_as_vllm, register
@@ -78,10 +77,10 @@ class KVPoolECConnector(ECConnectorBase):
             adapt.warn_of_numbers(vllm_config)
             self._base = adapt.base_fingerprint(vllm_config, self._config)
             self._scheduler_side = self._make_scheduler()
-            if self._config.stats_file:
-                rank = vllm_config.parallel_config.data_parallel_index
-                path = Path(f"{self._config.stats_file}.ec.scheduler.{rank}")
-                self._stats_file = StatsFile(path, self._scheduler_side.registry)
+            rank = vllm_config.parallel_config.data_parallel_index
+            self._stats_file = open_stats_file(
+                self._config.stats_file, f"ec.scheduler.{rank}", self._scheduler_side.registry
+            )
             weights_version.install()
             weights_version.watch(self._scheduler_side, vllm_config)
             weights_version.watch_encoder_cache(self._scheduler_side, vllm_config.model_config)

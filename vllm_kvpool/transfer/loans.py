@@ -72,6 +72,7 @@ class Loans:
         self._asked: dict[tuple[int, int], tuple[Batch, float]] = {}
         self._lent: dict[tuple[int, int], tuple[CacheEntry, float]] = {}
         self._retained: dict[CacheEntry, float] = {}
+        self._num_retained = 0  # slots
         # To be sent, by member:
         self._asks: defaultdict[int, list[tuple[int, Slab]]] = defaultdict(list)
         self._answers: defaultdict[int, list[tuple[int, Sequence[Slot]]]] = defaultdict(list)
@@ -220,12 +221,14 @@ class Loans:
         if entry.state is CacheEntryState.PRESENT and entry.indexed:
             self._context.host_cache.pin(entry)
             self._retained[entry] = self._context.now + HOLD_S
-        while sum(each.num_cells for each in self._retained) > self._set.max_retained:
+            self._num_retained += entry.num_cells
+        while self._num_retained > self._set.max_retained:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         entry = next(iter(self._retained))
         del self._retained[entry]
+        self._num_retained -= entry.num_cells
         self._context.host_cache.unpin(entry)
 
     # Deadlines and resets
