@@ -37,13 +37,6 @@ from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import LayerGroup, Topology, cells_of_rank
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.messages import StepPlan
-from vllm_kvpool.sides import (
-    LOAD_RESERVE,
-    OpenTiers,
-    copy_batch_bytes,
-    lanes_of,
-    with_slab_limits,
-)
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.copy_triton import Streams, TritonCopier
 from vllm_kvpool.staging.devices import DEVICE_COPY_BATCH_BYTES, Device
@@ -59,6 +52,7 @@ from vllm_kvpool.storage.base import (
 )
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.eviction import Lru
+from vllm_kvpool.storage.open_tiers import OpenTiers
 from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.engine import Engine
 from vllm_kvpool.transfer.executor import Executor, Fenced
@@ -77,6 +71,8 @@ from vllm_kvpool.transfer.ops import (
     SavePlan,
 )
 from vllm_kvpool.transfer.planner import Planner
+from vllm_kvpool.worker.lane_limits import copy_batch_bytes, lanes_of, with_slab_limits
+from vllm_kvpool.worker.worker_part import LOAD_RESERVE
 
 NUM_LAYERS, LAYER_SPAN, NUM_HEADS, HEAD_DIM, BLOCK, CHUNK = 32, 8, 8, 128, 16, 256
 ROW_BYTES = 2 * HEAD_DIM * 2

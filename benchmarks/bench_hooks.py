@@ -212,8 +212,9 @@ class Bench:
         self.lookups = LookupService((self.store,), names, CHUNK, timeout_s=ANSWER_TIMEOUT_S)
         config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
         shape = PoolShape(CHUNK, (KVCacheGroup(BLOCK),), 1, max_pinned)
-        self.scheduler = PoolScheduler(config, KVRole.BOTH, shape, self.lookups, MetricsRegistry())
-        self.scheduler.saves.ledger.pins = FakePins()
+        self.scheduler = PoolScheduler(
+            config, KVRole.BOTH, shape, self.lookups, MetricsRegistry(), FakePins()
+        )
         self.table = range(1, LONG_TOKENS // BLOCK + 1)
         self.names = [f"r{number}" for number in range(MANY)]
         self.views = [

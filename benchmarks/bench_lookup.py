@@ -43,7 +43,7 @@ from benchmarks.common import (
 from benchmarks.limits import Meter
 from benchmarks.sides import native_client
 from tests.support.buffers import make_buffer, random_bytes
-from tests.support.fakes import FakeRequest
+from tests.support.fakes import FakePins, FakeRequest
 from tests.support.memory_store import MemoryStore
 from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
@@ -51,7 +51,7 @@ from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.scheduler.lookup_core import Lookup
+from vllm_kvpool.scheduler.lookup import Lookup
 from vllm_kvpool.scheduler.lookup_service import LOOKUP_TIMEOUT_S, LookupService
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
@@ -174,7 +174,9 @@ class Lookups:
         config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
         groups = (KVCacheGroup(block), KVCacheGroup(block, is_state=True))[: 1 + states]
         shape = PoolShape(CHUNK, groups, 1, 1 << 20)
-        self._scheduler = PoolScheduler(config, KVRole.BOTH, shape, lookups, MetricsRegistry())
+        self._scheduler = PoolScheduler(
+            config, KVRole.BOTH, shape, lookups, MetricsRegistry(), FakePins()
+        )
         # Something runs: `match` does not wait.
         self._scheduler.plan_step(ScheduledStep({"other": 1}, lambda request_id: ()))
         self._lookups = lookups

@@ -28,7 +28,7 @@ from benchmarks.limits import Meter
 from benchmarks.plain_sides import PlainSide
 from benchmarks.sides import Geometry, Holder, OurSide
 from tests.support.namespaces import HostMaster, Inside, ip, require_namespaces, run_tool
-from vllm_kvpool.sides import BATCH_BYTES
+from vllm_kvpool.worker.lane_limits import BATCH_BYTES
 
 GEOMETRIES = (Geometry(block=16), Geometry(block=128))
 GBITS = (2.5, 5.0, 10.0)

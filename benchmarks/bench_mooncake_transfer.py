@@ -47,8 +47,8 @@ from benchmarks.limits import Meter
 from benchmarks.plain_sides import CopiedSide, PlainSide
 from benchmarks.sides import Geometry, Holder, OurSide, PageKeeper, chunk_hashes, native_client
 from tests.support.mooncake_master import MooncakeMaster
-from vllm_kvpool.sides import BATCH_BYTES
 from vllm_kvpool.storage.mooncake import import_wheel
+from vllm_kvpool.worker.lane_limits import BATCH_BYTES
 
 GEOMETRIES = (Geometry(block=16), Geometry(block=128))
 SEGMENT_BYTES = 512 << 20

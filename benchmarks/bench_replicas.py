@@ -34,12 +34,13 @@ from benchmarks.limits import Meter
 from benchmarks.sides import MODEL, REQUEST, Geometry, PageKeeper, chunk_hashes
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.identity.keys import make_namespace
+from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
 from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology, default_layer_span
 from vllm_kvpool.scheduler.messages import StepPlan
-from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
+from vllm_kvpool.worker.worker_part import WorkerPart
 
 GEOMETRY = Geometry(heads=1, head_dim=288, tokens=4096)  # K and V of 288: a latent of 576
 RANKS, QUICK_RANKS = (1, 2, 4), (2,)
@@ -78,7 +79,7 @@ class ReplicaSide(PageKeeper):
             num_ranks=ranks,
         )
         CpuCopier([]).warm_up()
-        self._side = WorkerSide(
+        self._part = WorkerPart(
             KVPoolConfig(store=(f"host://{HOST_BYTES}", url), chunk_tokens=GEOMETRY.chunk),
             model,
             RankPlace(rank, 0, rank),
@@ -96,9 +97,9 @@ class ReplicaSide(PageKeeper):
             self._jobs += 1
             hashes = chunk_hashes(seed, self._num_chunks)
             save = SavePlan(JobId(self._jobs), REQUEST, 0, hashes, self.all_pages())
-            self._side.worker.start_saves(StepPlan(saves=(save,)))
+            self._part.worker.start_saves(StepPlan(saves=(save,)))
             wait_until(lambda: self._counted("kvpool_queue_cells") == 0, LIMIT_S)
-        self._side.close()
+        self._part.close()
 
     def load(self, seed: int) -> tuple[float, float]:
         """Wall and CPU seconds."""
@@ -109,8 +110,8 @@ class ReplicaSide(PageKeeper):
         )
         plan = StepPlan(loads=(load,), idle=True)
         began, cpu = time.perf_counter(), time.process_time()
-        self._side.worker.start_loads(plan)
-        while not (results := self._side.worker.finish_step(plan, set())).loaded:
+        self._part.worker.start_loads(plan)
+        while not (results := self._part.worker.finish_step(plan, set())).loaded:
             pass  # it sleeps while there is nothing
         if results.invalid_blocks:
             raise RuntimeError(f"{len(results.invalid_blocks)} blocks were not loaded")
@@ -126,11 +127,11 @@ class ReplicaSide(PageKeeper):
         return self._counted("kvpool_host_bytes")
 
     def _counted(self, start: str) -> float:
-        samples = self._side.registry.snapshot().items()
+        samples = self._part.registry.snapshot().items()
         return sum(value for name, value in samples if name.startswith(start))
 
     def close(self) -> None:
-        self._side.close()
+        self._part.close()
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ from benchmarks.common import LIMITED_BY, Result, Row, Target, run_script
 from benchmarks.limits import Meter
 from benchmarks.store_room import measure_rebuild, measure_room
 from tests.support.store_contract import key_of, new_namespace
-from vllm_kvpool.sides import BATCH_BYTES
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
@@ -47,6 +46,7 @@ from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.storage.file.format import file_bytes
 from vllm_kvpool.storage.file.io import RING_DEPTH
 from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.worker.lane_limits import BATCH_BYTES
 
 CELL_SIZES = ((1 << 20) + 64, (256 << 10) + 64)
 TOTAL_BYTES, QUICK_TOTAL_BYTES = 128 << 20, 32 << 20

@@ -23,14 +23,15 @@ from benchmarks.common import LIMITED_BY, Result, interleaved, run_script, wait_
 from benchmarks.limits import Meter
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.keys import make_namespace
+from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
 from vllm_kvpool.layout.page_formats import from_state, from_token_content
 from vllm_kvpool.layout.states import StateForm, WindowPart
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.blocks import NO_PAGES, state_page
 from vllm_kvpool.scheduler.messages import StepPlan
-from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
+from vllm_kvpool.worker.worker_part import WorkerPart
 
 CHUNK = 256
 HEADS, ROW_BYTES, ATTENTION_LAYERS = 2, 2 * 256 * 2, 12
@@ -76,7 +77,7 @@ class Side:
         pages = [from_token_content(layer) for layer in rows]
         pages += [replace(from_state(layer, FORM, UNITS), group=1) for layer in states]
         options = {"store": url, "chunk_tokens": CHUNK, "staging_bytes": "256MiB"}
-        self._side = WorkerSide(
+        self._part = WorkerPart(
             read_config(options, env={}),
             ModelShape(
                 namespace=make_namespace("states", "0" * 12),
@@ -105,7 +106,7 @@ class Side:
         return self._timed(save, job), self._timed(load, request)
 
     def _timed(self, plan: StepPlan, awaited: JobId | str) -> Took:
-        worker = self._side.worker
+        worker = self._part.worker
         wall, cpu = time.perf_counter(), time.process_time()
         worker.start_loads(plan)
         worker.start_saves(plan)
@@ -120,7 +121,7 @@ class Side:
         return Took(time.perf_counter() - wall, time.process_time() - cpu)
 
     def close(self) -> None:
-        self._side.close()
+        self._part.close()
 
 
 def measure(quick: bool) -> Result:

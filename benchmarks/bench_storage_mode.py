@@ -24,7 +24,7 @@ from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import LayerGroup
-from vllm_kvpool.scheduler.lookup_core import Lookup
+from vllm_kvpool.scheduler.lookup import Lookup
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.backends import open_store

@@ -54,7 +54,7 @@ class HopEngine(ModelFreeEngine):
         super().__init__(*args)
         from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
-        self._worker = get_kv_transfer_group()._worker_side.worker
+        self._worker = get_kv_transfer_group()._worker_part.worker
         self._executor = self._worker._executor
         self._noted: dict[type, tuple[float, Any]] = {}  # the last report of each kind
         self._saves = 0  # posted and not stored

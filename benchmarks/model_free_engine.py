@@ -190,7 +190,7 @@ class ModelFreeEngine:
         self.worker_clock = HookClock(worker)
         self.scheduler_clock = HookClock(self.scheduler.connector)
         if connector == "KVPoolConnector":
-            self.worker_clock.time_gathers(worker._worker_side.worker._executor)
+            self.worker_clock.time_gathers(worker._worker_part.worker._executor)
         self._count = self.num_loads = 0
 
     def _allocate(self, names: list[str]) -> dict[str, Any]:

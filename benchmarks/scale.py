@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_kvpool.layout.topology import default_layer_span
 from vllm_kvpool.scheduler.prefix_search import SAMPLES
-from vllm_kvpool.sides import BATCH_BYTES
+from vllm_kvpool.worker.lane_limits import BATCH_BYTES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

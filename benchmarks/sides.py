@@ -14,14 +14,15 @@ import torch
 from benchmarks.common import wait_until
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.identity.keys import make_namespace
+from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
 from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology, default_layer_span
 from vllm_kvpool.scheduler.messages import StepPlan
-from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.mooncake import import_wheel
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
+from vllm_kvpool.worker.worker_part import WorkerPart
 
 LOCAL_BUFFER_BYTES = 16 << 20
 HASH_BYTES = 20
@@ -159,7 +160,7 @@ class OurSide(PageKeeper):
             for span in geometry.topology(per_head).all_spans()
             for layer in range(span.start, span.stop)
         }
-        self._side = WorkerSide(
+        self._part = WorkerPart(
             config,
             model,
             RankPlace(0, 0, 0),
@@ -182,7 +183,7 @@ class OurSide(PageKeeper):
         job_id = JobId(self._jobs)
         hashes = chunk_hashes(seed, self._num_chunks)
         plan = StepPlan(saves=(SavePlan(job_id, REQUEST, 0, hashes, self.all_pages()),))
-        worker = self._side.worker
+        worker = self._part.worker
         ended = self._ended("save") + self.num_cells
 
         def run() -> bool:
@@ -200,8 +201,8 @@ class OurSide(PageKeeper):
         plan = StepPlan(loads=(self._load_plan(seed),), idle=True)
 
         def run() -> bool:
-            self._side.worker.start_loads(plan)
-            results = self._side.worker.finish_step(plan, set())
+            self._part.worker.start_loads(plan)
+            results = self._part.worker.finish_step(plan, set())
             if results.invalid_blocks:
                 raise RuntimeError(f"{len(results.invalid_blocks)} blocks were not loaded")
             return REQUEST in results.loaded
@@ -213,11 +214,11 @@ class OurSide(PageKeeper):
         seconds of the step."""
         plan = StepPlan(loads=(replace(self._load_plan(seed), layered=True),))
         began = time.monotonic()
-        self._side.worker.start_loads(plan)
+        self._part.worker.start_loads(plan)
         for layer in range(self.geometry.layers):
-            self._side.worker.wait_for_layer(str(layer))
+            self._part.worker.wait_for_layer(str(layer))
             time.sleep(layer_s)
-        results = self._side.worker.finish_step(plan, set())
+        results = self._part.worker.finish_step(plan, set())
         if results.invalid_blocks:
             raise RuntimeError(f"{len(results.invalid_blocks)} blocks were not loaded")
         return time.monotonic() - began
@@ -237,7 +238,7 @@ class OurSide(PageKeeper):
     def _ended(self, direction: str) -> float:
         """Cells that the lanes are done with so far; anything but `done` is a failure."""
         total = 0.0
-        for sample, value in self._side.registry.snapshot().items():
+        for sample, value in self._part.registry.snapshot().items():
             if sample.startswith(f"kvpool_cells{{direction={direction},"):
                 if not sample.endswith("outcome=done}"):
                     raise RuntimeError(sample)
@@ -246,4 +247,4 @@ class OurSide(PageKeeper):
 
     def close(self) -> None:
         """End its threads."""
-        self._side.close()
+        self._part.close()

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.support.buffers import make_buffer, random_bytes
-from tests.support.fakes import FakeRequest
+from tests.support.fakes import FakePins, FakeRequest
 from tests.support.store_contract import get_one, key_of, put_one
-from tests.test_sides import (
+from tests.worker.test_worker_part import (
     HEADS,
     HOST,
     MODEL,
@@ -29,8 +29,9 @@ from tests.test_sides import (
 from vllm_kvpool.config import KVRole, RequestOptions, read_config
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
+from vllm_kvpool.layout.engine_shape import ModelShape
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
-from vllm_kvpool.sides import ModelShape, SchedulerSide
+from vllm_kvpool.scheduler.scheduler_part import SchedulerPart
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import GetOutcome, PutOutcome
 from vllm_kvpool.storage.file import store as file_store
@@ -144,11 +145,11 @@ def test_an_engine_of_read_only_tiers_alone_promises_nothing(
     shape = ModelShape(
         MODEL, (LayerGroup(Topology(HEADS, 1, stages(1), 2), 64),), (KVCacheGroup(16),), 100, 1
     )
-    side = SchedulerSide(read_config({"store": stores}, env={}), KVRole.BOTH, shape)
+    part = SchedulerPart(read_config({"store": stores}, env={}), KVRole.BOTH, shape, FakePins())
     view: View = FakeRequest("a", list(range(16)), RequestOptions(), RequestIdentity())
-    side.scheduler.add(view)
-    assert side.scheduler.finish("a", ([],)) == answer
-    side.close()
+    part.scheduler.add(view)
+    assert part.scheduler.finish("a", ([],)) == answer
+    part.close()
 
 
 def test_write_back_goes_past_a_read_only_tier(tiers: Tiers, seal: Seal) -> None:

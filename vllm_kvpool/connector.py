@@ -1,6 +1,6 @@
-"""`KVPoolConnector`, the class that vLLM loads: forwards vLLM's hooks to one of two sides.
+"""`KVPoolConnector`, the class that vLLM loads: forwards vLLM's hooks to one of its two parts.
 
-The scheduler's process holds a `SchedulerSide`, every worker a `WorkerSide` from the moment its KV
+The scheduler's process holds a `SchedulerPart`, every worker a `WorkerPart` from the moment its KV
 caches are registered. vLLM calls all hooks on the process's main loop thread.
 """
 
@@ -29,7 +29,7 @@ from vllm_kvpool.plugin import log_as_vllm, register
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.request import ScheduledStep, StateOffer
-from vllm_kvpool.sides import SchedulerSide, WorkerSide
+from vllm_kvpool.scheduler.scheduler_part import SchedulerPart
 from vllm_kvpool.storage.contents.manifest import Manifest, fitted, write_manifest
 from vllm_kvpool.storage.start_notes import (
     without_effect,
@@ -42,7 +42,8 @@ from vllm_kvpool.vllm_adapt.identity import weights_version
 from vllm_kvpool.vllm_adapt.requests import RequestReader
 from vllm_kvpool.vllm_adapt.stats import HitSources, KVPoolProm, KVPoolStats
 from vllm_kvpool.vllm_adapt.tracing import record_span
-from vllm_kvpool.worker import NOTHING_ENDED, StepResults
+from vllm_kvpool.worker.pool_worker import NOTHING_ENDED, StepResults
+from vllm_kvpool.worker.worker_part import WorkerPart
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +84,7 @@ class KVPoolWorkerMetadata(KVConnectorWorkerMetadata):
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's connector to the pool of KV cache. docs/configuration.md has the options."""
 
-    _scheduler: PoolScheduler  # on the scheduler's side alone
+    _scheduler: PoolScheduler  # in the scheduler's process alone
 
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
@@ -100,8 +101,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._config,
             with_namespace=role is KVConnectorRole.SCHEDULER,
         )
-        self._scheduler_side: SchedulerSide | None = None
-        self._worker_side: WorkerSide | None = None
+        self._scheduler_part: SchedulerPart | None = None
+        self._worker_part: WorkerPart | None = None
         self._invalid_blocks: frozenset[int] = frozenset()
         self._outer_error: BaseException | None = None  # that a caller handles, not this step's
         self._open_meta: KVPoolWorkerMetadata | None = (
@@ -113,19 +114,23 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             weights_version.install()
             compat.step_while_pending()
             self._block_tables = compat.BlockTables()
-            self._scheduler_side = SchedulerSide(
+            self._pins = engine_config.PoolPins(
+                self._own_cache_was_reset, lambda: self._scheduler.saves.drop_late()
+            )
+            self._scheduler_part = SchedulerPart(
                 self._config,
                 engine_config.role_of(vllm_config),
                 self._facts.shape,
+                self._pins,
                 engine_config.rank_place(vllm_config).dp_rank,
                 engine_config.first_weights_version(vllm_config),
-                engine_config.scheduler_device(),
+                engine_config.scheduler_device().enter_thread,
                 compat.watch_arrivals,
             )
-            self._scheduler = self._scheduler_side.scheduler
+            self._scheduler = self._scheduler_part.scheduler
             lora = vllm_config.lora_config
             self._requests = RequestReader(
-                self._scheduler_side.registry,
+                self._scheduler_part.registry,
                 media_are_named=self._facts.media_are_named,
                 defects=self._facts.defects,
                 has_own_cache=bool(vllm_config.cache_config.enable_prefix_caching),
@@ -135,7 +140,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             )
             for defect in self._facts.defects:
                 logger.warning("kvpool: %s", defect.warning)
-            weights_version.watch(self._scheduler_side, vllm_config)
+            weights_version.watch(self._scheduler_part, vllm_config)
             weights_version.watch_adapters(self._requests, vllm_config.model_config)
             for watcher in (self._scheduler, self._requests):
                 weights_version.watch_encoder_cache(watcher, vllm_config.model_config)
@@ -145,7 +150,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 "kvpool: namespace %s, tiers %s, %s, chunk_tokens=%d, %d cells per chunk; the "
                 "values behind the namespace are stored as %s",
                 self._facts.shape.namespace,
-                ", ".join(self._scheduler_side.tiers_in_words) or "none",
+                ", ".join(self._scheduler_part.tiers_in_words) or "none",
                 work_in_words(
                     self._config,
                     engine_config.role_of(vllm_config),
@@ -162,14 +167,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 *without_shared_store(specs, num_hosts),
             ):
                 logger.warning("kvpool: %s", note)
-            self._hit_sources = HitSources([tier.name for tier in self._scheduler_side.tiers])
+            self._hit_sources = HitSources([tier.name for tier in self._scheduler_part.tiers])
             self._events = self._make_events()
         # vLLM does not call `shutdown` in every way a process can end.
         self._pid = os.getpid()
         atexit.register(self.shutdown)
 
     def _make_events(self) -> kv_events.KVEvents | None:
-        side, shape = self._scheduler_side, self._facts.shape
+        part, shape = self._scheduler_part, self._facts.shape
         if not kv_events.are_on(self._vllm_config):
             return None
         if not compat.tells_locality():
@@ -178,7 +183,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 "in them, so host memory and Mooncake would be one medium; use vLLM 0.26 or newer"
             )
             return None
-        assert side is not None
+        assert part is not None
         assert self._kv_cache_config is not None
         return kv_events.KVEvents(
             self._vllm_config,
@@ -186,8 +191,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._facts.reference_group,
             shape.namespace,
             self._config.chunk_tokens,
-            side.tiers,
-            side.scheduler.host,
+            part.tiers,
+            part.scheduler.host,
         )
 
     # What the engine asks before it starts
@@ -207,13 +212,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """Return True if layers wait for their load, which they cannot do inside a CUDA graph."""
         return read_config(extra_config).layerwise
 
-    # Worker side
+    # The worker part
 
     def register_kv_caches(self, kv_caches: "dict[str, Any]") -> None:
         """The pages are allocated: open the stores and start the lanes."""
         weights_version.models.watch_callers()
         device = engine_config.device_of(kv_caches)
-        self._worker_side = WorkerSide(
+        self._worker_part = WorkerPart(
             self._config,
             self._facts.shape,
             engine_config.rank_place(self._vllm_config),
@@ -236,31 +241,31 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
         After it has woken up they have the addresses that they had before.
         """
-        if self._worker_side is not None:
-            self._worker_side.worker.wait_for_copies()
+        if self._worker_part is not None:
+            self._worker_part.worker.wait_for_copies()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's plan and start its loads, beside the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         self._outer_error = sys.exc_info()[1]
         assert isinstance(connector_metadata, KVPoolMetadata)
-        if self._worker_side is not None:
-            self._worker_side.use_namespace(
+        if self._worker_part is not None:
+            self._worker_part.use_namespace(
                 connector_metadata.namespace, connector_metadata.drafter
             )
             if connector_metadata.manifest is not None:
-                self._worker_side.keep_manifest(*connector_metadata.manifest)
+                self._worker_part.keep_manifest(*connector_metadata.manifest)
         self.start_load_kv(None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the step's loads."""
-        if self._worker_side is not None:
-            self._worker_side.worker.start_loads(self._plan())
+        if self._worker_part is not None:
+            self._worker_part.worker.start_loads(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """With `layerwise`, wait until the layer's KV is loaded."""
-        if self._worker_side is not None:
-            self._worker_side.worker.wait_for_layer(layer_name)
+        if self._worker_part is not None:
+            self._worker_part.worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any
@@ -273,9 +278,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM's first runner asks for the report before its drafter computes, and sends it after it.
         An in-process engine may make no further step in which blocks could be released.
         """
-        if self._worker_side is None:
+        if self._worker_part is None:
             return
-        worker = self._worker_side.worker
+        worker = self._worker_part.worker
         if self._step_fails:
             worker.fail_step()
         worker.start_saves(self._plan())
@@ -293,14 +298,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return compat.transfer_results(results.loaded, results.failed)
 
     def _finish_step(self, finished_req_ids: set[str]) -> StepResults:
-        if self._worker_side is None or self._step_fails:
+        if self._worker_part is None or self._step_fails:
             return NOTHING_ENDED
         plan = self._plan() if self.has_connector_metadata() else None
-        if plan is not None and not self._worker_side.worker.has_drafts:
+        if plan is not None and not self._worker_part.worker.has_drafts:
             # Some releases skip `wait_for_save` in steps without tokens. With drafts, which some
             # compute after this call, such saves start with the next step.
-            self._worker_side.worker.start_saves(plan)
-        results = self._worker_side.worker.finish_step(plan, finished_req_ids)
+            self._worker_part.worker.start_saves(plan)
+        results = self._worker_part.worker.finish_step(plan, finished_req_ids)
         if results.invalid_blocks:
             self._invalid_blocks |= results.invalid_blocks
         return results
@@ -313,12 +318,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return set(blocks)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """The rank's report for the scheduler side."""
-        if self._worker_side is None or self._step_fails:
+        """The rank's report for the scheduler part."""
+        if self._worker_part is None or self._step_fails:
             return None
-        report = self._worker_side.worker.take_report()
+        report = self._worker_part.worker.take_report()
         meta = KVPoolWorkerMetadata([] if report is None else [report])
-        self._open_meta = meta if self._worker_side.worker.awaits_saves else None
+        self._open_meta = meta if self._worker_part.worker.awaits_saves else None
         return meta if meta.reports or self._open_meta is not None else None
 
     @property
@@ -332,14 +337,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(metadata, KVPoolMetadata)
         return metadata.plan
 
-    # Scheduler side
+    # The scheduler part
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take the block pool, in which saves hold references."""
-        scheduler = self._scheduler
-        scheduler.saves.ledger.pins = engine_config.PoolPins(
-            gpu_block_pool, self._own_cache_was_reset, scheduler.saves.drop_late
-        )
+        self._pins.use_pool(gpu_block_pool)
 
     def _own_cache_was_reset(self, is_empty: bool) -> None:
         weights_version.own_cache_was_reset()
@@ -487,12 +489,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             ),
         )
 
-    # Both sides
+    # Both parts
 
     def get_kv_connector_stats(self) -> KVPoolStats | None:
         """The samples that have changed since the last call."""
-        side = self._scheduler_side or self._worker_side
-        return None if side is None else KVPoolStats.since_last(side.registry)
+        part = self._scheduler_part or self._worker_part
+        return None if part is None else KVPoolStats.since_last(part.registry)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPoolStats | None:
@@ -511,7 +513,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return KVPoolProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Finish saves for a bounded time, then close the sides.
+        """Finish saves for a bounded time, then close its part.
 
         A second call does nothing, nor does one in a copy of this process: a program with an
         in-process engine may have forked.
@@ -520,9 +522,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._closed = True
         atexit.unregister(self.shutdown)
-        for side in (self._scheduler_side, self._worker_side):
-            if side is not None:
-                side.close()
+        for part in (self._scheduler_part, self._worker_part):
+            if part is not None:
+                part.close()
 
 
 register()  # for engines that name this module instead of the plugin

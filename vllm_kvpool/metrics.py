@@ -520,6 +520,11 @@ class StatsFile:
             written = samples
 
 
+def open_stats_file(prefix: str, part: str, registry: MetricsRegistry) -> StatsFile | None:
+    """Open `PREFIX.PART` for the counters of one process; None if `stats_file` is not set."""
+    return StatsFile(Path(f"{prefix}.{part}"), registry) if prefix else None
+
+
 class NameLabels:
     """Labels of names that requests choose: the first `most` names are their own labels, all later
     names share `OTHER_NAMES`."""

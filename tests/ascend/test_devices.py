@@ -12,7 +12,6 @@ from tests.support.memory_store import CAPABILITIES, MemoryStore
 from tests.support.npu import FakeNpu, NoDeviceContext
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.sides import memory_source
 from vllm_kvpool.staging import devices
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.devices import HCCS_ALIGNMENT, HostDevice, NpuDevice
@@ -22,6 +21,7 @@ from vllm_kvpool.storage.url import parse_store_url
 from vllm_kvpool.transfer.graph import Batch, BatchDone
 from vllm_kvpool.transfer.lane_pool import LaneThread
 from vllm_kvpool.transfer.ops import LaneName, OpKind
+from vllm_kvpool.worker.worker_part import memory_source
 
 LIMIT_S = 20.0
 TIMEOUTS = CallTimeouts(call_s=LIMIT_S, answer_s=LIMIT_S)

@@ -24,7 +24,7 @@ def check_nothing_leaked(rig: Rig, *, stuck: bool = False) -> None:
         rig.settle()
     _check_requests(rig)
     for rank in rig.ranks:
-        worker, executor = rank.side.worker, rank.executor
+        worker, executor = rank.part.worker, rank.executor
         assert not worker._loads, f"open loads\n{rig.describe()}"
         if executor is None:
             continue

@@ -18,8 +18,8 @@ with warnings.catch_warnings():
 
 from tests.support.left_out import left_out
 from tests.support.releases import NEWEST
-from vllm_kvpool import sides
 from vllm_kvpool.scheduler import pool_scheduler as scheduler
+from vllm_kvpool.scheduler import scheduler_part
 from vllm_kvpool.storage import breaker
 from vllm_kvpool.transfer import executor
 from vllm_kvpool.vllm_adapt import compat
@@ -85,5 +85,5 @@ def library(_library: Library, monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.1)
     monkeypatch.setattr(executor, "WATCH_S", 0.05)
     monkeypatch.setattr(scheduler, "RESET_WAIT_S", 0.2)
-    monkeypatch.setattr(sides, "LOOKUP_CALL_S", 0.2)
+    monkeypatch.setattr(scheduler_part, "LOOKUP_CALL_S", 0.2)
     return _library

@@ -17,10 +17,10 @@ from tests.faults.model import Pages
 from tests.faults.runners import RUNNERS, with_own_metadata
 from tests.support.fakes import FaultyPerform
 from tests.transfer.barrier import has_taken_all
-from vllm_kvpool import sides
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.transfer.executor import Executor
 from vllm_kvpool.transfer.ops import JobId, LoadDone, LoadPlan, SaveGathered, SavePlan
+from vllm_kvpool.worker import worker_part
 
 
 class WatchedExecutor(Executor):
@@ -89,18 +89,18 @@ class Rank:
         make, drafts = RUNNERS[runner]
         self._runner = make(vllm_config, connector, drafts=drafts)
         WatchedExecutor.made = None
-        real, sides.Executor = sides.Executor, WatchedExecutor  # type: ignore[misc]
+        real, worker_part.Executor = worker_part.Executor, WatchedExecutor  # type: ignore[misc]
         try:
             self._runner.register(pages.by_layer())
         finally:
-            sides.Executor = real  # type: ignore[misc]
+            worker_part.Executor = real  # type: ignore[misc]
         self.executor = WatchedExecutor.made
 
     @property
-    def side(self) -> sides.WorkerSide:
-        side = pool_in(self.connector)._worker_side
-        assert side is not None
-        return side
+    def part(self) -> worker_part.WorkerPart:
+        part = pool_in(self.connector)._worker_part
+        assert part is not None
+        return part
 
     def begin(self, output: SchedulerOutput) -> None:
         """What comes before the forward pass."""

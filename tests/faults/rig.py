@@ -326,9 +326,9 @@ class Rig:
 
     @property
     def pool(self) -> PoolScheduler:
-        side = pool_in(self.scheduler.connector)._scheduler_side
-        assert side is not None
-        return side.scheduler
+        part = pool_in(self.scheduler.connector)._scheduler_part
+        assert part is not None
+        return part.scheduler
 
     @property
     def executors(self) -> list[Any]:
@@ -336,7 +336,7 @@ class Rig:
 
     def counted(self, name: str) -> dict[str, float]:
         """Values of a metric by its labels, over both sides and all ranks."""
-        registries = [self.pool._registry, *(rank.side.registry for rank in self.ranks)]
+        registries = [self.pool._registry, *(rank.part.registry for rank in self.ranks)]
         sums: dict[str, float] = defaultdict(float)
         for registry in registries:
             for key, value in registry.snapshot().items():

@@ -84,7 +84,7 @@ def drafting(stage: Stage) -> object:
     """A runner whose drafter computes after the results are told; its layers are stored, too."""
     url = stage.workshop.memory()
     rig = stage.rig(url, RigSpec(runner="first, drafts"))
-    rig.ranks[0].side.worker.has_drafts = True
+    rig.ranks[0].part.worker.has_drafts = True
     rig.add(PROMPT, 1)
     rig.run(stage.limit_s)
     return stage.workshop.faults.calls["put"] > 0 or rig.count("kvpool_saved_tokens")

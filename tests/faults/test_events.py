@@ -82,7 +82,7 @@ def what_is_so(rig: Rig, listener: Listener, store: Store) -> tuple[set[Any], se
     """The blocks that are whole in the store, and in host memory."""
     connector: Any = rig.scheduler.connector
     check(connector._events._tracker)
-    names = connector._scheduler_side._lookups.core._names
+    names = connector._scheduler_part._lookups.core._names
     stored, in_host = set(), set()
     for name, (parent, _) in listener.known.items():
         path = listener.tokens_to(name)

@@ -57,7 +57,7 @@ class Pair:
     @property
     def notices(self) -> list[str]:
         """Where prefill tells what it has stored."""
-        return [each.side._notices.endpoint for each in self.prefill.ranks]  # type: ignore[union-attr]
+        return [each.part._notices.endpoint for each in self.prefill.ranks]  # type: ignore[union-attr]
 
     def hand_over(
         self, prompt: list[int], *, timeout_ms: int = 20_000, hears: bool = False

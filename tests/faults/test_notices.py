@@ -48,7 +48,7 @@ class Watcher:
 
     @property
     def endpoints(self) -> list[str]:
-        return [rank.side._notices.endpoint for rank in self.rig.ranks]  # type: ignore[union-attr]
+        return [rank.part._notices.endpoint for rank in self.rig.ranks]  # type: ignore[union-attr]
 
     def hand_over(self, **options: object) -> str:
         return self.rig.add(PROMPT, 1, hand_over=True, **options)
@@ -293,7 +293,7 @@ def test_option_says_which_hosts_are_answered_and_connected_to(
     workshop: Workshop, peers: list[str]
 ) -> None:
     rig = workshop.rig(replace(SPEC, options={"allowed_peers": peers}), workshop.memory())
-    server = rig.ranks[0].side._notices
+    server = rig.ranks[0].part._notices
     assert server is not None
     assert server._allowed.allows_address("10.1.2.3") is bool(peers)
     open_notices = rig.pool._service._open_notices
@@ -329,7 +329,7 @@ def test_models_with_windows_tell_the_whole_prompt(workshop: Workshop) -> None:
     topic = chain.topic(PROMPT)
     assert topic is not None
     with closing(Client()) as client:
-        client.watch([rank.side._notices.endpoint for rank in rig.ranks], topic)  # type: ignore[union-attr]
+        client.watch([rank.part._notices.endpoint for rank in rig.ranks], topic)  # type: ignore[union-attr]
         rig.add(PROMPT, 1, hand_over=True)
         rig.run(LIMIT_S)
         rig.settle()

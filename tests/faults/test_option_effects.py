@@ -551,7 +551,7 @@ def notices(bench: Bench) -> None:
     for hears in (True, False):
         url = bench.workshop.memory()
         writer, reader = bench.rig(url, "writer"), bench.rig(url, "reader")
-        told = {"notices": [each.side._notices.endpoint for each in writer.ranks]}  # type: ignore[union-attr]
+        told = {"notices": [each.part._notices.endpoint for each in writer.ranks]}  # type: ignore[union-attr]
         reader.companions.append(writer)
         reader.add(PROMPT, ANSWER_TOKENS, expect_tokens=WHOLE, **(told if hears else {}))
         writer.add(PROMPT, 1, hand_over=True)

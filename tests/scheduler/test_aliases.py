@@ -17,7 +17,7 @@ from vllm_kvpool.identity.chunk_hash import ChunkChain, MediaItem, RequestIdenti
 from vllm_kvpool.identity.keys import alias_prefix, make_namespace
 from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
 from vllm_kvpool.scheduler.aliases import Aliases
-from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
+from vllm_kvpool.scheduler.lookup import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import Stored
 from vllm_kvpool.scheduler.prefix_search import CellNames

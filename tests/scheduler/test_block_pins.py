@@ -12,8 +12,8 @@ from vllm_kvpool.transfer.ops import JobId
 
 
 def ledger(max_blocks: int = 10, num_ranks: int = 2) -> tuple[PinLedger, FakePins]:
-    made, pins = PinLedger(max_blocks, num_ranks), FakePins()
-    made.pins = pins
+    pins = FakePins()
+    made = PinLedger(max_blocks, num_ranks, pins)
     return made, pins
 
 
@@ -53,8 +53,6 @@ def test_bugs_trip_asserts() -> None:
     made.pin(JobId(1), (5,))
     with pytest.raises(AssertionError, match="too many ranks"):
         made.release(JobId(1), 3)
-    with pytest.raises(AssertionError, match="bound"):
-        PinLedger(2, 1).pin(JobId(1), (5,))
 
 
 def test_what_is_held_is_bounded_and_let_go_once() -> None:
@@ -78,13 +76,6 @@ def test_nothing_is_held_that_has_no_room() -> None:
     made.pin(JobId(1), (5, 6, 7))
     assert made.hold("a", Place(0, 0), 8)
     assert not made.hold("a", Place(0, 1), 9)
-    check(made)
-
-
-def test_nothing_is_held_before_the_block_pool_is_bound() -> None:
-    made = PinLedger(2, 1)
-    assert not made.hold("a", Place(0, 0), 5)
-    made.release_all_held()
     check(made)
 
 

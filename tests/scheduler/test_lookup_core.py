@@ -15,18 +15,10 @@ from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import CellKey, make_namespace
 from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
 from vllm_kvpool.scheduler import lookup_core
-from vllm_kvpool.scheduler.lookup_core import (
-    POLL_MAX_S,
-    QUICK_SHARE,
-    Lookup,
-    LookupCore,
-    LookupOutcome,
-    LookupResult,
-    Present,
-    TierCall,
-    TieredSearch,
-)
+from vllm_kvpool.scheduler.lookup import Lookup, LookupOutcome, LookupResult
+from vllm_kvpool.scheduler.lookup_core import POLL_MAX_S, QUICK_SHARE, LookupCore, Present, TierCall
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch, HostCacheIndex, Tail
+from vllm_kvpool.scheduler.tiered_search import TieredSearch
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
 from vllm_kvpool.transfer.ops import HostCacheChange
 

@@ -26,12 +26,8 @@ from vllm_kvpool.identity.keys import (
     with_weights,
 )
 from vllm_kvpool.layout.topology import LayerGroup, Topology
-from vllm_kvpool.scheduler.lookup_core import (
-    MAX_KEYS_PER_ROUND,
-    Lookup,
-    LookupOutcome,
-    LookupResult,
-)
+from vllm_kvpool.scheduler.lookup import Lookup, LookupOutcome, LookupResult
+from vllm_kvpool.scheduler.lookup_core import MAX_KEYS_PER_ROUND
 from vllm_kvpool.scheduler.lookup_service import LookupService, Notices, OnLost, OnNotice
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef

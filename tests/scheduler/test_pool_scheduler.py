@@ -27,7 +27,7 @@ from vllm_kvpool.scheduler import pool_scheduler as scheduler_module
 from vllm_kvpool.scheduler.aliases import Aliases
 from vllm_kvpool.scheduler.blocks import GroupTables, all_blocks
 from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
-from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
+from vllm_kvpool.scheduler.lookup import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport, Stored
 from vllm_kvpool.scheduler.pool_scheduler import (
@@ -124,10 +124,10 @@ class Bench:
             ),
             self.lookups,
             self.registry,
+            self.pins,
             self.clock,
             can_save,
         )
-        self.scheduler.saves.ledger.pins = self.pins
         self.views: dict[str, View] = {}
         self.tables: dict[str, list[int]] = {}
         self.next_block = 1

@@ -20,13 +20,15 @@ from tests.scheduler.test_pool_scheduler import (
     hashes_of,
 )
 from tests.support.buffers import make_buffer
+from tests.support.fakes import FakePins
 from tests.support.faults import Fault
 from tests.support.invariants import check
 from vllm_kvpool.config import KVPoolConfig, KVRole, read_config
 from vllm_kvpool.identity.keys import with_weights
+from vllm_kvpool.layout.engine_shape import ModelShape
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepReport
-from vllm_kvpool.sides import ModelShape, SchedulerSide
+from vllm_kvpool.scheduler.scheduler_part import SchedulerPart
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import HostCacheChange, SavePlan
 
@@ -453,13 +455,15 @@ def test_the_epoch_that_an_engine_starts_with_is_the_first(first_weights_version
     topology = Topology(1, 1, ((0, 1),), 1)
     shape = ModelShape(NAMES.namespace, (LayerGroup(topology, 16),), (KVCacheGroup(16),), 100, 1)
     config = read_config({"store": "memory://epochs"}, env={})
-    side = SchedulerSide(config, KVRole.BOTH, shape, first_weights_version=first_weights_version)
+    part = SchedulerPart(
+        config, KVRole.BOTH, shape, FakePins(), first_weights_version=first_weights_version
+    )
     heard = []
     for weights_version in (NEW, NEWER, NEW):
-        side.weights_changed(weights_version)
-        heard.append(side.scheduler.weights_version)
-        infos = side.registry.samples()["kvpool_info"]
-        own = with_weights(NAMES.namespace, side.scheduler.weights_version)
+        part.weights_changed(weights_version)
+        heard.append(part.scheduler.weights_version)
+        infos = part.registry.samples()["kvpool_info"]
+        own = with_weights(NAMES.namespace, part.scheduler.weights_version)
         assert [name for name, shown in infos.items() if shown] == [(own, str(config.chunk_tokens))]
-    side.close()
+    part.close()
     assert heard == ([FIRST, NEWER, FIRST] if first_weights_version else [NEW, NEWER, NEW])

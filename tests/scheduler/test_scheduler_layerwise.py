@@ -9,12 +9,12 @@ from tests.scheduler.test_pool_scheduler import CHUNK, NOTHING, PENDING
 from tests.scheduler.test_pool_scheduler import Bench as SchedulerBench
 from tests.support.fakes import FakeClock, FakeExecutor
 from tests.worker.test_pool_worker import DONE, load_plan, loaded, save_plan
-from vllm_kvpool import worker as worker_module
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, RequestOptions
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
 from vllm_kvpool.transfer.ops import CellOutcome, LoadPlan, SaveGathered, SpanLoaded
-from vllm_kvpool.worker import LATE_S, NOTHING_ENDED, PoolWorker, StepResults
+from vllm_kvpool.worker import pool_worker
+from vllm_kvpool.worker.pool_worker import LATE_S, NOTHING_ENDED, PoolWorker, StepResults
 
 LAYERS = {"l0": 0, "l1": 0, "l2": 2, "l3": 2}
 TIMEOUT_S = 7.0
@@ -100,7 +100,7 @@ def test_what_a_load_costs_is_how_long_it_holds_the_step_up(
 ) -> None:
     """Not how long the step takes: `load_policy: auto` compares it with computing."""
     clock = FakeClock(100.0)
-    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(pool_worker, "time", SimpleNamespace(monotonic=clock))
     bench = WorkerBench()
     one, two = layered(), layered("b", 2)
     step = bench.begin(one, two)
@@ -129,7 +129,7 @@ def test_wait_for_copies_between_steps_is_not_part_of_the_next_load(
 ) -> None:
     """vLLM waits for copies before it sleeps."""
     clock = FakeClock(100.0)
-    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(pool_worker, "time", SimpleNamespace(monotonic=clock))
     bench, save = WorkerBench(), save_plan(3)
     bench.worker.start_saves(StepPlan(saves=(save,)))
     bench.answers = [[SaveGathered(save.job_id, save.request_id)]]

@@ -62,9 +62,9 @@ class Bench:
             PoolShape(CHUNK, groups, num_ranks, max_pinned, state_stride=state_stride),
             self.lookups,
             self.registry,
+            self.pins,
             FakeClock(time.monotonic()),
         )
-        self.scheduler.saves.ledger.pins = self.pins
         self.views: dict[str, View] = {}
 
     def store(self, tokens: Sequence[int], layer_group: int, *chunks: int) -> None:

@@ -125,9 +125,9 @@ class Engine:
             shape,
             self.lookups,
             MetricsRegistry(),
+            self.pool,
             self.clock,
         )
-        self.scheduler.saves.ledger.pins = self.pool
         self.requests: dict[str, Request] = {}
         self.gathering: dict[int, Gathering] = {}
         self.tokens_of_save: dict[int, list[int]] = {}

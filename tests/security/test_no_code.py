@@ -156,11 +156,11 @@ def test_no_data_becomes_code_and_five_files_bind_a_socket() -> None:
         ("identity/weights.py", "import torch\nw = torch.load(path)"),
         ("identity/weights.py", "np.frombuffer(x)\nnp.load(path, mmap_mode='r')"),
         ("tests/support/models.py", "subprocess.run(command, shell=True)"),
-        ("sides.py", "import subprocess"),
+        ("scheduler/scheduler_part.py", "import subprocess"),
         ("storage/contents/encryption.py", "import subprocess"),
-        ("sides.py", "from importlib import metadata"),
+        ("scheduler/scheduler_part.py", "from importlib import metadata"),
         ("cli/doctor.py", "import importlib"),
-        ("sides.py", "import os\nos.system('ls')"),
+        ("scheduler/scheduler_part.py", "import os\nos.system('ls')"),
         ("storage/mooncake.py", "import socket\nserver = socket.create_server(('', 0))"),
         ("scheduler/lookup_service.py", "import socket"),
         ("storage/mooncake.py", "connection.bind(('', 0))"),
@@ -189,7 +189,8 @@ from vllm_kvpool.config import KVRole, read_config
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
-from vllm_kvpool.sides import ModelShape, SchedulerSide
+from vllm_kvpool.layout.engine_shape import ModelShape
+from vllm_kvpool.scheduler.scheduler_part import SchedulerPart
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.backends import open_store
@@ -202,7 +203,7 @@ config = read_config({"store": f"file://{sys.argv[1]}/pool?size=4MiB"}, env={})
 topology = Topology(2, 1, ((0, 4),), 2, True)
 layer_groups, groups = (LayerGroup(topology, 64),), (KVCacheGroup(16),)
 shape = ModelShape(make_namespace("m", "0" * 12), layer_groups, groups, 16, 1)
-side = SchedulerSide(config, KVRole.BOTH, shape)
+side = SchedulerPart(config, KVRole.BOTH, shape, None)
 store = open_store(parse_store_url(config.store), segment=True)
 keys = [f"{shape.namespace}@dcp0of1@head:0@layers:0-4@{n:040x}" for n in range(80)]
 buffers = [make_buffer(100_000) for _ in keys]

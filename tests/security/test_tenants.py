@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.buffers import make_buffer
-from tests.support.fakes import FakeRequest
+from tests.support.fakes import FakePins, FakeRequest
 from tests.support.memory_store import MemoryStore
 from vllm_kvpool.config import KVRole, RequestOptions, read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity, tenant_of
@@ -31,9 +31,10 @@ from vllm_kvpool.identity.keys import (
     make_namespace,
     namespace_of,
 )
+from vllm_kvpool.layout.engine_shape import ModelShape
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.sides import ModelShape, SchedulerSide
+from vllm_kvpool.scheduler.scheduler_part import SchedulerPart
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.contents.cell_format import CellFault, verify, write_header
 from vllm_kvpool.storage.file.format import MAX_KEY_BYTES
@@ -79,14 +80,14 @@ class Tenant:
     def __init__(self, url: str, namespace: Namespace) -> None:
         shape = ModelShape(namespace, (LayerGroup(TOPOLOGY, 64),), (KVCacheGroup(16),), 64, 1)
         extra = {"store": url, "chunk_tokens": CHUNK}
-        self.side = SchedulerSide(read_config(extra, env={}), KVRole.BOTH, shape)
+        self.part = SchedulerPart(read_config(extra, env={}), KVRole.BOTH, shape, FakePins())
 
     def hits(self, salt: str) -> int:
         """Tokens that the pool would give to a request of all of TOKENS and one more."""
         name = f"r{next(NUMBERS)}"
         identity = RequestIdentity(cache_salt=salt)
         request = FakeRequest(name, [*TOKENS, 7], RequestOptions(), identity)
-        scheduler = self.side.scheduler
+        scheduler = self.part.scheduler
         scheduler.add(request)
         deadline = time.monotonic() + LIMIT_S
         while (found := scheduler.match(name, 0)[0]) is None:
@@ -123,8 +124,8 @@ def test_a_tenant_finds_its_own_and_no_other_namespaces_cells(
     tenant, other = Tenant(url, mine), Tenant(url, theirs)
     assert [tenant.hits(salt) for salt in ("", "salt", "1" * 12, f"{theirs}@")] == [0] * 4
     assert [other.hits(salt) for salt in ("", "salt")] == [CHUNK * CHUNKS] * 2
-    tenant.side.close()
-    other.side.close()
+    tenant.part.close()
+    other.part.close()
 
 
 def test_a_salt_finds_its_own_and_no_other_salts_cells(shared: MemoryStore, url: str) -> None:
@@ -137,7 +138,7 @@ def test_a_salt_finds_its_own_and_no_other_salts_cells(shared: MemoryStore, url:
         fill(shared, namespace, salt)
         stored.append(salt)
         assert tenant.hits(salt) == CHUNK * CHUNKS, salt
-    tenant.side.close()
+    tenant.part.close()
 
 
 def test_a_key_that_another_tenant_computes_is_refused_by_the_cell_itself() -> None:

@@ -33,13 +33,15 @@ from tests.support.invariants import check
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions, read_config
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
+from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
 from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.metrics import merge_samples, named_values
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.request import ScheduledStep
-from vllm_kvpool.sides import ModelShape, RankPlace, SchedulerSide, WorkerSide
+from vllm_kvpool.scheduler.scheduler_part import SchedulerPart
 from vllm_kvpool.staging.copy_cpu import CpuCopier
+from vllm_kvpool.worker.worker_part import WorkerPart
 
 NAMESPACE = make_namespace("soak", "0" * 12)
 LOAD_TIMEOUT_S = 3.0
@@ -117,7 +119,7 @@ class Rank:
         pages = torch.zeros(shape, dtype=torch.int64)
         self.pages_lbhnw: Words = pages.numpy().view(np.uint64)
         layers = [from_token_content(layer) for layer in pages]
-        self.side = WorkerSide(
+        self.part = WorkerPart(
             config, model, RankPlace(rank, 0, rank), layers, CpuCopier, finish_in_step=True
         )
 
@@ -176,10 +178,9 @@ class Engine:
             num_ranks=spec.tp_size,
         )
         config = soak_config(spec)
-        self._scheduler_side = SchedulerSide(config, spec.role, model)
-        self._scheduler = self._scheduler_side.scheduler
         self._pins = FakePins()
-        self._scheduler.saves.ledger.pins = self._pins
+        self._scheduler_part = SchedulerPart(config, spec.role, model, self._pins)
+        self._scheduler = self._scheduler_part.scheduler
         self._ranks = [Rank(config, model, rank) for rank in range(spec.tp_size)]
         self._block_size = spec.block_size
         self._free = list(range(NULL_BLOCK + 1, model.num_blocks))
@@ -205,16 +206,16 @@ class Engine:
 
     def counted(self) -> dict[str, float]:
         """What both sides have counted since they were made."""
-        total = self._scheduler_side.registry.samples()
+        total = self._scheduler_part.registry.samples()
         for rank in self._ranks:
-            merge_samples(total, rank.side.registry.samples())
+            merge_samples(total, rank.part.registry.samples())
         return dict(named_values(total))
 
     def close(self) -> None:
         """End both sides."""
         for rank in self._ranks:
-            rank.side.close()
-        self._scheduler_side.close()
+            rank.part.close()
+        self._scheduler_part.close()
 
     def _arrive(self, number: int) -> _Running:
         tokens = prompt(number)
@@ -237,7 +238,7 @@ class Engine:
             time.sleep(PAUSE_S)
         plan = self._plan(ready)
         for rank in self._ranks:
-            rank.side.worker.start_loads(plan)
+            rank.part.worker.start_loads(plan)
         for request_id, count in self._tokens_of(ready).items():
             request = ready[request_id]
             start = request.view.num_computed_tokens
@@ -277,12 +278,12 @@ class Engine:
         """Save, collect what has ended in each rank, tell the scheduler's side."""
         reports = []
         for rank in self._ranks:
-            rank.side.worker.start_saves(plan)
-            results = rank.side.worker.finish_step(plan, set())
+            rank.part.worker.start_saves(plan)
+            results = rank.part.worker.finish_step(plan, set())
             for request in requests:
                 request.loaded_ranks += request.id in results.loaded
                 request.invalid_blocks |= results.invalid_blocks & set(request.block_ids)
-            report = rank.side.worker.take_report()
+            report = rank.part.worker.take_report()
             if report is not None:
                 reports.append(report)
         self._scheduler.apply(StepReport.merge(reports))
@@ -317,7 +318,7 @@ class Engine:
     def _plan_idle(self) -> StepPlan:
         plan = self._scheduler.plan_step(ScheduledStep({}, lambda name: ()))
         for rank in self._ranks:
-            rank.side.worker.start_loads(plan)
+            rank.part.worker.start_loads(plan)
         return plan
 
     def _judge(self, request: _Running) -> Served:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from tests.support.faults import BLOCK_LIMIT_S
 from vllm_kvpool.layout.pages import SlabMove
-from vllm_kvpool.scheduler.lookup_core import Lookup
+from vllm_kvpool.scheduler.lookup import Lookup
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.request import OwnKV
 

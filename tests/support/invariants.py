@@ -14,10 +14,10 @@ from vllm_kvpool.scheduler.kv_event_tracker import KVEventTracker
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.states import AdmissionState, LookupState, RetryState
 from vllm_kvpool.staging.slots import SlotPool
-from vllm_kvpool.transfer.engine import Engine
+from vllm_kvpool.transfer.engine import Engine, HungCalls
 from vllm_kvpool.transfer.fetches import Fetches
 from vllm_kvpool.transfer.graph import Op, OpState, Scheduler
-from vllm_kvpool.transfer.host_cache import CacheEntryState, HostCache
+from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState, HostCache
 from vllm_kvpool.transfer.loads import Loads
 from vllm_kvpool.transfer.loans import Loans
 from vllm_kvpool.transfer.ops import OpKind
@@ -128,8 +128,8 @@ def _(engine: Engine) -> None:
     if engine.idle:
         host_cache = engine.context.host_cache
         hung = engine.hung_calls
-        assert all(e.pins == hung.pins_of(e) or e.prefetched for e in host_cache)
-        assert host_cache.slots.num_quarantined == hung.num_slots_written
+        assert all(e.pins == pins_of(hung, e) or e.prefetched for e in host_cache)
+        assert host_cache.slots.num_quarantined == num_slots_written(hung)
         known = {slot for entry in host_cache for slot in entry.slots} | hung.slots_read
         assert host_cache.slots.num_held == len(known)
 
@@ -182,6 +182,22 @@ def _(cache: HostCache) -> None:
         assert not any(e.dirty for e in idle if e.slab.id in kept)
 
 
+def is_naming(engine: Engine) -> bool:
+    """Return True if slabs of a load or save are not named yet: a further step is due."""
+    return bool(engine.loads._growing or engine.saves._growing)
+
+
+def num_slots_written(hung: HungCalls) -> int:
+    """Return the number of slots that hung calls may write."""
+    return sum(len(written) for written in hung._batches.values())
+
+
+def pins_of(hung: HungCalls, entry: CacheEntry) -> int:
+    """Return the number of hung calls that pin an entry, as they may read its slots."""
+    readers = [batch for batch in hung._batches if batch.lane.kind is not OpKind.GET]
+    return sum(op.what.entry is entry for batch in readers for op in batch.ops)
+
+
 @check.register
 def _(loads: Loads) -> None:
     for load in loads._loads.values():
@@ -194,14 +210,14 @@ def _(loads: Loads) -> None:
 
 @check.register
 def _(loans: Loans) -> None:
-    for lending in loans._lent.values():
-        assert lending.entry.pins
-        assert lending.entry.state is not CacheEntryState.GONE
+    for entry, _ in loans._lent.values():
+        assert entry.pins
+        assert entry.state is not CacheEntryState.GONE
     assert loans._num_retained == sum(entry.num_cells for entry in loans._retained)
     for entry in loans._retained:
         assert entry.pins
         assert entry.state is CacheEntryState.PRESENT
-    assert not loans._context.host_cache.ended_loans, "a loan is not given back"
+    assert not loans._context.host_cache._ended_loans, "a loan is not given back"
 
 
 @check.register

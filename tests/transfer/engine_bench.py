@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import islice
 
 from tests.support.fakes import FakeClock
-from tests.support.invariants import check
+from tests.support.invariants import check, is_naming
 from vllm_kvpool.identity.keys import HeadShard, LayerSpan
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.metrics import MetricsRegistry
@@ -348,8 +348,9 @@ class Bench:
                 self.sent.append(action)
             told.append(line)
         due = self.engine.next_deadline()
-        is_naming = self.engine.loads.is_naming or self.engine.saves.is_naming
-        assert due is None or due > self.clock() or is_naming  # else the thread would spin
+        assert (
+            due is None or due > self.clock() or is_naming(self.engine)
+        )  # else the thread would spin
         return told
 
     # Whole stories

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.invariants import num_slots_written
 from tests.transfer.engine_bench import (
     DISK,
     DONE,
@@ -230,7 +231,7 @@ def test_what_hangs_can_be_asked_for() -> None:
     first, second = bench.hanging[0], bench.running[1]
     hung = bench.engine.hung_calls
     assert (len(hung), first in hung, second in hung) == (1, True, False)
-    assert (hung.num_slots_written, hung.slots_read) == (1, set())
+    assert (num_slots_written(hung), hung.slots_read) == (1, set())
     bench.run()
     bench.late(0)
-    assert (len(hung), first in hung, hung.num_slots_written) == (0, False, 0)
+    assert (len(hung), first in hung, num_slots_written(hung)) == (0, False, 0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.fakes import FakeClock
-from tests.support.invariants import check
+from tests.support.invariants import check, is_naming, num_slots_written
 from tests.transfer.engine_bench import (
     CELL_BYTES,
     CORRUPT,
@@ -315,7 +315,7 @@ class EngineMachine(RuleBasedStateMachine):
     @property
     def is_naming(self) -> bool:
         """Whether there are jobs of whose slabs the engine has not been told all."""
-        return self.engine.loads.is_naming or self.engine.saves.is_naming
+        return is_naming(self.engine)
 
     def streams(self) -> list[int]:
         """Loads whose producer has not ended."""
@@ -480,8 +480,8 @@ class EngineMachine(RuleBasedStateMachine):
                         content = self.contents[slot]
                         assert (content.key, content.good) == (key, True)
         # With a slab's slots those of its cells that had come before are given up.
-        assert len(written) <= self.engine.hung_calls.num_slots_written
-        assert slots.num_quarantined == self.engine.hung_calls.num_slots_written
+        assert len(written) <= num_slots_written(self.engine.hung_calls)
+        assert slots.num_quarantined == num_slots_written(self.engine.hung_calls)
         assert not written & {slot for entry in self.host_cache for slot in entry.slots}
 
     def whole_groups(self) -> set[str]:

@@ -11,7 +11,7 @@ from tests.transfer.engine_bench import DISK, FAILED, SINGLE, Bench, load_job, s
 from tests.transfer.test_executor import LIMIT_S, Rank, load_plan, rank, save_plan, store
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.messages import StepPlan
-from vllm_kvpool.sides import OpenTiers, lanes_of
+from vllm_kvpool.storage.open_tiers import OpenTiers
 from vllm_kvpool.transfer.executor import Fenced
 from vllm_kvpool.transfer.ops import (
     HOST,
@@ -22,7 +22,8 @@ from vllm_kvpool.transfer.ops import (
     OpKind,
     SaveGathered,
 )
-from vllm_kvpool.worker import PoolWorker
+from vllm_kvpool.worker.lane_limits import lanes_of
+from vllm_kvpool.worker.pool_worker import PoolWorker
 
 __all__ = ["rank", "store"]
 

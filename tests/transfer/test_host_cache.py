@@ -61,7 +61,7 @@ def bring(host_cache: HostCache, keys: str, *, dirty: bool = False, hold: bool =
 def come(
     host_cache: HostCache, key: str, chunk: ChunkRef, *, dirty: bool = False, hold: bool = False
 ) -> None:
-    entry = host_cache.begin(slab(key, chunk))
+    entry = host_cache.add(slab(key, chunk))
     assert host_cache.assign_slots(entry, LOAD)
     host_cache.arrived(entry, now_ns(), dirty=dirty)
     if not hold:
@@ -257,7 +257,7 @@ def test_a_slot_is_made_free_by_dropping_the_coldest() -> None:
 def test_no_slot_is_given_when_all_are_held() -> None:
     host_cache = host(keep=2, slots=2)
     bring(host_cache, "a b", hold=True)
-    assert not host_cache.assign_slots(host_cache.begin(slab("c")), LOAD)
+    assert not host_cache.assign_slots(host_cache.add(slab("c")), LOAD)
 
 
 def test_a_save_may_not_have_the_last_slots_that_are_free_or_could_be() -> None:
@@ -265,7 +265,7 @@ def test_a_save_may_not_have_the_last_slots_that_are_free_or_could_be() -> None:
     bring(host_cache, "a b", hold=True)
     bring(host_cache, "c d")
     assert not host_cache.has_room(SAVE)
-    assert not host_cache.assign_slots(host_cache.begin(slab("e")), SAVE)
+    assert not host_cache.assign_slots(host_cache.add(slab("e")), SAVE)
     assert keys(host_cache) == "a b c d e"
     host_cache.unpin(entry(host_cache, "a"))
     assert host_cache.assign_slots(entry(host_cache, "e"), SAVE)
@@ -274,7 +274,7 @@ def test_a_save_may_not_have_the_last_slots_that_are_free_or_could_be() -> None:
 
 def test_slots_once_given_are_kept() -> None:
     host_cache = host()
-    arriving = host_cache.begin(slab("a"))
+    arriving = host_cache.add(slab("a"))
     assert host_cache.assign_slots(arriving, LOAD)
     slots = arriving.slots
     assert host_cache.assign_slots(arriving, SAVE)
@@ -284,11 +284,11 @@ def test_slots_once_given_are_kept() -> None:
 def test_slab_has_a_slot_for_each_cell_or_none() -> None:
     host_cache = host(keep=3, slots=4)
     bring(host_cache, "a b")
-    large = host_cache.begin(slab("c", num_cells=3))
+    large = host_cache.add(slab("c", num_cells=3))
     assert host_cache.assign_slots(large, LOAD)
     assert len(large.slots) == 3
     assert keys(host_cache) == "b c"  # one slab left for it, and no more
-    other = host_cache.begin(slab("d", num_cells=2))
+    other = host_cache.add(slab("d", num_cells=2))
     assert not host_cache.assign_slots(other, LOAD)
     assert other.slots == []
     assert keys(host_cache) == "b c d"
@@ -297,7 +297,7 @@ def test_slab_has_a_slot_for_each_cell_or_none() -> None:
 def test_slabs_leave_until_the_room_of_a_large_one_is_enough() -> None:
     host_cache = host(keep=4, slots=8)
     for key in "ab":
-        large = host_cache.begin(slab(key, num_cells=2))
+        large = host_cache.add(slab(key, num_cells=2))
         assert host_cache.assign_slots(large, LOAD)
         host_cache.arrived(large, now_ns())
         host_cache.unpin(large)
@@ -503,7 +503,7 @@ class PromptMachine(RuleBasedStateMachine):
         retention = in_s(pin_s)
         for ref in prompt(chunks):
             for each in self.all_of(ref.id):
-                self.host_cache.retain(each, retention.pinned_until_ns)
+                self.host_cache.pin_until(each, retention.pinned_until_ns)
 
     @rule(minutes=st.integers(1, 120))
     def wait(self, minutes: int) -> None:
@@ -547,8 +547,8 @@ def test_a_pinned_chunk_leaves_after_all_others_until_its_pin_ends() -> None:
 def test_a_chunk_that_is_there_is_pinned_and_pins_only_get_longer() -> None:
     host_cache = host(keep=2)
     bring(host_cache, "a b")
-    host_cache.retain(entry(host_cache, "a"), in_s(pin_s=1000).pinned_until_ns)
-    host_cache.retain(entry(host_cache, "a"), in_s(pin_s=1).pinned_until_ns)
+    host_cache.pin_until(entry(host_cache, "a"), in_s(pin_s=1000).pinned_until_ns)
+    host_cache.pin_until(entry(host_cache, "a"), in_s(pin_s=1).pinned_until_ns)
     clock.advance(100.0)
     bring(host_cache, "c d")
     assert keys(host_cache) == "a d"
@@ -613,7 +613,7 @@ def test_a_cell_is_dropped_when_its_time_to_live_ends() -> None:
 def test_a_pin_does_not_change_the_time_to_live_of_the_first_writer() -> None:
     host_cache = host(keep=4)
     come(host_cache, "a", ChunkRef("a", retention=in_s(ttl_s=100)))
-    host_cache.retain(entry(host_cache, "a"), in_s(pin_s=10).pinned_until_ns)
+    host_cache.pin_until(entry(host_cache, "a"), in_s(pin_s=10).pinned_until_ns)
     clock.advance(101.0)
     assert host_cache.get("a") is None
 

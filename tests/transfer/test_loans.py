@@ -11,6 +11,7 @@ from tests.transfer.engine_bench import (
     DISK,
     DONE,
     FAILED,
+    FAR,
     MISSING,
     Bench,
     load_job,
@@ -69,6 +70,16 @@ def test_loan_of_a_slab_that_no_tier_has_is_refused(outcome: CellOutcome) -> Non
     lend(bench, 1, "a b")
     told = [*bench.ends(0, DONE, outcome), *bench.run()]
     assert {"lends 1: 1 yes", "lends 1: 2 no"} <= set(told)
+
+
+def test_loan_of_a_slab_that_tiers_have_in_part_is_refused() -> None:
+    """The cell that one tier gave has a slot when the fetch fails."""
+    bench = Bench(DISK, FAR, replicas=SET)
+    assert bench.step(Ask(SECOND, ((1, slab_of("a0 a1")),), 0)) == ["0 get-0 a0 a1"]
+    assert bench.ends(0, DONE, MISSING) == ["1 check a0"]
+    assert bench.ends(1) == ["2 get-1 a1"]
+    assert bench.ends(2, MISSING) == ["lends 1: 1 no"]
+    assert bench.engine.idle
 
 
 def test_loan_from_the_host_tier_is_answered_at_once() -> None:

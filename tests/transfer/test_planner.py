@@ -251,7 +251,7 @@ def test_host_memory_that_keeps_some_of_a_prompts_chunks_drops_its_end_first(
                 before=hashes[max(0, first - 4) : first],
             )
             for slab in mine.save(plan).slabs:
-                entry = host_cache.begin(slab)
+                entry = host_cache.add(slab)
                 assert host_cache.assign_slots(entry, SlotUse.SAVE)
                 host_cache.arrived(entry, now_ns=first, dirty=True)
                 host_cache.unpin(entry)

@@ -36,8 +36,7 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.handover.producer import NoticePlace
 from vllm_kvpool.identity import weights
 from vllm_kvpool.layout.topology import FULL_ATTENTION, KVCacheGroup
-from vllm_kvpool.sides import HOST_DEVICE
-from vllm_kvpool.staging.devices import Device
+from vllm_kvpool.staging.devices import HOST_DEVICE, Device
 from vllm_kvpool.vllm_adapt import compat, engine_config
 from vllm_kvpool.vllm_adapt.engine_config import EngineFacts
 from vllm_kvpool.vllm_adapt.identity import weights_version
@@ -409,7 +408,7 @@ class FakeBlockPool:
 
 def test_a_reset_of_the_prefix_cache_is_told_whether_it_succeeds_or_not() -> None:
     block_pool, told = FakeBlockPool(), list[bool]()
-    engine_config.PoolPins(cast("Any", block_pool), told.append)
+    engine_config.PoolPins(told.append).use_pool(cast("Any", block_pool))
     block_pool.answers = [True, False, True]
     assert [block_pool.reset_prefix_cache() for _ in range(3)] == [True, False, True] == told
     assert block_pool.reset_prefix_cache.__doc__ == "As vLLM's."
@@ -428,7 +427,8 @@ def test_blocks_that_are_forgotten_are_found_no_more_and_stay_their_requests() -
         name = make_block_hash_with_group_id(BlockHash(bytes([number])), 0)
         block.set_block_hash(name)
         pool.cached_block_hash_to_block.insert(name, block)
-    pins = engine_config.PoolPins(pool, [].append)
+    pins = engine_config.PoolPins([].append)
+    pins.use_pool(pool)
     pins.evict([block.block_id for block in blocks[1:]])
     found = [pool.get_cached_block(BlockHash(bytes([i])), [0]) for i in range(3)]
     assert found == [[blocks[0]], None, None]

@@ -1,4 +1,4 @@
-"""Packed pages of GPUs on worker sides, in host memory: what one engine has written, engines of
+"""Packed pages of GPUs in worker parts, in host memory: what one engine has written, engines of
 every other tensor parallelism read, in their own form. What kernels write where is in
 `tests/layout/test_packed_formats.py`.
 
@@ -41,15 +41,16 @@ from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.description import described, from_description
+from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepPlan
-from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.copy_torch import TorchCopier
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 from vllm_kvpool.vllm_adapt import compat, engine_config
 from vllm_kvpool.vllm_adapt.identity import namespace
 from vllm_kvpool.vllm_adapt.kv_cache_specs import page_specs
+from vllm_kvpool.worker.worker_part import WorkerPart
 
 LAYERS, SPAN, HEADS, DIM = 2, 1, 4, 128
 CHUNK, TOKENS, LIMIT_S = 64, 256, 60.0
@@ -125,7 +126,7 @@ class Engine:
         )
         options = {"store": store, "chunk_tokens": CHUNK, "staging_bytes": "2MiB"}
         self.sides = [
-            WorkerSide(
+            WorkerPart(
                 read_config(options, env={}),
                 model,
                 RankPlace(rank, 0, rank),
@@ -148,25 +149,25 @@ class Engine:
 
     def save(self, hashes: Sequence[bytes]) -> None:
         pages = (JobPages(self.ids, 0, 0, TOKENS),)
-        for side in self.sides:
+        for part in self.sides:
             plan = SavePlan(JobId(1), "r", 0, tuple(hashes), pages)
-            side.worker.start_saves(StepPlan(saves=(plan,)))
+            part.worker.start_saves(StepPlan(saves=(plan,)))
 
     def load(self, hashes: Sequence[bytes]) -> None:
         pages = (JobPages(self.ids, 0, 0, TOKENS),)
         plan = LoadPlan(JobId(1), "r", 0, tuple(hashes), pages, 0, TOKENS)
         step = StepPlan(loads=(plan,), idle=True)
-        for side in self.sides:
-            side.worker.start_loads(step)
-        for side in self.sides:
+        for part in self.sides:
+            part.worker.start_loads(step)
+        for part in self.sides:
             deadline = time.monotonic() + LIMIT_S
-            while "r" not in (results := side.worker.finish_step(step, set())).loaded:
+            while "r" not in (results := part.worker.finish_step(step, set())).loaded:
                 assert time.monotonic() < deadline, "the load did not end"
             assert not results.invalid_blocks
 
     def close(self) -> None:
-        for side in self.sides:
-            side.close()
+        for part in self.sides:
+            part.close()
 
 
 def hashes_of_prompt() -> tuple[bytes, ...]:

@@ -1,4 +1,4 @@
-"""Written in one page format, read in another, byte for byte: vLLM's own pages, whole worker sides.
+"""Written in one page format, read in another, byte for byte: vLLM's own pages, whole worker parts.
 
 All of a reader's memory is compared, so that a byte beside the tokens is found as well as one lost.
 """
@@ -94,7 +94,7 @@ def test_every_format_reads_what_every_format_has_written(name: str, model: Path
         rows = writer.random_rows(number)
         writer.fill(rows)
         writer.save(hashes_of(number))
-        writer.side.close()
+        writer.part.close()
         wanted[writes] = (hashes_of(number), rows)
     for reads, page_format in formats.items():
         reader = Rank(store, content, page_format, config)
@@ -102,5 +102,5 @@ def test_every_format_reads_what_every_format_has_written(name: str, model: Path
             reader.load(hashes)
             read = reader.memory.clone()
             assert torch.equal(read, reader.bytes_after(rows)), f"{writes} -> {reads}"
-        reader.side.close()
+        reader.part.close()
     shared.close()

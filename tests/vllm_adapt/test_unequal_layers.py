@@ -34,10 +34,11 @@ from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.layout.engine_shape import RankPlace
 from vllm_kvpool.scheduler.messages import StepPlan
-from vllm_kvpool.sides import RankPlace, WorkerSide
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 from vllm_kvpool.vllm_adapt import engine_config
+from vllm_kvpool.worker.worker_part import WorkerPart
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -251,7 +252,7 @@ class Rank:
             cache.view(torch.uint8).random_(0, 256)
 
     def run(self, store: str, plan: StepPlan) -> None:
-        side = WorkerSide(
+        part = WorkerPart(
             read_config({"store": store, "chunk_tokens": CHUNK, "staging_bytes": "2MiB"}, env={}),
             self.facts.shape,
             RankPlace(0, 0, 0),
@@ -259,13 +260,13 @@ class Rank:
             warm_copier,
             finish_in_step=True,
         )
-        worker, deadline = side.worker, time.monotonic() + LIMIT_S
+        worker, deadline = part.worker, time.monotonic() + LIMIT_S
         worker.start_loads(plan)
         worker.start_saves(plan)
         while plan.loads and not (ended := worker.finish_step(plan, set())).loaded:
             assert time.monotonic() < deadline, "the load did not end"
         assert not plan.loads or not ended.invalid_blocks
-        side.close()
+        part.close()
 
     def save(self, store: str) -> None:
         pages = (JobPages(self.ids, 0, 0, TOKENS),)

@@ -31,13 +31,14 @@ from tests.support.copiers import warm_copier
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
+from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
 from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepPlan
-from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.kv_cache_specs import page_specs
+from vllm_kvpool.worker.worker_part import WorkerPart
 
 LAYERS, SPAN = 3, 2
 CHUNK, TOKENS = 64, 192  # a block may be smaller than a chunk, larger, or neither
@@ -136,7 +137,7 @@ class Rank:
         # Not in order, not from zero.
         self.ids = tuple(reversed(range(2, 2 + TOKENS // page_format.block)))
         self.jobs = itertools.count(1)
-        self.side = self._open(store)
+        self.part = self._open(store)
 
     def _allocate(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         self._config.cache_config.kv_cache_layout = self.format.layout
@@ -156,7 +157,7 @@ class Rank:
         memory.fill_(POISON)
         return caches, memory
 
-    def _open(self, store: str) -> WorkerSide:
+    def _open(self, store: str) -> WorkerPart:
         topology = Topology(self.spec.num_kv_heads, 1, ((0, LAYERS),), SPAN)
         shape = ModelShape(
             namespace=MODEL,
@@ -175,7 +176,7 @@ class Rank:
             for cache in self.caches.values()
         ]
         extra = {"store": store, "chunk_tokens": CHUNK, "staging_bytes": "2MiB"}
-        return WorkerSide(
+        return WorkerPart(
             read_config(extra, env={}),
             shape,
             RankPlace(0, 0, 0),
@@ -216,7 +217,7 @@ class Rank:
     def save(self, hashes: tuple[bytes, ...]) -> None:
         """Returns when the pages are free, as at the end of a step."""
         plan = SavePlan(JobId(next(self.jobs)), "r", 0, hashes, (JobPages(self.ids, 0, 0, TOKENS),))
-        self.side.worker.start_saves(StepPlan(saves=(plan,)))
+        self.part.worker.start_saves(StepPlan(saves=(plan,)))
 
     def load(self, hashes: tuple[bytes, ...]) -> None:
         """Into poisoned pages."""
@@ -224,9 +225,9 @@ class Rank:
         pages = (JobPages(self.ids, 0, 0, TOKENS),)
         load = LoadPlan(JobId(next(self.jobs)), "r", 0, hashes, pages, 0, TOKENS)
         plan = StepPlan(loads=(load,), idle=True)
-        self.side.worker.start_loads(plan)
+        self.part.worker.start_loads(plan)
         deadline = time.monotonic() + LIMIT_S
-        while "r" not in (results := self.side.worker.finish_step(plan, set())).loaded:
+        while "r" not in (results := self.part.worker.finish_step(plan, set())).loaded:
             assert time.monotonic() < deadline, "the load did not end"
         assert not results.invalid_blocks
 

@@ -16,16 +16,17 @@ from tests.support.copiers import warm_copier
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
+from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
 from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepPlan
-from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.executor import IDLE_TICK_S
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, PrefetchPlan, SavePlan
 from vllm_kvpool.transfer.replicas import Card
-from vllm_kvpool.worker import StepResults
+from vllm_kvpool.worker.pool_worker import StepResults
+from vllm_kvpool.worker.worker_part import WorkerPart
 
 # Legend: L layers, H heads, T tokens, C content.
 LAYERS, SPAN, CONTENT, BLOCK, CHUNK, CHUNKS = 4, 2, 16, 16, 32, 6
@@ -68,7 +69,7 @@ class ReplicaRank:
             num_ranks=size,
         )
         extra = {"store": store, "chunk_tokens": CHUNK, "staging_bytes": "1MiB", **options}
-        self.side = WorkerSide(
+        self.part = WorkerPart(
             read_config(extra, env={}),
             model,
             RankPlace(rank, 0, rank),
@@ -86,26 +87,26 @@ class ReplicaRank:
         blocks = kv_of(prompt).unflatten(2, (-1, BLOCK)).transpose(1, 2)
         self.pages.copy_(blocks)
         plan = SavePlan(JobId(next(self.jobs)), f"s{prompt}", 0, hashes_of(prompt), self.blocks)
-        self.side.worker.start_saves(StepPlan(saves=(plan,)))
+        self.part.worker.start_saves(StepPlan(saves=(plan,)))
 
     def prefetch(self, prompt: int) -> None:
         plan = PrefetchPlan(f"p{prompt}", hashes_of(prompt))
-        self.side.worker.start_loads(StepPlan(prefetches=(plan,)))
+        self.part.worker.start_loads(StepPlan(prefetches=(plan,)))
 
     def reset(self, generation: int) -> None:
-        self.side.worker.start_loads(StepPlan(generation=generation))
+        self.part.worker.start_loads(StepPlan(generation=generation))
 
     def start_load(self, prompt: int, generation: int = 0) -> None:
         self.pages.fill_(-1)
         job = JobId(next(self.jobs))
         load = LoadPlan(job, f"r{prompt}", 0, hashes_of(prompt), self.blocks, 0, TOKENS)
         self.plan = StepPlan(loads=(load,), idle=True, generation=generation)
-        self.side.worker.start_loads(self.plan)
+        self.part.worker.start_loads(self.plan)
 
     def finish_load(self) -> StepResults:
         """Its end; whatever it says is loaded lies in the pages."""
         deadline = time.monotonic() + LIMIT_S
-        while not (results := self.side.worker.finish_step(self.plan, set())).loaded:
+        while not (results := self.part.worker.finish_step(self.plan, set())).loaded:
             assert time.monotonic() < deadline, "the load did not end"
         return results
 
@@ -117,7 +118,7 @@ class ReplicaRank:
 
     def count(self, name: str, **labels: str) -> float:
         """A counter's sum over the labels that are not named."""
-        samples = self.side.registry.snapshot()
+        samples = self.part.registry.snapshot()
         return sum(
             value
             for sample, value in samples.items()
@@ -133,7 +134,7 @@ class ReplicaRank:
     def borrowed(self, outcome: str = "done") -> float:
         """Cells asked of a replica, by outcome."""
         deadline = time.monotonic() + LIMIT_S
-        while self.side._executor._engine.context.counts:  # not in the registry yet
+        while self.part._executor._engine.context.counts:  # not in the registry yet
             assert time.monotonic() < deadline, "the engine thread does not wake"
             time.sleep(IDLE_TICK_S / 10)
         return self.count("kvpool_cells", direction="load", store="replica", outcome=outcome)
@@ -148,14 +149,14 @@ class ReplicaRank:
 
     def host_told(self) -> dict[int, set[str]]:
         """What the scheduler side has been told: by rank, the chunks it has in host memory."""
-        report = self.side.worker.take_report()
+        report = self.part.worker.take_report()
         host = {} if report is None else report.host
         return {rank: set(change.added) - set(change.removed) for rank, change in host.items()}
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.side.close()
+            self.part.close()
 
 
 @dataclass

@@ -26,7 +26,7 @@ from vllm_kvpool.transfer.ops import (
     SavePlan,
     SavesDropped,
 )
-from vllm_kvpool.worker import GATHER_WAIT_S, PoolWorker, StepResults
+from vllm_kvpool.worker.pool_worker import GATHER_WAIT_S, PoolWorker, StepResults
 
 CHUNK = 32
 MISSING, DONE = CellOutcome.MISSING, CellOutcome.DONE

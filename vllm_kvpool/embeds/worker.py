@@ -8,7 +8,6 @@ import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.control import Control
@@ -35,7 +34,7 @@ from vllm_kvpool.embeds.protocol.messages import (
 )
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.host_memory import check_memory
-from vllm_kvpool.metrics import StatsFile
+from vllm_kvpool.metrics import open_stats_file
 from vllm_kvpool.network.allowed_peers import AllowedPeers
 from vllm_kvpool.network.log_limit import LogLimit
 from vllm_kvpool.network.transport_zmq import ZmqTransport, read_keys
@@ -134,10 +133,9 @@ class EmbedsWorker:
             self._control, writers=config.writer_threads, drainers=config.queue_shards
         )
         self._thread = start_control(self._run)
-        self._stats_file: StatsFile | None = None
-        if config.stats_file:
-            path = Path(f"{config.stats_file}.ec.worker.{identity.number}")
-            self._stats_file = StatsFile(path, self._control.registry)
+        self._stats_file = open_stats_file(
+            config.stats_file, f"ec.worker.{identity.number}", self._control.registry
+        )
         logger.info("kvpool: embeddings: rank %d listens at %s", identity.rank, sockets.endpoint)
 
     def _run(self) -> None:

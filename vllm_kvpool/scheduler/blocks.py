@@ -40,10 +40,10 @@ class _Pinned:
 
 
 class PinLedger:
-    """The blocks that saves hold. Scheduler's thread; `pins` is bound before the first save."""
+    """The blocks that saves hold. Scheduler's thread."""
 
-    def __init__(self, max_blocks: int, num_ranks: int) -> None:
-        self.pins: BlockPins | None = None
+    def __init__(self, max_blocks: int, num_ranks: int, pins: BlockPins) -> None:
+        self._pins = pins
         self._max_blocks = max_blocks
         self._max_held = max_blocks // HELD_SHARE
         self._num_ranks = num_ranks
@@ -59,9 +59,8 @@ class PinLedger:
 
     def pin(self, job_id: JobId, block_ids: tuple[int, ...]) -> None:
         """Hold the blocks until every rank has gathered the job."""
-        assert self.pins is not None, "blocks cannot be pinned before the block pool is bound"
         assert len(block_ids) <= self.room
-        self.pins.pin(block_ids)
+        self._pins.pin(block_ids)
         self._pinned[job_id] = _Pinned(block_ids, self._num_ranks)
         self.num_blocks += len(block_ids)
 
@@ -73,8 +72,7 @@ class PinLedger:
         if pinned.ranks_left == 0:
             del self._pinned[job_id]
             self.num_blocks -= len(pinned.block_ids)
-            assert self.pins is not None
-            self.pins.unpin(pinned.block_ids)
+            self._pins.unpin(pinned.block_ids)
 
     def hold(self, request_id: str, place: Place, block_id: int) -> bool:
         """Keep a block of an incomplete chunk that the engine is about to free.
@@ -84,9 +82,9 @@ class PinLedger:
         held = self._held.setdefault(request_id, {})
         if place in held:
             return True
-        if self.room < 1 or self.num_held >= self._max_held or self.pins is None:
+        if self.room < 1 or self.num_held >= self._max_held:
             return False
-        self.pins.pin((block_id,))
+        self._pins.pin((block_id,))
         held[place] = block_id
         self.num_held += 1
         return True
@@ -105,8 +103,7 @@ class PinLedger:
             del self._held[request_id]
         self.num_held -= len(block_ids)
         if block_ids:
-            assert self.pins is not None
-            self.pins.unpin(block_ids)
+            self._pins.unpin(block_ids)
 
     def release_all_held(self, request_id: str | None = None) -> None:
         """Release all blocks that are held for a request, or for all requests."""

@@ -1,4 +1,4 @@
-"""Loads on the scheduler's side: whether one pays, and those in progress.
+"""Loads in the scheduler part: whether one pays, and those in progress.
 
 A request runs in the step in which its layered load begins: vLLM counts its blocks as computed and
 offers them to other requests. Until every rank has reported the load as whole, the request is not

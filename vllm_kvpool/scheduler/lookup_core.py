@@ -1,7 +1,5 @@
-"""Lookups over several tiers, of which some may be slow (pure: no thread, no clock).
+"""The open lookups, and which tier is called for what (pure: no thread, no clock).
 
-* `TieredSearch` searches for one prompt (`prefix_search.py`). A tier is asked only for cells that
-  nearer ones lack, so the near tiers' answer is known however long a far tier takes.
 * `LookupCore` gives each tier one call at a time. It answers a lookup when all tiers have answered
   or the whole prompt is found, at `answer_by` with what is known. A lookup that expects chunks of a
   producer reports progress and asks again until they have come, or the producer has ended.
@@ -12,24 +10,23 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import compress, pairwise
 from typing import Any, NamedTuple
 
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.chunk_hash import ChunkChain
 from vllm_kvpool.identity.keys import CellKey, Namespace, alias_prefix
+from vllm_kvpool.scheduler.lookup import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.prefix_search import (
     CellNames,
     HitSearch,
     HostCacheIndex,
     Question,
-    Search,
     Tail,
     TailSearch,
 )
+from vllm_kvpool.scheduler.tiered_search import TieredSearch
 from vllm_kvpool.storage.breaker import Breaker
 from vllm_kvpool.storage.contents.alias import Alias, read_alias
 
@@ -41,280 +38,6 @@ POLL_MIN_S = 0.001
 POLL_MAX_S = 0.25
 PUT_OFF_SHARE = 0.25  # of the timeout: a tier that has not answered by then is asked last
 QUICK_SHARE = 0.25  # of the timeout
-
-
-class LookupOutcome(Enum):
-    """The outcome of a lookup."""
-
-    ANSWERED = "answered"
-    UNSHAREABLE = "unshareable"  # the request has no identity that other engines know
-    STORE_ERROR = "store_error"
-    TIMED_OUT = "timed_out"  # nothing was found by the tiers that have answered in time
-
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """The lookup of a request's prompt. Times are monotonic seconds.
-
-    `identify` runs on the lookup thread or, with `reads_files`, on one for adapters. Without
-    `search` only the hash chain is wanted. The lookup waits until `expect_until` for the first
-    `expect_tokens` tokens, or the whole prompt if that is shorter. At `answer_by` it is answered
-    with what is known. Chunks from `stop_chunk` on are not looked for. `exact`: a load of the
-    request has failed, so all cells of what is found are asked for. `seeks_end`: `tokens` are a
-    prompt whose end, a partial chunk, is looked for as well. `seeks_tail`: aliases are read, so
-    that the hit may end inside a chunk.
-    """
-
-    lookup_id: int
-    identify: Callable[[], RequestIdentity | None]
-    tokens: Sequence[int]
-    search: bool
-    expect_tokens: int
-    expect_until: float
-    answer_by: float
-    weights_version: str = ""
-    reads_files: bool = False
-    stop_chunk: int | None = None
-    exact: bool = False
-    seeks_end: bool = False
-    seeks_tail: bool = False
-    notices: tuple[str, ...] = ()
-    """Endpoints of the producer, one of each rank, that tell which chunks are stored."""
-    request_id: str = ""
-    """For messages."""
-
-    def nothing_found(
-        self,
-        chain: ChunkChain | None = None,
-        outcome: LookupOutcome = LookupOutcome.ANSWERED,
-        *,
-        is_final: bool = True,
-    ) -> "LookupResult":
-        version = self.weights_version
-        return LookupResult(self.lookup_id, chain, 0, outcome, version, is_final=is_final)
-
-
-@dataclass(frozen=True, slots=True)
-class LookupResult:
-    """The answer to a lookup, or its progress.
-
-    `chain` belongs to the receiver, but the lookup thread reads the hashes of the lookup's tokens
-    until the final answer; None if the request cannot be shared. `tail` is the prompt's end if the
-    lookup seeks it, or the chunk inside which the hit ends; `found_chunks` counts it as one more
-    chunk once it is found. `miss_reason` says why no more was found: `ANSWERED` if the tiers lack
-    it. `attention_chunks` could be loaded if there were no recurrent states.
-    """
-
-    lookup_id: int
-    chain: ChunkChain | None
-    found_chunks: int
-    outcome: LookupOutcome
-    weights_version: str = ""
-    miss_reason: LookupOutcome = LookupOutcome.ANSWERED
-    attention_chunks: int = 0
-    lacks_expected: bool = False
-    """True if the lookup ended without all chunks that the request expects."""
-    tail: Tail | None = None
-    is_final: bool = True
-    """False while the lookup still waits for expected chunks."""
-    expected_chunks: int = 0
-    """Chunks that the lookup waits for."""
-    has_lost_producer: bool = False
-    """True if the connection to the producer has ended before the expected chunks came."""
-
-    def tokens_of(self, chunks: int, chunk_tokens: int) -> int:
-        """Return the tokens of the request's first chunks; the last one may be the tail."""
-        tail = self.tail
-        if tail is None or chunks <= tail.position:
-            return chunks * chunk_tokens
-        return tail.position * chunk_tokens + tail.tokens
-
-    def without_hit(self) -> "LookupResult":
-        return replace(self, found_chunks=0, attention_chunks=0)
-
-    @property
-    def whole_chunks(self) -> int:
-        """The found chunks without the tail."""
-        found, tail = self.found_chunks, self.tail
-        return found if tail is None else min(found, tail.position)
-
-
-@dataclass(slots=True, eq=False)
-class _Round:
-    """Questions that are asked together: their cells, and where those of each question end."""
-
-    questions: tuple[Question, ...]
-    keys: list[CellKey]
-    ends: list[int]
-    present: list[bool]  # whether any tier has the cell
-    answered: set[int] = field(default_factory=set)  # tiers that lack what is not present
-    asked: set[int] = field(default_factory=set)  # tiers that are, or will be, asked
-
-    def answers(self) -> list[bool]:
-        """Return for each question whether all of its cells are present."""
-        return [all(self.present[a:b]) for a, b in pairwise((0, *self.ends))]
-
-
-@dataclass(slots=True, eq=False)
-class _Level:
-    """A search over the first tiers of an order, and its current round."""
-
-    search: Search
-    round: _Round | None = None
-
-
-class TieredSearch:
-    """The search for one prompt in host memory and tiers.
-
-    Level n searches host memory and the first n tiers of the order; levels share the answers to
-    rounds. With `has_host` there is a level of host memory alone. `keys_of` gives the cells of
-    questions that are not in host memory, and where those of each question end.
-    """
-
-    def __init__(
-        self,
-        num_chunks: int,
-        make_search: Callable[[], Search],
-        keys_of: Callable[[Sequence[Question]], tuple[list[CellKey], list[int]]],
-        tiers: Iterable[int],
-        *,
-        has_host: bool = False,
-    ) -> None:
-        self._num_chunks = num_chunks
-        self._make_search = make_search
-        self._keys_of = keys_of
-        self._has_host = has_host
-        self._rounds: dict[tuple[Question, ...], _Round] = {}
-        self._wanted: dict[int, list[_Round]] = {}  # by tier
-        # With the positions of the cells that were asked for.
-        self._asked: dict[int, list[tuple[_Round, Sequence[int]]]] = {}
-        self._deferred: set[int] = set()
-        self.answered: set[int] = set()
-        """Tiers that have answered."""
-        self.has_failed = False
-        """True if a tier has failed."""
-        self.found = 0
-        """Chunks that can be loaded, by the levels that are complete."""
-        self.attention = 0
-        """Chunks that could be loaded if there were no recurrent states."""
-        self.restart(tiers)
-
-    def restart(self, tiers: Iterable[int]) -> None:
-        """Ask again for missing cells; tiers that have not answered keep their earlier answers."""
-        self._order = list(tiers)
-        for tier in self._order:
-            self._wanted.setdefault(tier, [])
-            self._asked.setdefault(tier, [])
-        slow = set(self.waits_for)
-        for each in self._rounds.values():
-            each.answered &= slow
-        self._rounds = {
-            questions: each
-            for questions, each in self._rounds.items()
-            if each.answered or each.asked
-        }
-        self.has_failed = False
-        self._reorder(self._order)
-
-    @property
-    def done(self) -> bool:
-        """True if no further answer would change `found`."""
-        return self.found >= self._num_chunks or self._levels[len(self._order)].search.done
-
-    @property
-    def num_tiers(self) -> int:
-        """The number of tiers in this search, without tiers that are left alone or have failed."""
-        return len(self._order)
-
-    @property
-    def waits_for(self) -> list[int]:
-        """Tiers whose answers are missing."""
-        return [tier for tier in self._order if self._asked[tier] or self._wanted[tier]]
-
-    def take_wanted(self, tier: int) -> list[CellKey]:
-        """The cells to ask the tier for now; `take_answer` or `failed` follows."""
-        if not self._wanted.get(tier):
-            return []
-        keys = []
-        for each in self._wanted[tier]:
-            places: Sequence[int] = range(len(each.keys))
-            if any(each.present):
-                places = [place for place in places if not each.present[place]]
-            self._asked[tier].append((each, places))
-            keys += [each.keys[place] for place in places]
-        self._wanted[tier].clear()
-        return keys
-
-    def take_answer(self, tier: int, present: Sequence[bool]) -> None:
-        """The tier has answered the cells that were taken last."""
-        self.answered.add(tier)
-        start = 0
-        for each, places in self._asked[tier]:
-            answers = present[start : start + len(places)]
-            start += len(places)
-            for place in compress(places, answers):
-                each.present[place] = True
-            each.asked.remove(tier)
-            each.answered.add(tier)
-        self._asked[tier].clear()
-        self._advance()
-
-    def failed(self, tier: int) -> None:
-        """The tier has failed: go on without it."""
-        for each in [*self._wanted[tier], *(each for each, _ in self._asked[tier])]:
-            each.asked.remove(tier)
-        self._asked[tier].clear()
-        self._wanted[tier].clear()
-        self.has_failed = True
-        self._reorder([each for each in self._order if each != tier])
-
-    def defer(self) -> None:
-        """Ask tiers whose answers are missing after all others from now on."""
-        self._deferred.update(self.waits_for)
-        self._reorder(self._order)
-
-    def _reorder(self, tiers: Sequence[int]) -> None:
-        """Ask those tiers; every level begins anew, with the answers so far."""
-        self._order = sorted(tiers, key=lambda tier: (tier in self._deferred, tier))
-        first = 0 if self._has_host or not self._order else 1
-        self._levels = {n: _Level(self._make_search()) for n in range(first, len(self._order) + 1)}
-        self._advance()
-
-    def _advance(self) -> None:
-        """Advance each level as far as is known; note the cells that it needs next."""
-        for n, level in self._levels.items():
-            search, tiers = level.search, self._order[:n]
-            while not search.done:
-                if level.round is None:
-                    level.round = self._round_of(search.questions())
-                if not self._is_answered(level.round, tiers):
-                    break
-                search.answer(level.round.questions, level.round.answers())
-                level.round = None
-            if search.done:
-                self.attention = max(self.attention, search.attention)
-                self.found = max(self.found, search.found)
-                if self.found >= self._num_chunks:
-                    return
-
-    def _round_of(self, questions: tuple[Question, ...]) -> _Round:
-        each = self._rounds.get(questions)
-        if each is None:
-            keys, ends = self._keys_of(questions)
-            each = self._rounds[questions] = _Round(questions, keys, ends, [False] * len(keys))
-        return each
-
-    def _is_answered(self, each: _Round, tiers: Sequence[int]) -> bool:
-        """Return True if those tiers have answered; if not, the first that has not is asked."""
-        if all(each.present):
-            return True
-        for tier in tiers:
-            if tier not in each.answered:
-                if tier not in each.asked:
-                    each.asked.add(tier)
-                    self._wanted[tier].append(each)
-                return False
-        return True
 
 
 class TierPace:

@@ -23,16 +23,8 @@ from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.aliases import Aliases
-from vllm_kvpool.scheduler.lookup_core import (
-    QUICK_SHARE,
-    Lookup,
-    LookupCore,
-    LookupOutcome,
-    LookupResult,
-    Present,
-    TierCall,
-    Value,
-)
+from vllm_kvpool.scheduler.lookup import Lookup, LookupOutcome, LookupResult
+from vllm_kvpool.scheduler.lookup_core import QUICK_SHARE, LookupCore, Present, TierCall, Value
 from vllm_kvpool.scheduler.prefix_search import CellNames, HostCacheIndex
 from vllm_kvpool.scheduler.save_outcomes import EndedSave
 from vllm_kvpool.storage.base import Store

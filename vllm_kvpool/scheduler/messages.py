@@ -1,4 +1,4 @@
-"""Messages between the two sides of the connector, once a step. Frozen, small, picklable."""
+"""Messages between the two parts of the connector, once a step. Frozen, small, picklable."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping

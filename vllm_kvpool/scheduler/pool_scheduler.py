@@ -1,4 +1,4 @@
-"""The scheduler side of the connector: what vLLM's calls mean for lookups, loads and saves.
+"""What vLLM's calls in the scheduler's process mean for lookups, loads and saves.
 
 Owned by the scheduler's thread. A request's life, in the states of `states.py`:
     add -> lookup pending -> answered -> (offer -> load planned -> load ended) -> saving -> finish
@@ -21,9 +21,9 @@ from typing import Any
 
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables
+from vllm_kvpool.scheduler.blocks import BlockPins, BlockTable, GroupTables
 from vllm_kvpool.scheduler.loads import LoadCostModel, RequestLoad, RequestLoads, idle_wait_s
-from vllm_kvpool.scheduler.lookup_core import LookupOutcome, LookupResult
+from vllm_kvpool.scheduler.lookup import LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, ScheduledStep
@@ -58,6 +58,7 @@ class PoolScheduler:
         shape: PoolShape,
         lookups: LookupService,
         registry: MetricsRegistry,
+        pins: BlockPins,
         clock: Callable[[], float] = time.monotonic,
         can_save: Callable[[], bool] = lambda: True,
         wall_ns: Callable[[], int] = time.time_ns,
@@ -84,6 +85,7 @@ class PoolScheduler:
             registry,
             self._new_id,
             SaveOutcomes(shape, registry, clock, has_host=lookups.host.num_ranks > 0),
+            pins,
             save_decode=config.save_decode,
             wall_ns=wall_ns,
         )

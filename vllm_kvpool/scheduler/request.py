@@ -1,4 +1,4 @@
-"""The scheduler side's view of a request, a step and the engine."""
+"""The scheduler part's view of a request, a step and the engine."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,14 +8,14 @@ from typing import NamedTuple, Protocol
 from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.topology import KVCacheGroup
-from vllm_kvpool.scheduler.lookup_core import LookupOutcome, LookupResult
+from vllm_kvpool.scheduler.lookup import LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.states import AdmissionState, LookupState, RetryState
 from vllm_kvpool.storage.base import NO_RETENTION, Retention
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """The engine as the scheduler side sees it."""
+    """The engine as the scheduler part sees it."""
 
     chunk_tokens: int
     groups: tuple[KVCacheGroup, ...]

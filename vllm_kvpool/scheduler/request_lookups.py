@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.metrics import MAX_SOURCES, MetricsRegistry, NameLabels
-from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
+from vllm_kvpool.scheduler.lookup import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.request import PoolShape, RequestLookup, RequestState
 from vllm_kvpool.scheduler.states import LookupState, RetryState, moved

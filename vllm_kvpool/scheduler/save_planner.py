@@ -1,4 +1,4 @@
-"""Scheduler side of saves: which chunks of which request are due, and the blocks they need.
+"""Saves in the scheduler part: which chunks of which request are due, and the blocks they need.
 
 * Blocks of a save are pinned from the plan of its step until every rank has gathered them. Requests
   that there is no room for wait in line: a step looks at no more of them than there is room for.
@@ -19,7 +19,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables, PinLedger, all_blocks
+from vllm_kvpool.scheduler.blocks import BlockPins, BlockTable, GroupTables, PinLedger, all_blocks
 from vllm_kvpool.scheduler.draft_gaps import DraftGaps
 from vllm_kvpool.scheduler.loads import RequestLoads
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep, StateOffer
@@ -63,11 +63,13 @@ class SavePlanner:
         registry: MetricsRegistry,
         new_id: Callable[[], int],
         outcomes: SaveOutcomes,
+        pins: BlockPins,
         *,
         save_decode: bool,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.outcomes = outcomes
+        self._pins = pins
         self.draft_gaps = DraftGaps(shape)
         self._wall_ns = wall_ns
         self._shape = shape
@@ -76,7 +78,7 @@ class SavePlanner:
         self._registry = registry
         self._new_id = new_id
         self._save_decode = save_decode
-        self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks)
+        self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks, pins)
         # Requests with chunks still to save -> tokens to schedule until the next may be due.
         self._until_due: dict[str, float] = {}
         # Requests that wait for room -> blocks of their next chunk; the longest wait first.
@@ -423,8 +425,7 @@ class SavePlanner:
         if not lost_blocks:
             self._late += saves
             return
-        if self.ledger.pins is not None:
-            self.ledger.pins.evict(lost_blocks)
+        self._pins.evict(lost_blocks)
         for save in saves:
             self._drop(save)
 

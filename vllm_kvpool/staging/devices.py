@@ -81,6 +81,9 @@ class HostDevice(Device):
         super().__init__(torch.device("cpu"))
 
 
+HOST_DEVICE: Device = HostDevice()
+
+
 class AcceleratorDevice(Device):
     """NVIDIA GPUs, and other devices that torch's generic streams and events serve."""
 

@@ -5,7 +5,7 @@ Each of them owns its jobs and never touches another's. They meet in the slabs o
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_kvpool.metrics import MetricsRegistry, NameLabels
@@ -39,16 +39,6 @@ class Tier:
     name: str  # label in metrics, unique
     durable: bool
     remote: bool
-
-
-def tier_names(kinds: Sequence[str]) -> tuple[str, ...]:
-    """A unique name for each tier: the kind of its store, numbered from the second of a kind on."""
-    seen: dict[str, int] = {}
-    names = []
-    for kind in kinds:
-        seen[kind] = seen.get(kind, 0) + 1
-        names.append(kind if seen[kind] == 1 else f"{kind}{seen[kind]}")
-    return tuple(names)
 
 
 TRANSIENT = frozenset({CellOutcome.FAILED, CellOutcome.UNREACHABLE})  # worth another try

@@ -75,8 +75,8 @@ class HungCalls:
     def __contains__(self, batch: Batch) -> bool:
         return batch in self._batches
 
-    def begin(self, batch: Batch) -> None:
-        """The call is given up; its ops have yet to be failed."""
+    def reserve_memory(self, batch: Batch) -> None:
+        """Keep the memory of a call that is given up. Its ops have yet to be failed."""
         written = self._batches[batch] = []
         for entry in _entries_of(batch):
             if batch.lane.kind is OpKind.GET:
@@ -84,8 +84,8 @@ class HungCalls:
             else:
                 self._host_cache.pin(entry)
 
-    def end(self, batch: Batch) -> None:
-        """The call has returned: free its memory."""
+    def free_memory(self, batch: Batch) -> None:
+        """Free the memory of a call that has returned."""
         self._host_cache.slots.give_back(self._batches.pop(batch))
         if batch.lane.kind is not OpKind.GET:
             for entry in _entries_of(batch):
@@ -94,19 +94,9 @@ class HungCalls:
     @property
     def slots_read(self) -> set[Slot]:
         """Slots that hung calls may read."""
-        parts = (part for batch in self._readers() for part in batch.parts)
+        readers = (batch for batch in self._batches if batch.lane.kind is not OpKind.GET)
+        parts = (part for batch in readers for part in batch.parts)
         return {slot for part in parts for slot in part.slots}
-
-    @property
-    def num_slots_written(self) -> int:
-        return sum(len(written) for written in self._batches.values())
-
-    def pins_of(self, entry: CacheEntry) -> int:
-        """Return the number of hung calls that pin the entry."""
-        return sum(held is entry for batch in self._readers() for held in _entries_of(batch))
-
-    def _readers(self) -> list[Batch]:
-        return [batch for batch in self._batches if batch.lane.kind is not OpKind.GET]
 
 
 def _entries_of(batch: Batch) -> list[CacheEntry]:
@@ -180,11 +170,11 @@ class Engine:
             self.saves.go_on()
         self.loads.expire()
         self.loans.expire()
-        self._settle()
+        self._take_consequences()
         started = self._start()
         self.saves.watch_stall()
         if self.saves.store_dirty() or context.scheduler.has_news:
-            self._settle()
+            self._take_consequences()
             started += self._start()
         if context.host_cache.capacity:
             self._report_host_cache()
@@ -213,7 +203,7 @@ class Engine:
             case DropSaves():
                 self.saves.drop()
                 if event.forget:
-                    self._forget(event.generation)
+                    self._reset(event.generation)
             case HandOverEnd():
                 self.saves.hand_over_ends(event)
             case Flush():
@@ -288,7 +278,7 @@ class Engine:
     def _batch_done(self, done: BatchDone) -> None:
         batch, outcomes = done.batch, done.outcomes
         if batch not in self.running:
-            self.hung_calls.end(batch)
+            self.hung_calls.free_memory(batch)
             return
         assert len(outcomes) == len(batch.ops), done
         self.running.remove(batch)
@@ -307,13 +297,13 @@ class Engine:
         self._fetches.checked(op, outcome)
         self.loans.retain(op.what.entry)
 
-    def _forget(self, generation: int | None) -> None:
+    def _reset(self, generation: int | None) -> None:
         """A reset: no cell from before it may be found after it."""
         context = self.context
         still = self.saves.drop_copies()
-        self._fetches.forget()
-        self.loads.forget()
-        self.loans.forget()
+        self._fetches.cancel_waiting()
+        self.loads.cancel_unfetched()
+        self.loans.drop_retained()
         context.host_cache.clear()
         if generation is not None:
             context.generation = generation
@@ -324,7 +314,7 @@ class Engine:
         """A store call is past its limit."""
         self.running.remove(batch)
         self.context.scheduler.batch_ended(batch)
-        self.hung_calls.begin(batch)
+        self.hung_calls.reserve_memory(batch)
         for op in batch.ops:
             self._handlers[batch.lane.kind](op, CellOutcome.TIMED_OUT)
 
@@ -350,7 +340,7 @@ class Engine:
             context.count("kvpool_prefetched_cells", host_cache.unused_prefetches, outcome="unused")
             host_cache.num_dropped = host_cache.unused_prefetches = 0
 
-    def _settle(self) -> None:
+    def _take_consequences(self) -> None:
         """Handle ops that the scheduler cancelled, and markers, until none is left."""
         scheduler = self.context.scheduler
         while scheduler.has_consequences:

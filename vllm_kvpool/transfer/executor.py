@@ -1,4 +1,4 @@
-"""The engine thread of the worker side; it decides, lanes perform.
+"""The engine thread of the worker part; it decides, lanes perform.
 
     model thread ──post──▶ inbox ──▶ engine thread ──Batch──▶ lane inbox ──▶ lane
          ▲────── reports (drain) ──────┘   ▲──────────── BatchDone ───────────┘
@@ -21,7 +21,7 @@ from vllm_kvpool.identity.keys import Namespace
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.devices import Fence
 from vllm_kvpool.transfer.drop_log import DropLog
-from vllm_kvpool.transfer.engine import Engine, Event, Message
+from vllm_kvpool.transfer.engine import Command, Engine, Event, Message
 from vllm_kvpool.transfer.graph import Batch, BatchDone, BatchHung
 from vllm_kvpool.transfer.lane_pool import LANE_JOIN_S, LanePool, Perform
 from vllm_kvpool.transfer.open_jobs import OpenJobs
@@ -29,12 +29,9 @@ from vllm_kvpool.transfer.ops import (
     NO_STORE,
     Ask,
     BorrowerGone,
-    CancelRequest,
     DropSaves,
     Flush,
-    HandOverEnd,
     HandOverProgress,
-    Landed,
     LaneName,
     LenderGone,
     Lent,
@@ -124,20 +121,7 @@ class Fenced:
 
 
 Plan = LoadPlan | SavePlan | PrefetchPlan
-Post = (
-    Plan
-    | Fenced
-    | CancelRequest
-    | Landed
-    | DropSaves
-    | HandOverEnd
-    | TierHealth
-    | Message
-    | LenderGone
-    | BorrowerGone
-    | UseNamespace
-    | Close
-)
+Post = Plan | Fenced | Command | Message | LenderGone | BorrowerGone | UseNamespace | Close
 
 
 class Exchange(Protocol):

@@ -58,7 +58,7 @@ class Fetches:
         self._copy_up = copy_up
         self._removing: dict[tuple[int, str], Op] = {}  # bad cells, by tier and key
 
-    def begin(self, slab: Slab, owner: Owner) -> CacheEntry | None:
+    def start_fetch(self, slab: Slab, owner: Owner) -> CacheEntry | None:
         """Start to fetch a slab that is not in host memory; None if no tier can be asked."""
         context = self._context
         lender = None if slab.fetcher is None else context.lenders[slab.fetcher]
@@ -66,13 +66,13 @@ class Fetches:
         tier = REPLICA if may_ask else self._next_tier(slab)
         if tier is None:
             return None
-        entry = context.host_cache.begin(slab)
+        entry = context.host_cache.add(slab)
         lane, fetch = context.lane(OpKind.GET, tier), Fetch(slab, entry, tier=tier)
         entry.op = context.scheduler.add(owner, lane, fetch, slab.nbytes, size=slab.num_cells)
         return entry
 
-    def release(self, entry: CacheEntry) -> None:
-        """A user of the slab has unpinned it: cancel the fetch if it was the last."""
+    def cancel_if_unwanted(self, entry: CacheEntry) -> None:
+        """Cancel the fetch of a slab whose last user has unpinned it."""
         op = entry.op
         if entry.state is not CacheEntryState.ARRIVING or entry.pins != 1 or entry.prefetched:
             return
@@ -80,8 +80,8 @@ class Fetches:
             self._context.host_cache.failed(entry)
             self._context.host_cache.unpin(entry)
 
-    def forget(self) -> None:
-        """A reset: give up fetches that do not run."""
+    def cancel_waiting(self) -> None:
+        """Cancel the fetches that do not run, after a reset."""
         for entry in list(self._context.host_cache):
             op = entry.op
             if op is not None and isinstance(op.what, Fetch) and op.state is not OpState.RUNNING:

@@ -120,8 +120,8 @@ class HostCache:
         self._has_pins = False  # a chunk has been pinned for a time
         self.num_idle = 0  # slots of slabs that are present, indexed and unpinned
         self.num_dirty = 0  # of those
+        self._ended_loans: list[Loan] = []
         # Since the engine last reset them:
-        self.ended_loans: list[Loan] = []
         self.num_dropped = 0  # cells
         self.unused_prefetches = 0  # of those
 
@@ -130,7 +130,7 @@ class HostCache:
             self._expire()
         return self._index.get(slab_id)
 
-    def begin(self, slab: Slab) -> CacheEntry:
+    def add(self, slab: Slab) -> CacheEntry:
         """A new entry for a slab that will arrive; the caller holds its first pin."""
         entry = self._index[slab.id] = CacheEntry(slab._replace(pages=()) if slab.pages else slab)
         return entry
@@ -158,7 +158,7 @@ class HostCache:
         if entry.loan is None:
             self.slots.give_back(entry.slots)
         else:
-            self.ended_loans.append(entry.loan)
+            self.end_loan(entry.loan)
         entry.slots, entry.loan = [], None
 
     def arrived(self, entry: CacheEntry, now_ns: int, *, dirty: bool = False) -> None:
@@ -176,11 +176,11 @@ class HostCache:
             if self._is_complete(chunk):
                 self._changes[chunk.chunk_id] = True
             if ref.retention != NO_RETENTION:
-                self.retain(entry, ref.retention.pinned_until_ns)
+                self.pin_until(entry, ref.retention.pinned_until_ns)
                 if expires_ns := ref.retention.expires_ns:
                     heapq.heappush(self._expiring, (expires_ns, entry.slab.id))
 
-    def retain(self, entry: CacheEntry, until_ns: int) -> None:
+    def pin_until(self, entry: CacheEntry, until_ns: int) -> None:
         """Pin the chunk of a slab until a time of the wall clock.
 
         Its time to live stays that of the first writer.
@@ -189,10 +189,10 @@ class HostCache:
         retention = Retention(until_ns, chunk.retention.expires_ns)
         entry.slab = entry.slab._replace(chunk=chunk._replace(retention=retention))
         self._has_pins |= until_ns > 0
-        self._pin_until(self._chunks.get(chunk.id), until_ns)
+        self._pin_chunk_until(self._chunks.get(chunk.id), until_ns)
 
     @staticmethod
-    def _pin_until(chunk: _Chunk | None, until_ns: int) -> None:
+    def _pin_chunk_until(chunk: _Chunk | None, until_ns: int) -> None:
         """Pin a chunk, and those before it, at least until a time."""
         while chunk is not None and chunk.pinned_until_ns < until_ns:
             chunk.pinned_until_ns = until_ns
@@ -225,7 +225,7 @@ class HostCache:
         if chunk.parent is None and parent_id:
             chunk.parent = self._chunk(parent_id)
             chunk.parent.num_children += 1
-            self._pin_until(chunk.parent, chunk.pinned_until_ns)
+            self._pin_chunk_until(chunk.parent, chunk.pinned_until_ns)
         known = self._evicted.take(chunk.chunk_id)
         policy = self._policy
         score = policy.on_put(now_ns) if known is None else policy.on_hit(known, now_ns)
@@ -271,7 +271,7 @@ class HostCache:
                 pass
         else:
             self.unindex(entry)
-            self._release(entry)
+            self._free(entry)
 
     def _count_idle(self, entry: CacheEntry, num_slots: int) -> None:
         self.num_idle += num_slots
@@ -394,7 +394,7 @@ class HostCache:
     def _drop(self, entry: CacheEntry) -> None:
         self._count_idle(entry, -entry.num_cells)
         self.unindex(entry)
-        self._release(entry)
+        self._free(entry)
 
     def unindex(self, entry: CacheEntry) -> None:
         """`get` does not find the entry any more; it is freed with its last pin."""
@@ -423,9 +423,18 @@ class HostCache:
             if chunk is not None:
                 chunk.num_children -= 1
 
-    def _release(self, entry: CacheEntry) -> None:
+    def _free(self, entry: CacheEntry) -> None:
         self.release_slots(entry)
         entry.state = CacheEntryState.GONE
+
+    def end_loan(self, loan: Loan) -> None:
+        """Note that this rank reads the slots of a loan no more."""
+        self._ended_loans.append(loan)
+
+    def take_ended_loans(self) -> list[Loan]:
+        """Remove and return the loans whose slots this rank reads no more."""
+        loans, self._ended_loans = self._ended_loans, []
+        return loans
 
     def num_slots(self) -> tuple[int, int, int]:
         """Slots of unpinned clean slabs, of unpinned dirty ones, and of pinned ones."""

@@ -3,7 +3,7 @@
 Each slab is one SCATTER, after its fetch if it is not in host memory. A slab that no tier has ends
 the load at its chunk; if it is optional, its pages, which hold bytes of other requests, are
 cleared. A load is reported when none of its scatters is in flight, and after its bad cells have
-been removed: pages never change after the scheduler side has freed them.
+been removed: pages never change after the scheduler part has freed them.
 
 A layered load, whose request runs already, reports each span of layers that is loaded. A stream is
 a load that begins before another engine has stored all of its chunks: slabs of later chunks wait
@@ -115,7 +115,7 @@ class Loads:
         load = _Load(job, owner, 0.0, plan.stop_chunk, landed_stop, job.rest)
         self._loads[plan.job_id] = load
         load.fence = self._context.wait_for(job.fence)
-        self._limit(load, job.timeout_s)
+        self._set_deadline(load, job.timeout_s)
         if job.rest is NO_SLABS:
             load.rest = None
         else:
@@ -127,12 +127,7 @@ class Loads:
         wanted = [slab for slab in slabs if slab.chunk.position < load.stop_chunk]
         load.slabs += wanted
         load.later += wanted
-        self._begin(load)
-
-    @property
-    def is_naming(self) -> bool:
-        """True if slabs of a load are not named yet: `go_on` is due."""
-        return bool(self._growing)
+        self._start_stored(load)
 
     def go_on(self) -> None:
         """Name the next slabs of a load; called in every step but those that bring a job."""
@@ -145,25 +140,25 @@ class Loads:
             return
         load.rest = None
         self._growing.popleft()
-        self._finish(load)
+        self._finish_if_done(load)
 
     def landed(self, news: Landed) -> None:
         """Fetch the chunks of a load that are stored now; give up later ones after the last."""
         load = self._loads.get(news.job_id)
         if load is None:
             return
-        self._limit(load, URGENT_S if news.is_urgent else load.job.timeout_s)
+        self._set_deadline(load, URGENT_S if news.is_urgent else load.job.timeout_s)
         load.landed_stop = news.stop_chunk
-        self._begin(load)
+        self._start_stored(load)
         if news.is_final:
             self._stop(load, news.stop_chunk, CellOutcome.MISSING)
 
-    def _limit(self, load: _Load, seconds: float) -> None:
+    def _set_deadline(self, load: _Load, seconds: float) -> None:
         """Set the deadline of a load to `seconds` from now."""
         load.deadline = self._context.now + seconds
         heapq.heappush(self._deadlines, (load.deadline, load.job.plan.job_id))
 
-    def _begin(self, load: _Load) -> None:
+    def _start_stored(self, load: _Load) -> None:
         """Fetch and scatter the waiting slabs of chunks that are stored."""
         context, host_cache = self._context, self._context.host_cache
         plan, owner, landed_stop = load.job.plan, load.owner, load.landed_stop
@@ -175,7 +170,7 @@ class Loads:
                 continue
             entry = host_cache.get(slab.id)
             if entry is None:
-                entry = self._fetches.begin(slab, owner)
+                entry = self._fetches.start_fetch(slab, owner)
                 if entry is None:
                     if slab.kind.is_optional:
                         load.cleared.add(slab.chunk.position)
@@ -200,7 +195,7 @@ class Loads:
         if stop < load.stop_chunk:
             self._stop(load, stop, self._why_none())
         else:
-            self._finish(load)
+            self._finish_if_done(load)
 
     def _scatter(
         self, load: _Load, slab: Slab, entry: CacheEntry | None, after: Sequence[Op]
@@ -230,7 +225,7 @@ class Loads:
             if room < 0:
                 break
             if host_cache.get(slab.id) is None:
-                entry = self._fetches.begin(slab, owner)
+                entry = self._fetches.start_fetch(slab, owner)
                 if entry is None:
                     break
                 entry.prefetched = True
@@ -241,8 +236,8 @@ class Loads:
             if load.job.plan.request_id == request_id:
                 self._stop(load, load.job.plan.first_chunk, CellOutcome.CANCELLED)
 
-    def forget(self) -> None:
-        """A reset: nothing more is fetched for loads from before it."""
+    def cancel_unfetched(self) -> None:
+        """Fetch nothing more for the loads so far, after a reset."""
         for load in list(self._loads.values()):
             if load.rest is not None or load.later:
                 first = load.later[0].chunk.position if load.later else load.first_unnamed
@@ -251,7 +246,7 @@ class Loads:
     def expire(self) -> None:
         """Stop the loads whose deadline has passed.
 
-        A load that only waits for chunks to be stored goes on: the scheduler side ends that wait.
+        A load that only waits for chunks to be stored goes on: the scheduler part ends that wait.
         """
         now = self._context.now
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -270,7 +265,7 @@ class Loads:
         if needed or not late:
             self._stop(load, min(needed, default=load.stop_chunk), CellOutcome.TIMED_OUT)
         else:
-            self._limit(load, CLEAR_S)
+            self._set_deadline(load, CLEAR_S)
 
     def next_time(self) -> float | None:
         """When the next deadline passes, or the next slabs are named."""
@@ -292,10 +287,10 @@ class Loads:
                 self._context.count("kvpool_prefetched_cells", entry.num_cells, outcome="used")
         else:
             self._context.scheduler.fail(op)
-        self._over(scatter)
+        self._end_scatter(scatter)
         if outcome is not CellOutcome.DONE:
             self._stop(scatter.load, scatter.chunk, worst_of(outcome))
-        self._finish(scatter.load)
+        self._finish_if_done(scatter.load)
 
     def lost(self, op: Op, outcome: CellOutcome) -> None:
         """A scatter was cancelled because the fetch or gather of its slab has failed."""
@@ -305,7 +300,7 @@ class Loads:
         if scatter.may_clear:
             self._clear(scatter)
             return
-        self._over(scatter)
+        self._end_scatter(scatter)
         self._stop(scatter.load, scatter.chunk, outcome)
 
     def _cancel(self, scatter: Scatter) -> bool:
@@ -315,16 +310,16 @@ class Loads:
 
     def _clear(self, scatter: Scatter) -> None:
         """Fill the pages of an optional slab with zeros: no tier has it, or it is late."""
-        self._release(scatter)
+        self._unpin(scatter)
         scatter.load.cleared.add(scatter.chunk)
         self._add_op(scatter, scatter.load.fence)
 
-    def _release(self, scatter: Scatter) -> None:
+    def _unpin(self, scatter: Scatter) -> None:
         entry, scatter.entry = scatter.entry, None
         if entry is not None:
             self._context.host_cache.unpin(entry)
             if entry.op is not None:  # it is still being fetched
-                self._fetches.release(entry)
+                self._fetches.cancel_if_unwanted(entry)
 
     def _why_none(self) -> CellOutcome:
         context = self._context
@@ -343,7 +338,7 @@ class Loads:
                 if scatter.over or scatter.op is None:
                     continue
                 if context.scheduler.cancel(scatter.op):
-                    self._over(scatter)
+                    self._end_scatter(scatter)
                 else:
                     running.append(scatter)
             load.scatters.extend(reversed(running))
@@ -351,9 +346,9 @@ class Loads:
                 load.later.pop()
             if chunk <= load.first_unnamed:  # else slabs before it are still to be named
                 load.rest = None
-        self._finish(load)
+        self._finish_if_done(load)
 
-    def _over(self, scatter: Scatter) -> None:
+    def _end_scatter(self, scatter: Scatter) -> None:
         scatter.over = True
         load = scatter.load
         load.num_open -= 1
@@ -362,9 +357,9 @@ class Loads:
             load.open_by_span[span] -= 1
             if not load.open_by_span[span]:
                 self._context.reports.append(SpanLoaded(load.job.plan.job_id, span))
-        self._release(scatter)
+        self._unpin(scatter)
 
-    def _finish(self, load: _Load) -> None:
+    def _finish_if_done(self, load: _Load) -> None:
         """Report the load if no slab is left and no bad cell is being removed."""
         plan = load.job.plan
         is_named = load.rest is None
@@ -388,6 +383,6 @@ class Loads:
             )
             if removals:
                 add = self._context.scheduler.add
-                marker = Marker(partial(self._finish, load))
+                marker = Marker(partial(self._finish_if_done, load))
                 load.removals = add(load.owner, None, marker, after=removals, always=True)
         return load.removals is not None and load.removals.state is OpState.WAITING

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from vllm_kvpool.identity.keys import layer_group_of
 from vllm_kvpool.transfer.context import Marker, TransferContext
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
-from vllm_kvpool.transfer.graph import Batch, Op, Owner, Priority
+from vllm_kvpool.transfer.graph import Batch, Owner, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
     REPLICA,
@@ -47,15 +47,6 @@ class ReplicaSet:
     max_retained: int  # slots
 
 
-@dataclass(slots=True, eq=False)
-class _Lending:
-    """A slab that a member borrows; `op` is a marker after its fetch."""
-
-    entry: CacheEntry
-    until: float
-    op: Op | None = None
-
-
 class Loans:
     """The slabs that this rank borrows, lends and retains. A loan has the other member and an id.
 
@@ -77,10 +68,10 @@ class Loans:
         self._fetches = fetches
         self._set = replicas or ReplicaSet((), 0.0, 0.0, 0)
         self._num_asked = 0
-        # Asks without an answer, and lent slabs; the oldest first.
+        # The oldest first: asks without an answer, since when; lent and retained slabs, until when.
         self._asked: dict[tuple[int, int], tuple[Batch, float]] = {}
-        self._lent: dict[tuple[int, int], _Lending] = {}
-        self._retained: dict[CacheEntry, float] = {}  # until when, in order
+        self._lent: dict[tuple[int, int], tuple[CacheEntry, float]] = {}
+        self._retained: dict[CacheEntry, float] = {}
         self._num_retained = 0  # slots
         # To be sent, by member:
         self._asks: defaultdict[int, list[tuple[int, Slab]]] = defaultdict(list)
@@ -93,7 +84,7 @@ class Loans:
 
     def take_messages(self) -> list[Ask | Lent | Returned]:
         """Return the messages of a step to other members."""
-        returned, self._context.host_cache.ended_loans = self._context.host_cache.ended_loans, []
+        returned = self._context.host_cache.take_ended_loans()
         if not (returned or self._asks or self._answers):
             return []
         by_lender: defaultdict[int, list[int]] = defaultdict(list)
@@ -125,30 +116,30 @@ class Loans:
             loan = Loan(event.member, loan_id, asked_at + self._set.loan_s)
             if batch is None:
                 if slots:
-                    self._context.host_cache.ended_loans.append(loan)
+                    self._context.host_cache.end_loan(loan)
                 continue
             entry: CacheEntry = batch.ops[0].what.entry
             if len(slots) == entry.num_cells:
                 entry.slots, entry.loan = list(slots), loan
             self._context.lenders[event.member].succeeded()
             outcome = CellOutcome.DONE if entry.slots else CellOutcome.MISSING
-            self._end((event.member, loan_id), outcome)
+            self._end_ask((event.member, loan_id), outcome)
 
     def lender_gone(self, member: int) -> None:
         """The member answers no more: fetch for this rank what it was asked for."""
         self._context.lenders[member].hold_open()
-        self._leave(member)
+        self._fetch_instead(member)
         for key in [key for key in self._asked if key[0] == member]:
-            self._end(key, CellOutcome.UNREACHABLE)
+            self._end_ask(key, CellOutcome.UNREACHABLE)
 
-    def _leave(self, member: int) -> None:
+    def _fetch_instead(self, member: int) -> None:
         """Fetch from the tiers what waits to be asked of a member."""
         context = self._context
         for op in context.scheduler.waiting_in(context.lane(OpKind.GET, REPLICA)):
             if op.what.slab.fetcher == member:
                 self._fetches.skip_tier(op)
 
-    def _end(self, key: tuple[int, int], outcome: CellOutcome) -> None:
+    def _end_ask(self, key: tuple[int, int], outcome: CellOutcome) -> None:
         context, (batch, _) = self._context, self._asked.pop(key)
         [op] = batch.ops
         labels = {"direction": "load", "store": "replica"}
@@ -172,17 +163,17 @@ class Loans:
                 self._answers[event.member].append((loan_id, ()))
                 continue
             context.host_cache.pin(entry)
-            lending = self._lent[key] = _Lending(entry, context.now + self._set.loan_s)
+            self._lent[key] = entry, context.now + self._set.loan_s
             if entry.op is None:
-                self._arrived(key)
-            else:
-                marker = Marker(partial(self._arrived, key), partial(self._lost, key))
-                lending.op = context.scheduler.add(owner, None, marker, after=(entry.op,))
+                self._answer(key)
+            else:  # the marker does nothing if the loan has ended before
+                marker = Marker(partial(self._answer, key), partial(self._answer, key))
+                context.scheduler.add(owner, None, marker, after=(entry.op,))
 
     def _entry_of(self, slab: Slab, owner: Owner) -> CacheEntry | None:
         entry = self._context.host_cache.get(slab.id)
         if entry is None:
-            return self._fetches.begin(slab, owner)
+            return self._fetches.start_fetch(slab, owner)
         if entry.slab.sizes != slab.sizes:
             return None
         if entry.op is not None:
@@ -192,40 +183,33 @@ class Loans:
             self._context.scheduler.raise_priority(entry.op, Priority.LOAD)
         return entry
 
-    def _arrived(self, key: tuple[int, int]) -> None:
-        """A slab that is to be lent is in host memory."""
-        if (lending := self._lent.get(key)) is None:
+    def _answer(self, key: tuple[int, int]) -> None:
+        """Tell the borrower the slots of a slab, or none if no tier has it."""
+        if key not in self._lent:
             return
-        lending.op, entry = None, lending.entry
-        if entry.state is not CacheEntryState.PRESENT:
-            self._lost(key)
-        else:
-            self._answers[key[0]].append((key[1], tuple(entry.slots)))
-
-    def _lost(self, key: tuple[int, int]) -> None:
-        """No tier has the slab."""
-        if key in self._lent:
-            self._release(key)
-            self._answers[key[0]].append((key[1], ()))
+        entry, _ = self._lent[key]
+        is_here = entry.state is CacheEntryState.PRESENT
+        self._answers[key[0]].append((key[1], tuple(entry.slots) if is_here else ()))
+        if not is_here:
+            self._end_loan(key)
 
     def returned(self, event: Returned) -> None:
         """The borrower reads the slots of these loans no more."""
         for loan_id in event.loans:
-            self._release((event.member, loan_id))
+            self._end_loan((event.member, loan_id))
 
     def borrower_gone(self, member: int) -> None:
         """The member's process has ended, or reads nothing any more."""
         for key in [key for key in self._lent if key[0] == member]:
-            self._release(key)
+            self._end_loan(key)
 
-    def _release(self, key: tuple[int, int]) -> None:
-        if (lending := self._lent.pop(key, None)) is None:
+    def _end_loan(self, key: tuple[int, int]) -> None:
+        if key not in self._lent:
             return
-        if lending.op is not None:
-            self._context.scheduler.cancel(lending.op)
-        self._context.host_cache.unpin(lending.entry)
-        if lending.entry.op is not None:
-            self._fetches.release(lending.entry)
+        entry, _ = self._lent.pop(key)
+        self._context.host_cache.unpin(entry)
+        if entry.op is not None:
+            self._fetches.cancel_if_unwanted(entry)
 
     # Retaining, without a host tier
 
@@ -257,20 +241,20 @@ class Loans:
             if asked_at + self._set.ask_s > now:
                 break
             self._context.lenders[key[0]].tripped(now)
-            self._leave(key[0])
-            self._end(key, CellOutcome.TIMED_OUT)
-        while self._lent and (key := next(iter(self._lent))) and self._lent[key].until <= now:
-            self._release(key)
+            self._fetch_instead(key[0])
+            self._end_ask(key, CellOutcome.TIMED_OUT)
+        while self._lent and (key := next(iter(self._lent))) and self._lent[key][1] <= now:
+            self._end_loan(key)
         while self._retained and next(iter(self._retained.values())) <= now:
             self._drop_oldest()
 
     def next_time(self) -> float | None:
         """When the first of these times is over."""
         asks = [asked_at + self._set.ask_s for _, asked_at in self._asked.values()][:1]
-        loans = [lending.until for lending in self._lent.values()][:1]
+        loans = [until for _, until in self._lent.values()][:1]
         return min((*asks, *loans, *list(self._retained.values())[:1]), default=None)
 
-    def forget(self) -> None:
-        """A reset: drop all retained slabs. Loans go on, with slabs from before it."""
+    def drop_retained(self) -> None:
+        """Drop all retained slabs, after a reset. Loans go on, with slabs from before it."""
         while self._retained:
             self._drop_oldest()

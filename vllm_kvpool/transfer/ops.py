@@ -1,4 +1,4 @@
-"""The values that pass between scheduler side, worker, engine and lanes; all immutable.
+"""The values that pass between scheduler part, worker, engine and lanes; all immutable.
 
 * Plans (`LoadPlan`, `SavePlan`, `PrefetchPlan`) name a request's chunks and pages; the planner
   turns each into a job of `Slab`s for this rank.
@@ -42,7 +42,7 @@ class SavePlan:
     """Save these chunks; their pages are final after this step.
 
     `pages` has one entry for each of the engine's KV cache groups. A cell with a null block is not
-    saved. The scheduler side pins the other blocks until `SaveGathered`. With `is_state` the plan
+    saved. The scheduler part pins the other blocks until `SaveGathered`. With `is_state` the plan
     is of one chunk, and of the recurrent states after it alone.
     """
 

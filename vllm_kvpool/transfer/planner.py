@@ -1,4 +1,4 @@
-"""Turns plans of the scheduler side into jobs of slabs for one rank (pure; the engine thread's)."""
+"""Turns plans of the scheduler part into jobs of slabs for one rank (pure; the engine thread's)."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

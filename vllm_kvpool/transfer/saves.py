@@ -127,16 +127,11 @@ class SaveManager:
         save = self._saves[plan.job_id] = _Save(job, owner, context.wait_for(job.fence))
         if plan.topic:
             context.progress += self.progress.planned(job)
-        self._begin(save, job.slabs)
+        self._gather(save, job.slabs)
         if job.rest is NO_SLABS:
             self._all_named(save)
         else:
             self._growing.append(save)
-
-    @property
-    def is_naming(self) -> bool:
-        """True if slabs of a save are not named yet: `go_on` is due."""
-        return bool(self._growing)
 
     def go_on(self) -> None:
         """Name the next slabs of a save; called in every step but those that bring a job."""
@@ -152,13 +147,13 @@ class SaveManager:
             for slab in slabs:
                 self._record(save, slab, CellOutcome.CANCELLED)
         else:
-            self._begin(save, slabs)
+            self._gather(save, slabs)
 
     def _all_named(self, save: _Save) -> None:
         marker = Marker(partial(self._all_gathered, save))
         self._context.scheduler.add(save.owner, None, marker, after=save.gathers, always=True)
 
-    def _begin(self, save: _Save, slabs: Sequence[Slab]) -> None:
+    def _gather(self, save: _Save, slabs: Sequence[Slab]) -> None:
         """Gather, seal and put slabs that are not in host memory."""
         context, plan = self._context, save.job.plan
         save.num_open += len(slabs)
@@ -182,7 +177,7 @@ class SaveManager:
                 self._record(save, slab, CellOutcome.UNREACHABLE)
                 self._note_progress(save, slab, is_stored=False)
                 continue
-            entry = context.host_cache.begin(slab)
+            entry = context.host_cache.add(slab)
             copy = Copy(slab, entry, saves=self, save=save, dirty=is_dirty)
             self._copies[copy] = None
             gather = entry.op = self._add(save.owner, self._gathers, copy, save.fence)
@@ -200,7 +195,7 @@ class SaveManager:
 
     def _pin(self, entry: CacheEntry, slab: Slab, up: Sequence[int]) -> None:
         """Pin a slab that is in host memory there, and in tiers by putting it again."""
-        self._context.host_cache.retain(entry, slab.chunk.retention.pinned_until_ns)
+        self._context.host_cache.pin_until(entry, slab.chunk.retention.pinned_until_ns)
         if slab.stored and up and entry.state is CacheEntryState.PRESENT:
             self._copy(entry, up)
 
@@ -245,7 +240,7 @@ class SaveManager:
         copy, is_writable = op.what, self._context.is_writable
         for put in copy.ops:
             if put.state is OpState.WAITING and not is_writable(tier_of(put)):
-                self._end(put, copy, CellOutcome.UNREACHABLE)  # down since the start
+                self._end_put(put, copy, CellOutcome.UNREACHABLE)  # down since the start
         if outcome is CellOutcome.DONE:
             self._context.scheduler.finish(op)
         else:
@@ -262,12 +257,12 @@ class SaveManager:
             return
         if worst_of(outcome) in STORED and self._context.tiers[tier].durable:
             self._report(copy, outcome, tier)
-        self._end(op, copy, outcome)
+        self._end_put(op, copy, outcome)
 
     def writes_down(self, tier: int) -> None:
         """A tier takes no writes for now: give up puts that wait for it."""
         for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.PUT, tier)):
-            self._end(op, op.what, CellOutcome.UNREACHABLE)
+            self._end_put(op, op.what, CellOutcome.UNREACHABLE)
 
     def copy_up(self, entry: CacheEntry, tiers: list[int]) -> None:
         """Promote a slab that was fetched from further away into nearer tiers, if loads do not
@@ -306,22 +301,22 @@ class SaveManager:
         self._flushing = True
 
     def _copy(self, entry: CacheEntry, tiers: Sequence[int]) -> None:
-        """Copy a slab for no save; the copy pins the entry until it is settled."""
+        """Copy a slab for no save; the copy pins the entry until its last op has ended."""
         self._context.host_cache.pin(entry)
         copy = Copy(entry.slab, entry, saves=self)
         self._copies[copy] = None
         self._add_puts(Owner(Priority.COPY), copy, tiers, ())
         self.finish_if_done(copy)
 
-    def _end(self, op: Op, copy: Copy, outcome: Outcome) -> None:
+    def _end_put(self, op: Op, copy: Copy, outcome: Outcome) -> None:
         if worst_of(outcome) in STORED:
             self._context.scheduler.finish(op)
         else:
             copy.outcome = outcome
-            if (tier := tier_of(op)) != HOST and outcome is not CellOutcome.CANCELLED:
+            if outcome is not CellOutcome.CANCELLED:
                 for each in each_of(outcome, copy.slab.num_cells):
                     if each not in STORED:
-                        self._context.drops[tier, each] += 1
+                        self._context.drops[tier_of(op), each] += 1
             self._context.scheduler.fail(op)
         self.finish_if_done(copy)
 

@@ -19,11 +19,11 @@ from vllm_kvpool.config import NO_NOTICES, Drafts, KVPoolConfig, KVRole, LoadFai
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.handover.producer import NoticePlace
 from vllm_kvpool.identity.keys import of_drafter
+from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup
 from vllm_kvpool.network.allowed_peers import ANY_HOSTS, MAX_PORT
 from vllm_kvpool.scheduler.blocks import GroupTables
-from vllm_kvpool.sides import ModelShape, RankPlace
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.devices import Device, device_for
 from vllm_kvpool.vllm_adapt import ascend, compat
@@ -57,8 +57,9 @@ logger = logging.getLogger(__name__)
 class EngineFacts:
     """Facts about an engine that the pool needs.
 
-    Equal on both sides, except for the namespace and its values: ranks are sent the namespace, and
-    have no values. `defects`: what vLLM computes wrongly here, and the pool leaves out.
+    Equal in the scheduler and in workers, except for the namespace and its values: ranks are sent
+    the namespace, and have no values. `defects`: what vLLM computes wrongly here, and the pool
+    leaves out.
     """
 
     shape: ModelShape
@@ -381,26 +382,28 @@ def _pages_of(
 
 
 class PoolPins:
-    """References on blocks of vLLM's pool. Scheduler's thread.
+    """References on blocks of vLLM's pool, which is bound before the first request.
 
-    vLLM resets its prefix cache only when no block is held: `before_reset` is called before it
-    tries, `on_reset` afterwards with whether it has.
+    Scheduler's thread. vLLM resets its prefix cache only when no block is held: `before_reset` is
+    called before it tries, `on_reset` afterwards with whether it has.
     """
 
     def __init__(
-        self,
-        pool: "BlockPool",
-        on_reset: Callable[[bool], None],
-        before_reset: Callable[[], None] = lambda: None,
+        self, on_reset: Callable[[bool], None], before_reset: Callable[[], None] = lambda: None
     ) -> None:
+        self._on_reset = on_reset
+        self._before_reset = before_reset
+
+    def use_pool(self, pool: "BlockPool") -> None:
+        """Take vLLM's pool, and watch its resets."""
         self._pool = pool
         reset = pool.reset_prefix_cache
 
         @functools.wraps(reset)
         def reset_prefix_cache() -> bool:
-            before_reset()
+            self._before_reset()
             done = bool(reset())
-            on_reset(done)
+            self._on_reset(done)
             return done
 
         pool.reset_prefix_cache = reset_prefix_cache

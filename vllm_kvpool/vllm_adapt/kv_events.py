@@ -202,7 +202,7 @@ class KVEvents:
     # Reports and resets
 
     def apply(self, report: StepReport, ended: Iterable[EndedSave]) -> None:
-        """Take the workers' report and the saves that ended with it, after the scheduler side."""
+        """Take the workers' report and the saves that ended with it, after the scheduler part."""
         for plan, how, _ in ended:
             if _is_told(plan) and plan.weights_version == self._weights_version:
                 names = list(map(self._name, plan.hashes))

@@ -1,4 +1,4 @@
-"""DeepSeek V4's groups by vLLM's own rules, and its rows through worker sides, in host memory.
+"""DeepSeek V4's groups by vLLM's own rules, and its rows through worker parts, in host memory.
 
 Legend: B blocks, N rows per block, C bytes by size.
 """
@@ -32,13 +32,14 @@ from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.description import described, from_description
+from vllm_kvpool.layout.engine_shape import RankPlace
 from vllm_kvpool.scheduler.blocks import GroupTables, all_blocks
 from vllm_kvpool.scheduler.messages import StepPlan
-from vllm_kvpool.sides import RankPlace, WorkerSide
 from vllm_kvpool.staging.copy_torch import TorchCopier
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 from vllm_kvpool.vllm_adapt import compat, engine_config
 from vllm_kvpool.vllm_adapt.kv_cache_specs import page_specs
+from vllm_kvpool.worker.worker_part import WorkerPart
 
 # Of each layer; the first sees a window alone.
 RATIOS = (1, 4, 128, 4, 128)
@@ -197,7 +198,7 @@ class Engine:
         self.memory = [first, *clones]
         self.groups = {name: i for each in facts.layer_groups for name, i in each.layers}
         self.sides = [
-            WorkerSide(
+            WorkerPart(
                 options,
                 self.shape,
                 RankPlace(rank, 0, rank),
@@ -216,26 +217,26 @@ class Engine:
         pages = self.tables.of_save(self.ids, 0, TOKENS, 0, {})
         assert pages is not None
         assert len(all_blocks(pages)) == self.tables.num_blocks(0, TOKENS)
-        for side in self.sides:
+        for part in self.sides:
             plan = SavePlan(JobId(1), "r", 0, tuple(hashes), pages)
-            side.worker.start_saves(StepPlan(saves=(plan,)))
+            part.worker.start_saves(StepPlan(saves=(plan,)))
 
     def load(self, hashes: Sequence[bytes], stop: int) -> list[JobPages]:
         pages = self.tables.of_load(self.ids, 0, stop)
         plan = LoadPlan(JobId(1), "r", 0, tuple(hashes), pages, 0, stop)
         step = StepPlan(loads=(plan,), idle=True)
-        for side in self.sides:
-            side.worker.start_loads(step)
-        for side in self.sides:
+        for part in self.sides:
+            part.worker.start_loads(step)
+        for part in self.sides:
             deadline = time.monotonic() + LIMIT_S
-            while "r" not in (results := side.worker.finish_step(step, set())).loaded:
+            while "r" not in (results := part.worker.finish_step(step, set())).loaded:
                 assert time.monotonic() < deadline, "the load did not end"
             assert not results.invalid_blocks
         return list(pages)
 
     def close(self) -> None:
-        for side in self.sides:
-            side.close()
+        for part in self.sides:
+            part.close()
 
 
 @pytest.mark.parametrize(

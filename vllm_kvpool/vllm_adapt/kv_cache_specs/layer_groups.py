@@ -351,7 +351,7 @@ def _beside_indexer(vllm_config: "VllmConfig", spec: Any, page_bytes: int) -> An
 
 
 def _check_skipped_layers(vllm_config: "VllmConfig") -> None:
-    """ConfigError with pipeline stages: the scheduler's side knows the layers of one alone."""
+    """ConfigError with pipeline stages: the scheduler part knows the layers of one alone."""
     cache, stages = vllm_config.cache_config, vllm_config.parallel_config.pipeline_parallel_size
     named = [name for name in cache.kv_cache_dtype_skip_layers if name.isdecimal()]
     if stages > 1 and named and cache.cache_dtype != "auto":

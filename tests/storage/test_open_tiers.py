@@ -1,6 +1,6 @@
 """Names of tiers."""
 
-from vllm_kvpool.transfer.context import tier_names
+from vllm_kvpool.storage.open_tiers import tier_names
 
 
 def test_tiers_of_one_kind_are_told_apart_by_a_number() -> None:

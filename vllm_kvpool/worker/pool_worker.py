@@ -1,4 +1,4 @@
-"""The worker side: a step's plan to the executor, the executor's reports to what vLLM asks for.
+"""Hands a step's plan to the executor, and the executor's reports to vLLM.
 
 Owned by the model's thread; nothing here calls a store. On a CPU the gather of a step's saves ends
 inside the step (`finish_in_step`). So it does in an in-process engine, which may make no later step
@@ -10,8 +10,9 @@ for the rest, and only invalid blocks are reported to vLLM.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from vllm_kvpool.identity.keys import layer_group_of
 from vllm_kvpool.metrics import MetricsRegistry
@@ -33,57 +34,9 @@ from vllm_kvpool.transfer.ops import (
     SavePlan,
     SavesDropped,
     SavesStalled,
-    SpanLoaded,
     given_up,
 )
-
-
-class LayerWaits:
-    """The layers of a step that are loaded, and those that have waited (pure; the model's thread).
-
-    A layer that was computed without waiting may have read pages that were not filled; then the
-    step's layered loads count as failed. `spans`: each layer's name -> the first layer of its
-    cells.
-    """
-
-    def __init__(self, spans: Mapping[str, int]) -> None:
-        self._spans = spans
-        self._done: dict[JobId, set[int]] = {}  # loads in progress -> spans that are loaded
-        self._unasked: set[str] = set()
-
-    @property
-    def loading(self) -> bool:
-        """True if a layered load is in progress."""
-        return bool(self._done)
-
-    def begin(self, job: JobId) -> None:
-        """A layered load of this step begins."""
-        if not self._done:
-            self._unasked = set(self._spans)
-        self._done[job] = set()
-
-    def take(self, reports: Iterable[Report]) -> None:
-        """Note the engine's reports."""
-        for report in reports:
-            if isinstance(report, SpanLoaded):
-                self._done[report.job_id].add(report.layer_start)
-            elif isinstance(report, LoadDone):
-                self._done.pop(report.job_id, None)
-
-    def asked(self, layer_name: str) -> None:
-        """The model has waited and is about to compute this layer."""
-        self._unasked.discard(layer_name)
-
-    def ready(self, layer_name: str) -> bool:
-        """Return True if no load writes into the layer's pages any more; true of unknown layers."""
-        span = self._spans.get(layer_name)
-        return span is None or all(span in done for done in self._done.values())
-
-    @property
-    def unasked(self) -> frozenset[str]:
-        """Layers that have not waited; after the forward pass, those computed without waiting."""
-        return frozenset(self._unasked)
-
+from vllm_kvpool.worker.layer_waits import LayerWaits
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +61,12 @@ NOTHING_ENDED = StepResults()
 
 
 class PoolWorker:
-    """The worker side of one rank."""
+    """The loads and saves of one rank, step by step.
+
+    Args:
+        ranks_served: by layer group, the ranks that load from this one's host memory, itself
+            included; empty if no other rank does.
+    """
 
     def __init__(
         self,
@@ -119,6 +77,7 @@ class PoolWorker:
         registry: MetricsRegistry,
         new_fence: Callable[[], Fence | None] = lambda: None,
         rank: int = 0,
+        ranks_served: Mapping[str, Sequence[int]] = MappingProxyType({}),
         resumes: bool = True,
         layer_spans: Mapping[str, int] | None = None,
         load_timeout_s: float = 30.0,
@@ -141,6 +100,7 @@ class PoolWorker:
         self._finish_in_step = finish_in_step
         self._registry = registry
         self._rank = rank
+        self._ranks_served = ranks_served
         self._generation = 0
         self._loads: dict[JobId, tuple[LoadPlan, float]] = {}
         self._saves: dict[JobId, float] = {}  # in progress, since when
@@ -151,8 +111,6 @@ class PoolWorker:
         self._has_failed = False  # a forward pass has: later ones read what it has not computed
         # Since the last `take_report`; the first says where this rank tells of hand-overs.
         self._reports = [StepReport(notices={rank: notices})] if notices else []
-        self.ranks_served: Mapping[str, Sequence[int]] = {}
-        """By layer group, the ranks that load from this one's host memory, itself included."""
 
     def start_loads(self, plan: StepPlan) -> None:
         """Post the step's loads; once for a plan."""
@@ -172,7 +130,7 @@ class PoolWorker:
         for load in plan.loads:
             self._loads[load.job_id] = (load, time.monotonic())
             if load.layered:
-                self._waits.begin(load.job_id)
+                self._waits.start_load(load.job_id)
         for landed in plan.landed:
             self._executor.post(landed)
         for prefetch in plan.prefetches:
@@ -185,7 +143,7 @@ class PoolWorker:
         """
         if self._waits.loading:
             self._wait_until(lambda: self._waits.ready(layer_name))
-        self._waits.asked(layer_name)
+        self._waits.note_asked(layer_name)
 
     def wait_for_copies(self) -> None:
         """Wait until no load or save uses pages: vLLM is about to take their memory away.
@@ -215,7 +173,7 @@ class PoolWorker:
 
     def _take_early(self) -> None:
         reports = self._drain()
-        self._waits.take(reports)
+        self._waits.note_reports(reports)
         self._early += reports
 
     def _drain(self) -> list[Report]:
@@ -323,12 +281,12 @@ class PoolWorker:
 
     def _host_of_ranks(self, change: HostCacheChange) -> dict[int, HostCacheChange]:
         """The change for each rank that loads from this host memory."""
-        if not self.ranks_served:
+        if not self._ranks_served:
             return {self._rank: change}
         complete: dict[int, dict[str, bool]] = {}
         for chunk_ids, is_complete in ((change.added, True), (change.removed, False)):
             for chunk_id in chunk_ids:
-                for rank in self.ranks_served.get(layer_group_of(chunk_id), (self._rank,)):
+                for rank in self._ranks_served.get(layer_group_of(chunk_id), (self._rank,)):
                     complete.setdefault(rank, {})[chunk_id] = is_complete
         return {rank: HostCacheChange.of(chunks) for rank, chunks in complete.items()}
 

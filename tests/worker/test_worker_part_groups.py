@@ -1,4 +1,4 @@
-"""Whole worker sides of a model with several kinds of layers, or whose tokens are dealt out.
+"""Whole worker parts of a model with several kinds of layers, or whose tokens are dealt out.
 
 What one engine writes another reads whose tensor parallelism, block sizes and KV cache groups are
 others. Everything is the package's own but the engine.
@@ -20,6 +20,7 @@ from tests.support.fakes import FakePins
 from vllm_kvpool.config import KVRole, read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
+from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
 from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import (
     FULL_ATTENTION,
@@ -33,10 +34,11 @@ from vllm_kvpool.layout.topology import (
 from vllm_kvpool.scheduler.blocks import GroupTables, Place
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.sides import ModelShape, RankPlace, SchedulerSide, WorkerSide
+from vllm_kvpool.scheduler.scheduler_part import SchedulerPart
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, LoadPlan, SavePlan
-from vllm_kvpool.worker import StepResults
+from vllm_kvpool.worker.pool_worker import StepResults
+from vllm_kvpool.worker.worker_part import WorkerPart
 
 # Legend: L layers, B blocks, H heads, N tokens of a block on a rank, C content, T tokens.
 CHUNK, TOKENS, LIMIT_S = 96, 3 * 96, 30.0
@@ -159,7 +161,7 @@ class Rank:
             self.pages.append(tensors)
         shape = ModelShape(MODEL, self.layer_groups, self.groups, 1000, tp_size * context.pcp_size)
         extra = {"store": store, "chunk_tokens": CHUNK, "staging_bytes": "1MiB"}
-        self.side = WorkerSide(
+        self.pool = WorkerPart(
             read_config(extra, env={}), shape, place, layers, warm_copier, finish_in_step=True
         )
         self.jobs = itertools.count(1)
@@ -191,7 +193,7 @@ class Rank:
         pages = GroupTables(self.groups).of_save(tables, 0, TOKENS, 0, {})
         assert pages is not None
         plan = SavePlan(JobId(next(self.jobs)), "r", 0, HASHES, pages)
-        self.side.worker.start_saves(StepPlan(saves=(plan,)))
+        self.pool.worker.start_saves(StepPlan(saves=(plan,)))
 
     def load(self, start: int = 0, stop: int = TOKENS) -> StepResults:
         pages = GroupTables(self.groups).of_load(self.tables, start, stop)
@@ -199,9 +201,9 @@ class Rank:
         job = JobId(next(self.jobs))
         load = LoadPlan(job, "r", first, HASHES[first:last], pages, start, stop)
         plan = StepPlan(loads=(load,), idle=True)
-        self.side.worker.start_loads(plan)
+        self.pool.worker.start_loads(plan)
         deadline = time.monotonic() + LIMIT_S
-        while "r" not in (results := self.side.worker.finish_step(plan, set())).loaded:
+        while "r" not in (results := self.pool.worker.finish_step(plan, set())).loaded:
             assert time.monotonic() < deadline, "the load did not end"
         return results
 
@@ -219,8 +221,8 @@ class Rank:
                 assert torch.equal(found, expected), (layer_group, layer)
 
     def close(self) -> dict[str, float]:
-        self.side.close()
-        return self.side.registry.snapshot()
+        self.pool.close()
+        return self.pool.registry.snapshot()
 
 
 def engine(
@@ -329,9 +331,9 @@ def test_an_engine_whose_store_loses_single_cells_asks_for_every_one(
     monkeypatch.setattr(memory_store, "CAPABILITIES", lossy)
     shape = ModelShape(MODEL, kinds_of(HYBRID, 1, NO_CONTEXT), (KVCacheGroup(16),), 20, 1)
     config = read_config({"store": "memory://lossy", "chunk_tokens": CHUNK}, env={})
-    side = SchedulerSide(config, KVRole.BOTH, shape)
-    assert side._lookups.core._loses_cells is loses_cells
-    side.close()
+    part = SchedulerPart(config, KVRole.BOTH, shape, FakePins())
+    assert part._lookups.core._loses_cells is loses_cells
+    part.close()
 
 
 @pytest.mark.parametrize("blocks", [(16, 16), (16, 48, 128), (7, 96)])
@@ -342,9 +344,8 @@ def test_a_chunk_can_be_saved_whatever_is_held_for_others(blocks: tuple[int, ...
     )
     shape = ModelShape(MODEL, kinds_of(HYBRID, 1, NO_CONTEXT), groups, 20, 1)
     config = read_config({"store": "memory://held", "chunk_tokens": CHUNK}, env={})
-    side = SchedulerSide(config, KVRole.BOTH, shape)
-    ledger, pins = side.scheduler.saves.ledger, FakePins()
-    ledger.pins = pins
+    part = SchedulerPart(config, KVRole.BOTH, shape, FakePins())
+    ledger = part.scheduler.saves.ledger
     held = 0
     while ledger.hold("other", Place(1, held), 1 + held):
         held += 1
@@ -352,7 +353,7 @@ def test_a_chunk_can_be_saved_whatever_is_held_for_others(blocks: tuple[int, ...
     assert ledger.room >= most
     assert held >= sum(-(-CHUNK // block) + 1 for block in blocks[1:])
     ledger.release_all_held()
-    side.close()
+    part.close()
 
 
 # Tokens dealt out

@@ -1,4 +1,4 @@
-"""Whole worker sides over one store: ranks of any TP and PP write, ranks of any other read.
+"""Whole worker parts over one store: ranks of any TP and PP write, ranks of any other read.
 
 Everything is the package's own but the engine: topology, planner, keys, lanes, copiers, store.
 """
@@ -20,18 +20,19 @@ import torch
 from tests.support.copiers import warm_copier
 from tests.support.memory_store import MemoryStore
 from tests.support.threads import NewThreads
-from vllm_kvpool import sides
 from vllm_kvpool.config import KVPoolConfig, read_config
 from vllm_kvpool.errors import ConfigError, StoreUnreachable
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import ContextRank, KeyMaker, chunk_id_of, make_namespace
+from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
 from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology, cells_of_rank
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
+from vllm_kvpool.staging import devices
 from vllm_kvpool.staging.arena import slot_bytes
 from vllm_kvpool.staging.devices import AcceleratorDevice, Device, PageLock
+from vllm_kvpool.storage import open_tiers
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import NO_RETENTION, PutOutcome, Retention, Store
 from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
@@ -43,6 +44,8 @@ from vllm_kvpool.storage.url import StoreSpec, parse_store_url
 from vllm_kvpool.transfer import ops
 from vllm_kvpool.transfer.ops import JobId, JobPages, LaneName, LoadPlan, OpKind, SavePlan
 from vllm_kvpool.transfer.planner import Planner
+from vllm_kvpool.worker import lane_limits, worker_part
+from vllm_kvpool.worker.worker_part import WorkerPart
 
 # Legend: L layers, B blocks, H heads, N tokens per block, C content, T tokens.
 LAYERS, CONTENT, CHUNK, TOKENS = 8, 16, 32, 96
@@ -85,7 +88,7 @@ class Rank:
             num_ranks=topology.tp_size * len(topology.stages),
         )
         extra = {"store": store, "chunk_tokens": CHUNK, "staging_bytes": "1MiB", **options}
-        self.side = WorkerSide(
+        self.pool = WorkerPart(
             read_config(extra, env={}),
             model,
             RankPlace(tp_rank, pp_rank, pp_rank * topology.tp_size + tp_rank),
@@ -108,7 +111,7 @@ class Rank:
         self.pages_lbhnc.copy_(blocks)
         job, hashes = JobId(next(self.jobs)), hashes_of(prompt)
         plan = SavePlan(job, "r", 0, hashes, self.pages, retention=retention, tenant=tenant)
-        self.side.worker.start_saves(StepPlan(saves=(plan,)))
+        self.pool.worker.start_saves(StepPlan(saves=(plan,)))
 
     def load(self, prompt: int = 0, *, misses: bool = False) -> torch.Tensor:
         """The loaded tokens, `[L, H, T, C]`; -1 where a token `misses`."""
@@ -116,17 +119,17 @@ class Rank:
         job = JobId(next(self.jobs))
         load = LoadPlan(job, "r", 0, hashes_of(prompt), self.pages, 0, TOKENS)
         plan = StepPlan(loads=(load,), idle=True)
-        self.side.worker.start_loads(plan)
+        self.pool.worker.start_loads(plan)
         deadline = time.monotonic() + LIMIT_S
-        while "r" not in (results := self.side.worker.finish_step(plan, set())).loaded:
+        while "r" not in (results := self.pool.worker.finish_step(plan, set())).loaded:
             assert time.monotonic() < deadline, "the load did not end"
         assert bool(results.invalid_blocks) is misses
         return self.pages_lbhnc.transpose(1, 2).flatten(2, 3)
 
     def close(self) -> dict[str, float]:
         """Waits for the puts; what was counted."""
-        self.side.close()
-        return self.side.registry.snapshot()
+        self.pool.close()
+        return self.pool.registry.snapshot()
 
 
 def hashes_of(prompt: int) -> tuple[bytes, ...]:
@@ -353,9 +356,9 @@ def test_a_manifest_on_its_way_is_waited_for_as_saves_are(
         return put(self, keys, *rest)
 
     monkeypatch.setattr(MemoryStore, "put", slow)
-    monkeypatch.setattr(sides, "LEAST_JOIN_S", 0.0)
+    monkeypatch.setattr(worker_part, "LEAST_JOIN_S", 0.0)
     rank = one_rank([f"memory://sides-{next(NAMES)}"])
-    rank.side.keep_manifest(MODEL, write_manifest(Manifest(MODEL, MODEL, "", {})))
+    rank.pool.keep_manifest(MODEL, write_manifest(Manifest(MODEL, MODEL, "", {})))
     assert is_putting.wait(LIMIT_S)
     rank.close()
     assert "has not returned" not in caplog.text
@@ -431,7 +434,7 @@ def test_what_is_in_host_memory_is_loaded_without_a_store(
     rank = one_rank([HOST, *stores], write_policy=policy)
     rank.save(kv)
     assert torch.equal(rank.load(), kv)
-    report = rank.side.worker.take_report()
+    report = rank.pool.worker.take_report()
     assert report is not None
     assert set(report.host[0].added) == {chunk_id_of(MODEL, chunk.hex()) for chunk in hashes_of(0)}
     counted = rank.close()
@@ -545,7 +548,7 @@ def without(scheme: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             raise StoreUnreachable(f"{spec.url} is not there")
         return open_store(spec, segment=segment)
 
-    monkeypatch.setattr(sides, "open_store", open_or_not)
+    monkeypatch.setattr(open_tiers, "open_store", open_or_not)
     return back
 
 
@@ -584,7 +587,7 @@ def test_a_tier_that_comes_later_is_found_and_used(
     rank = one_rank([tiers.memory if lost == "memory" else tiers.file])
     back.set()
     deadline = time.monotonic() + LIMIT_S
-    while not rank.side.registry.snapshot().get(f"kvpool_tier_up{{tier={lost}}}"):
+    while not rank.pool.registry.snapshot().get(f"kvpool_tier_up{{tier={lost}}}"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     rank.save(kv)
@@ -620,13 +623,13 @@ def test_how_much_of_the_memory_is_page_locked_is_a_metric(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch, is_refused: bool
 ) -> None:
     page_lock = PageLock(Locks(0 if is_refused else 1 << 40))
-    monkeypatch.setattr(sides, "page_lock_for", lambda pages: page_lock)
+    monkeypatch.setattr(worker_part, "page_lock_for", lambda pages: page_lock)
     rank = one_rank([HOST, tiers.memory])
-    arena = rank.side._arena
+    arena = rank.pool._arena
     assert arena is not None
     [thread] = arena._threads
     thread.join(30)
-    share = rank.side.registry.snapshot()["kvpool_page_locked_share"]
+    share = rank.pool.registry.snapshot()["kvpool_page_locked_share"]
     assert share == (0.0 if is_refused else 1.0)
     rank.close()
 
@@ -638,7 +641,7 @@ def test_how_much_of_the_memory_is_page_locked_is_a_metric(
         (GPU, 64, 8, 2),
         (GPU, 8, 8, 1),
         (GPU, 2, 1, 1),
-        (sides.HOST_DEVICE, 64, 1, 1),
+        (devices.HOST_DEVICE, 64, 1, 1),
     ],
 )
 def test_checksums_have_as_many_threads_as_the_machine_can_spare(
@@ -646,8 +649,8 @@ def test_checksums_have_as_many_threads_as_the_machine_can_spare(
 ) -> None:
     """The model of a CPU engine needs the cores itself."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
-    assert sides.spare_threads(device, ranks) == threads
-    lanes = sides.lanes_of(sides.OpenTiers((), (), (), ()), 8 << 20, 1, threads)
+    assert lane_limits.spare_threads(device, ranks) == threads
+    lanes = lane_limits.lanes_of(open_tiers.OpenTiers((), (), (), ()), 8 << 20, 1, threads)
     for kind in (OpKind.SEAL, OpKind.CHECK):
         count, limits = lanes[LaneName(kind, ops.HOST)]
         assert count == threads
@@ -702,21 +705,21 @@ def test_a_tier_has_as_many_lanes_as_its_url_says(tiers: Tiers) -> None:
 
 def test_a_put_of_files_takes_two_batches_at_a_time(tiers: Tiers) -> None:
     specs = [parse_store_url(url) for url in (tiers.memory, tiers.file)]
-    opened = sides.open_tiers(specs, CallTimeouts(call_s=5.0, answer_s=5.0), segment=False)
-    lanes = sides.lanes_of(opened, 8 << 20, 1)
+    opened = open_tiers.open_tiers(specs, CallTimeouts(call_s=5.0, answer_s=5.0), segment=False)
+    lanes = lane_limits.lanes_of(opened, 8 << 20, 1)
     for lane, factor in zip(
         itertools.product((OpKind.PUT, OpKind.GET), (0, 1)), (1, 2, 1, 1), strict=True
     ):
         _, limit = lanes[LaneName(*lane)]
-        assert limit.batch_bytes == factor * sides.BATCH_BYTES <= limit.budget_bytes
-        assert limit.batch_ops == factor * sides.BATCH_CELLS
+        assert limit.batch_bytes == factor * lane_limits.BATCH_BYTES <= limit.budget_bytes
+        assert limit.batch_ops == factor * lane_limits.BATCH_CELLS
     opened.close()
 
 
 @pytest.mark.parametrize(
     ("device", "num_slots", "cells", "nbytes"),
     [
-        (sides.HOST_DEVICE, 1 << 20, 64, 8 << 20),  # as a call of a store, and a copy
+        (devices.HOST_DEVICE, 1 << 20, 64, 8 << 20),  # as a call of a store, and a copy
         (GPU, 1 << 20, 64, 16 << 20),
         (GPU, 100, 12, 16 << 20),  # eight slabs fit into the arena
         (GPU, 7, 1, 16 << 20),
@@ -730,14 +733,14 @@ def test_slabs_are_of_a_call_and_an_eighth_of_the_arena_at_most(
     planner = Planner(cells_of_rank([LayerGroup(topology, 64)], 0, 0), keys, 32, 5.0)
     slot = slot_bytes(planner.max_cell_bytes())
     for by_span in (False, True):
-        made = sides.with_slab_limits(planner, device, num_slots * slot, by_span=by_span)
+        made = lane_limits.with_slab_limits(planner, device, num_slots * slot, by_span=by_span)
         assert (made.slab_cells, made.slab_bytes, made.by_span) == (cells, nbytes, by_span)
 
 
 @pytest.mark.parametrize(
     ("device", "staging_bytes", "most_bytes"),
     [
-        (sides.HOST_DEVICE, 1 << 30, 8 << 20),
+        (devices.HOST_DEVICE, 1 << 30, 8 << 20),
         (GPU, 1 << 30, 64 << 20),
         (GPU, 256 << 20, 32 << 20),
         (GPU, 16 << 20, 8 << 20),
@@ -747,9 +750,9 @@ def test_slabs_are_of_a_call_and_an_eighth_of_the_arena_at_most(
 def test_a_copy_between_devices_takes_more_at_a_time(
     device: Device, staging_bytes: int, most_bytes: int
 ) -> None:
-    opened = sides.OpenTiers((), (), (), ())
-    assert sides.copy_batch_bytes(device, staging_bytes) == most_bytes
-    lanes = sides.lanes_of(opened, most_bytes, 2)
+    opened = open_tiers.OpenTiers((), (), (), ())
+    assert lane_limits.copy_batch_bytes(device, staging_bytes) == most_bytes
+    lanes = lane_limits.lanes_of(opened, most_bytes, 2)
     for kind in (OpKind.GATHER, OpKind.SCATTER):
         threads, limits = lanes[LaneName(kind, ops.HOST)]
         assert threads == 2

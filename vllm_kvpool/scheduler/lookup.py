@@ -1,0 +1,104 @@
+"""A lookup of a request's prompt, and its answer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.scheduler.prefix_search import Tail
+
+
+class LookupOutcome(Enum):
+    """The outcome of a lookup."""
+
+    ANSWERED = "answered"
+    UNSHAREABLE = "unshareable"  # the request has no identity that other engines know
+    STORE_ERROR = "store_error"
+    TIMED_OUT = "timed_out"  # nothing was found by the tiers that have answered in time
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The lookup of a request's prompt. Times are monotonic seconds.
+
+    `identify` runs on the lookup thread or, with `reads_files`, on one for adapters. Without
+    `search` only the hash chain is wanted. The lookup waits until `expect_until` for the first
+    `expect_tokens` tokens, or the whole prompt if that is shorter. At `answer_by` it is answered
+    with what is known. Chunks from `stop_chunk` on are not looked for. `exact`: a load of the
+    request has failed, so all cells of what is found are asked for. `seeks_end`: `tokens` are a
+    prompt whose end, a partial chunk, is looked for as well. `seeks_tail`: aliases are read, so
+    that the hit may end inside a chunk.
+    """
+
+    lookup_id: int
+    identify: Callable[[], RequestIdentity | None]
+    tokens: Sequence[int]
+    search: bool
+    expect_tokens: int
+    expect_until: float
+    answer_by: float
+    weights_version: str = ""
+    reads_files: bool = False
+    stop_chunk: int | None = None
+    exact: bool = False
+    seeks_end: bool = False
+    seeks_tail: bool = False
+    notices: tuple[str, ...] = ()
+    """Endpoints of the producer, one of each rank, that tell which chunks are stored."""
+    request_id: str = ""
+    """For messages."""
+
+    def nothing_found(
+        self,
+        chain: ChunkChain | None = None,
+        outcome: LookupOutcome = LookupOutcome.ANSWERED,
+        *,
+        is_final: bool = True,
+    ) -> "LookupResult":
+        version = self.weights_version
+        return LookupResult(self.lookup_id, chain, 0, outcome, version, is_final=is_final)
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """The answer to a lookup, or its progress.
+
+    `chain` belongs to the receiver, but the lookup thread reads the hashes of the lookup's tokens
+    until the final answer; None if the request cannot be shared. `tail` is the prompt's end if the
+    lookup seeks it, or the chunk inside which the hit ends; `found_chunks` counts it as one more
+    chunk once it is found. `miss_reason` says why no more was found: `ANSWERED` if the tiers lack
+    it. `attention_chunks` could be loaded if there were no recurrent states.
+    """
+
+    lookup_id: int
+    chain: ChunkChain | None
+    found_chunks: int
+    outcome: LookupOutcome
+    weights_version: str = ""
+    miss_reason: LookupOutcome = LookupOutcome.ANSWERED
+    attention_chunks: int = 0
+    lacks_expected: bool = False
+    """True if the lookup ended without all chunks that the request expects."""
+    tail: Tail | None = None
+    is_final: bool = True
+    """False while the lookup still waits for expected chunks."""
+    expected_chunks: int = 0
+    """Chunks that the lookup waits for."""
+    has_lost_producer: bool = False
+    """True if the connection to the producer has ended before the expected chunks came."""
+
+    def tokens_of(self, chunks: int, chunk_tokens: int) -> int:
+        """Return the tokens of the request's first chunks; the last one may be the tail."""
+        tail = self.tail
+        if tail is None or chunks <= tail.position:
+            return chunks * chunk_tokens
+        return tail.position * chunk_tokens + tail.tokens
+
+    def without_hit(self) -> "LookupResult":
+        return replace(self, found_chunks=0, attention_chunks=0)
+
+    @property
+    def whole_chunks(self) -> int:
+        """The found chunks without the tail."""
+        found, tail = self.found_chunks, self.tail
+        return found if tail is None else min(found, tail.position)
