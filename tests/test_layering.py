@@ -144,6 +144,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         ),
         *(
             "router/ops/commands.py",
+            "router/dataplane/answers.py",
+            "router/dataplane/calls.py",
             "router/dataplane/request_handler.py",
         ),
         *(

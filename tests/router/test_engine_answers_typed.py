@@ -108,7 +108,7 @@ def play(kind: ApiPath, fields: dict[str, Any], chunks: list[Any], splits: bool)
     """Feed a stream to all that reads one, lose the engine, and go on with the same stream."""
     request = streamed(parse_request(kind, json.dumps({"model": "m", **fields}).encode()))
     resumer, whole = StreamResumer(request), WholeAnswer(kind)
-    resumer.details = PromptDetails(1, 1)
+    resumer.prompt.details = PromptDetails(1, 1)
     payloads = [json.dumps(each).encode() for each in chunks]
     for _ in range(3):
         try:

@@ -32,7 +32,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, State
-from vllm_kvpool.router.dataplane.calls import AnswerCall
+from vllm_kvpool.router.dataplane.calls import AnswerCall, Exchange
 from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
 from vllm_kvpool.router.dataplane.responses import UNKNOWN, PromptDetails, TokenCounts
@@ -595,22 +595,13 @@ ONE = RequestId("1")
 FOUND = PromptDetails(cached_tokens=7, created_cache_tokens=90)
 
 
-def _exchange(told: list[Event]) -> RequestHandler:
+def _exchange(told: list[Event]) -> Exchange:
     """Without a client, and with engines that cannot be called."""
     request = parse_request(ApiPath.COMPLETION, b'{"model":"m","prompt":"x","stream":true}')
     control: Any = SimpleNamespace(post=told.append, url_of=lambda replica: "http://127.0.0.1:9")
     client: Any = None
     headers = CIMultiDict({"X-Request-Id": "1"})
-    return RequestHandler(
-        ONE,
-        request,
-        headers,
-        client,
-        control,
-        quick_upstream(),
-        FrontConfig(),
-        clock=time.monotonic,
-    )
+    return Exchange(ONE, request, headers, client, control, quick_upstream(), FrontConfig())
 
 
 async def test_a_call_that_is_aborted_before_it_begins_is_not_made() -> None:
@@ -621,10 +612,10 @@ async def test_a_call_that_is_aborted_before_it_begins_is_not_made() -> None:
         (Decode(ONE, ReplicaId("r"), 0), DecodeEnded),
     ):
         told: list[Event] = []
-        exchange = _exchange(told)
-        exchange.enqueue(call)
-        exchange.abort(ReplicaId("r"))
-        task = asyncio.ensure_future(exchange.run())
+        handler = RequestHandler(_exchange(told))
+        handler.enqueue(call)
+        handler.abort(ReplicaId("r"))
+        task = asyncio.ensure_future(handler.run())
         for _ in range(3):
             await asyncio.sleep(0)
         task.cancel()
@@ -637,10 +628,10 @@ async def test_a_call_that_is_aborted_before_it_begins_is_not_made() -> None:
 
 async def test_a_call_that_was_given_to_a_client_that_has_gone_is_reported() -> None:
     told: list[Event] = []
-    exchange = _exchange(told)
-    task = asyncio.ensure_future(exchange.run())
+    handler = RequestHandler(_exchange(told))
+    task = asyncio.ensure_future(handler.run())
     await asyncio.sleep(0)
-    exchange.enqueue(Decode(ONE, ReplicaId("r"), 0))
+    handler.enqueue(Decode(ONE, ReplicaId("r"), 0))
     task.cancel()
     await asyncio.wait([task])
     assert told == [
@@ -668,16 +659,16 @@ async def test_details_of_the_prompt_are_those_of_the_first_engine_that_had_it(
 ) -> None:
     """While a prompt's call runs, and after its engine was lost, they are unknown."""
     exchange = _exchange([])
-    assert exchange._resumer is not None
+    handler = RequestHandler(exchange)
     for outcome in outcomes:
-        exchange.enqueue(Prefill(ONE, ReplicaId("r")))
-        assert exchange._resumer.details == UNKNOWN
-        assert exchange._prompt_call is not None
-        prefilling = exchange._prompt_call.task
-        prefilling.cancel()
-        exchange._report_prefill(outcome, TokenCounts(details=FOUND))
-        await asyncio.wait([prefilling])
-    assert exchange._resumer.details == told
+        handler.enqueue(Prefill(ONE, ReplicaId("r")))
+        assert exchange.prompt.details == UNKNOWN
+        call = exchange.prompt_call
+        assert call is not None
+        call.task.cancel()
+        call.report(outcome, TokenCounts(details=FOUND))
+        await asyncio.wait([call.task])
+    assert exchange.prompt.details == told
 
 
 async def test_what_cannot_be_assembled_is_asked_for_again_as_it_came() -> None:
@@ -704,17 +695,16 @@ async def test_what_cannot_be_assembled_is_asked_for_again_as_it_came() -> None:
         assert "resumed" not in rig.counts
 
 
-def _at_call(told: list[Event]) -> tuple[RequestHandler, asyncio.Event, asyncio.Task[bool]]:
-    """One whose call does not end by itself; the event says that the call has begun."""
-    exchange, begun = _exchange(told), asyncio.Event()
+def _at_call() -> tuple[AnswerCall, asyncio.Event, asyncio.Task[bool]]:
+    """A call that does not end by itself; the event says that the call has begun."""
+    made, begun = AnswerCall(_exchange([]), Decode(ONE, ReplicaId("r"), 0)), asyncio.Event()
 
     async def call() -> bool:
         begun.set()
         await asyncio.Event().wait()
         return True
 
-    exchange._call = AnswerCall(Decode(ONE, ReplicaId("r"), 0))
-    return exchange, begun, asyncio.ensure_future(exchange._attempt(exchange._call, call))
+    return made, begun, asyncio.ensure_future(made.attempt(call))
 
 
 ORDERS = ("abort gone", "gone abort", "abort turn gone", "gone turn abort")
@@ -722,12 +712,12 @@ ORDERS = ("abort gone", "gone abort", "abort turn gone", "gone turn abort")
 
 @pytest.mark.parametrize("order", ORDERS)
 async def test_a_client_that_goes_as_its_call_is_given_up_is_not_served_on(order: str) -> None:
-    exchange, begun, task = _at_call([])
+    made, begun, task = _at_call()
     await begun.wait()
     for what in order.split():
         match what:
             case "abort":
-                exchange.abort(ReplicaId("r"))
+                made.abort()
             case "gone":
                 task.cancel()
             case _:
@@ -737,9 +727,9 @@ async def test_a_client_that_goes_as_its_call_is_given_up_is_not_served_on(order
 
 
 async def test_a_call_that_is_given_up_leaves_no_cancel_behind() -> None:
-    exchange, begun, task = _at_call([])
+    made, begun, task = _at_call()
     await begun.wait()
-    exchange.abort(ReplicaId("r"))
+    made.abort()
     await asyncio.wait([task])
     assert isinstance(task.exception(), EngineBroke)
     assert task.cancelling() == 0
@@ -750,17 +740,16 @@ async def test_what_is_given_up_as_it_has_been_reported_is_sent_to_its_end(is_ea
     """The order crosses the report, and comes while the client takes the rest."""
 
     told: list[Event] = []
-    exchange = _exchange(told)
-    exchange._call = made = AnswerCall(Decode(ONE, ReplicaId("r"), 0))
+    made = AnswerCall(_exchange(told), Decode(ONE, ReplicaId("r"), 0))
 
     async def call() -> bool:
         if is_early:
-            exchange.abort(ReplicaId("r"))
-        exchange._report(Outcome.OK)
+            made.abort()
+        made.report(Outcome.OK)
         if not is_early:
-            exchange.abort(ReplicaId("r"))
+            made.abort()
         await asyncio.sleep(0.01)
         return True
 
-    assert await exchange._attempt(made, call)
+    assert await made.attempt(call)
     assert [each.outcome for each in told if isinstance(each, DecodeEnded)] == [Outcome.OK]

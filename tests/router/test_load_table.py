@@ -1,12 +1,18 @@
 """Replicas by how much they have to do, and sums over them, kept up to date."""
 
+from collections.abc import Callable
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.placement import MAX_TRIED, Ranking
+from vllm_kvpool.router.control.request_flow import RETRY_EVERY_S, Retry
+from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import Role
+from vllm_kvpool.router.control.work import ActiveRequest
 
 REPLICAS = [Replica(spec(f"r{number}")) for number in range(6)]
 
@@ -38,6 +44,53 @@ def test_of_many_that_are_not_accepted_only_some_are_tried() -> None:
         ranking.set(replica, (0.0, number, replica.replica_id))
     assert ranking.first(1, lambda each: bool(tried.append(each)), "") == []
     assert len(tried) == MAX_TRIED
+
+
+DONE, DECODED = RequestId("done"), RequestId("decoded")
+CHANGES: dict[str, tuple[Callable[[Steps, Replica, Replica], object], bool, bool]] = {
+    # The change; whether prompts are retried; whether requests to be decoded are.
+    "nothing": (lambda *_: None, False, False),
+    "more work": (
+        lambda _, prefill, __: prefill.work.begin_prefill(RequestId("more"), 5, 0.0),
+        False,
+        False,
+    ),
+    "a prompt ends": (lambda _, prefill, __: prefill.work.end_prefill(DONE), True, False),
+    "an answer ends": (
+        lambda _, __, decode: decode.work.end_decode(DECODED, 0.0),
+        False,
+        True,
+    ),
+    "a replica comes": (lambda steps, *_: steps.serve("new", Role.DECODE), True, True),
+    "models": (
+        lambda steps, prefill, _: steps.controller.state.fleet.list_models(
+            prefill, frozenset({"m"})
+        ),
+        True,
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_retry_change_retries_the_queue_whose_replicas_gain_room(name: str) -> None:
+    change, retries_prompts, retries_decodes = CHANGES[name]
+    steps = Steps()
+    state = steps.controller.state
+    steps.serve("p", Role.PREFILL)
+    steps.serve("d", Role.DECODE)
+    prefill, decode = state.fleet
+    prefill.work.begin_prefill(DONE, 10, 0.0)
+    active = ActiveRequest(1, is_handed=False)
+    decode.work.begin_decode(DECODED, active, 0.0)
+    state.refresh()
+    retries = [Retry(state.fleet, each) for each in (state.table.prefillers, state.table.decoders)]
+    assert [each.take_due(0.0) for each in retries] == [True, True]
+    change(steps, prefill, decode)
+    state.refresh()
+    assert [each.take_due(0.0) for each in retries] == [retries_prompts, retries_decodes]
+    assert [each.take_due(0.0) for each in retries] == [False, False]
+    assert [each.take_due(RETRY_EVERY_S) for each in retries] == [True, True]
 
 
 def test_an_event_looks_at_the_replicas_that_it_changes_alone() -> None:

@@ -12,9 +12,9 @@ from tests.support import scripted_http
 from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig
 from tests.support.scripted_protocol import Usage
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
-from vllm_kvpool.router.dataplane.calls import AnswerStream
+from vllm_kvpool.router.dataplane.answers import PROMPT_GRACE_S, Resumed
+from vllm_kvpool.router.dataplane.calls import AnswerCall
 from vllm_kvpool.router.dataplane.request_body import ApiPath
-from vllm_kvpool.router.dataplane.request_handler import PROMPT_GRACE_S, RequestHandler
 from vllm_kvpool.router.dataplane.upstream import Upstream
 
 LONG = "hello world " * 400  # over a thousand tokens: worth a prefill of its own
@@ -160,7 +160,7 @@ async def test_answer_that_comes_in_one_read_before_the_counts_of_prefill_is_tol
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine the decoder's stream is read when it has ended."""
-    own_post, own_send = Upstream.post, RequestHandler._send_on
+    own_post, own_feed = Upstream.post, Resumed._feed
     read: defaultdict[int, bytes] = defaultdict(bytes)
 
     async def post(upstream: Upstream, url: str, body: bytes, *more: Any, **named: Any) -> Any:
@@ -169,18 +169,18 @@ async def test_answer_that_comes_in_one_read_before_the_counts_of_prefill_is_tol
             await asyncio.sleep(0.05)
         return answer
 
-    def send_on(handler: RequestHandler, stream: AnswerStream, data: bytes) -> bool:
-        read[id(stream)] += data
-        if b"[DONE]" not in read[id(stream)]:
-            return True
-        return own_send(handler, stream, read.pop(id(stream)))
+    def feed(answer: Resumed, call: AnswerCall, data: bytes) -> bool:
+        read[id(call)] += data
+        if b"[DONE]" not in read[id(call)]:
+            return False
+        return own_feed(answer, call, read.pop(id(call)))
 
     path, body = FORMS[form]
     body = {"max_tokens": 8, **body}
     async with RouterRig(1, 1, spec=SPEC, config=TRUSTING) as rig:
         let_tell(monkeypatch, rig, (PREFILL, DECODE))
         monkeypatch.setattr(Upstream, "post", post)
-        monkeypatch.setattr(RequestHandler, "_send_on", send_on)
+        monkeypatch.setattr(Resumed, "_feed", feed)
         before = rig.engines[0].counts.received[path]
         reply = await rig.complete(body, path)
         assert rig.engines[0].counts.received[path] == before + 1, "it was computed apart"

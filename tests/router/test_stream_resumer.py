@@ -374,7 +374,7 @@ def test_an_error_of_the_clients_own_is_passed_on() -> None:
 @pytest.mark.parametrize("details", [{}, {"prompt_tokens_details": {"cached_tokens": 1}}])
 def test_an_end_that_was_lost_is_made_up(details: dict[str, Any]) -> None:
     resumer = splice_of(COMPLETION, **USAGE)
-    resumer.details = PromptDetails(1) if details else None
+    resumer.prompt.details = PromptDetails(1) if details else None
     feed(resumer, first(), said("b", [2, 3], "stop"))
     step = resumer.lost()
     assert isinstance(step, Finish)
@@ -442,7 +442,7 @@ def test_usage_and_offsets_go_on_after_a_resume() -> None:
         return payload.replace(b'"logprobs":null', b'"logprobs":' + text)
 
     resumer = splice_of(COMPLETION, logprobs=0, **COUNTED)
-    resumer.details = PromptDetails(cached_tokens=2)
+    resumer.prompt.details = PromptDetails(cached_tokens=2)
     feed(resumer, counted(logged(first("ab", [1]), [0], ["ab"]), 2, 1))
     feed(resumer, counted(logged(said("c", [2]), [2], ["c"]), 2, 2))
     resumer.lost()
@@ -483,7 +483,7 @@ def test_stream_tells_details_of_the_engine_that_computed_the_prompt(
         return json.dumps({"choices": [], "usage": counts}, separators=(",", ":")).encode()
 
     resumer = splice_of(COMPLETION, n=choices, **COUNTED)
-    resumer.details = details
+    resumer.prompt.details = details
     feed(resumer, first("a", [1]))
     (chunk,) = feed(resumer, usage(own))
     assert json.loads(chunk)["usage"] == json.loads(usage(told))["usage"]

@@ -1,17 +1,38 @@
-"""The table of vLLM's request fields, against vLLM's own classes."""
+"""The tables of vLLM's fields, against vLLM's own classes."""
 
 import warnings
 
 import pytest
 
-from vllm_kvpool.router.dataplane.vllm_fields import FIELDS, Trait, fields_with
+from vllm_kvpool.router.dataplane.vllm_fields import (
+    CHUNK_FIELDS,
+    FIELDS,
+    WHOLE_FIELDS,
+    Trait,
+    fields_with,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.generate.base.protocol import DeltaMessage, PerRequestMetrics
+    from vllm.entrypoints.openai.chat_completion.protocol import (
+        ChatCompletionRequest,
+        ChatCompletionResponse,
+        ChatCompletionResponseChoice,
+        ChatCompletionResponseStreamChoice,
+        ChatCompletionStreamResponse,
+        ChatMessage,
+    )
+    from vllm.entrypoints.openai.completion.protocol import (
+        CompletionRequest,
+        CompletionResponse,
+        CompletionResponseChoice,
+        CompletionResponseStreamChoice,
+        CompletionStreamResponse,
+    )
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
 
 CLASSES = (
     *(CompletionRequest, ChatCompletionRequest),
@@ -29,3 +50,31 @@ def test_fields_all_are_those_of_vllm() -> None:
 @pytest.mark.parametrize("trait", list(Trait))
 def test_traits_each_has_fields(trait: Trait) -> None:
     assert fields_with(trait)
+
+
+CHUNK_CLASSES = {
+    "chunk": (CompletionStreamResponse, ChatCompletionStreamResponse),
+    "choice": (CompletionResponseStreamChoice, ChatCompletionResponseStreamChoice),
+    "delta": (DeltaMessage,),
+}
+WHOLE_CLASSES = {
+    "completion": CompletionResponse,
+    "completion choice": CompletionResponseChoice,
+    "chat": ChatCompletionResponse,
+    "chat choice": ChatCompletionResponseChoice,
+    "message": ChatMessage,
+    "usage": UsageInfo,
+    "prompt details": PromptTokenUsageInfo,
+    "metrics": PerRequestMetrics,
+}
+
+
+@pytest.mark.parametrize("what", CHUNK_FIELDS)
+def test_chunk_fields_all_are_those_of_vllm(what: str) -> None:
+    known = {name for kind in CHUNK_CLASSES[what] for name in kind.model_fields}
+    assert CHUNK_FIELDS[what].keys() <= known
+
+
+@pytest.mark.parametrize("what", WHOLE_FIELDS)
+def test_whole_fields_all_are_those_of_vllm(what: str) -> None:
+    assert set(WHOLE_FIELDS[what]) <= WHOLE_CLASSES[what].model_fields.keys()

@@ -73,7 +73,6 @@ class ControllerState:
             self.queue.append(request)
         elif phase is Phase.HANDING:
             self.migration.append(request)
-            self.fleet.version += 1
 
     def watch_pool(self) -> None:
         """Note whether the pool is up, by the engines' latest metrics."""

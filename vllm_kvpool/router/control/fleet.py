@@ -169,7 +169,10 @@ class Fleet:
         self.changed = self._shared.changed
         """Replicas that have changed since `LoadTable.refresh`, which empties it."""
         self.version = 0
-        """Number of changes after which a request that found no room may find some."""
+        """Number of changes of states, models, pairs and of the pool.
+
+        Room that replicas gain beside these changes is counted by `Ranking.num_gains`.
+        """
         self.handovers = Handovers(self._drop_derived)
         self._in_states: dict[frozenset[State] | State, Sequence[Replica]] = {}
         self._listed: ListedModels | None = None

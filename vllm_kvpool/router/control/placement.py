@@ -144,6 +144,8 @@ class Ranking:
     def __init__(self) -> None:
         self._keys: dict[ReplicaId, Key] = {}
         self._sorted: list[tuple[Key, Replica]] = []
+        self.num_gains = 0
+        """Number of times that a replica was new or has moved up, so that it may have room."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -151,21 +153,18 @@ class Ranking:
     def __contains__(self, replica: Replica) -> bool:
         return replica.replica_id in self._keys
 
-    def set(self, replica: Replica, key: Key | None) -> bool:
-        """Rank a replica by a key, or remove it if that is None.
-
-        Return True if the replica is new in the ranking or has moved up, so that it may have room.
-        """
+    def set(self, replica: Replica, key: Key | None) -> None:
+        """Rank a replica by a key, or remove it if that is None."""
         before = self._keys.get(replica.replica_id)
         if key == before:
-            return False
+            return
         if before is not None:
             del self._keys[replica.replica_id]
             del self._sorted[bisect_left(self._sorted, (before,))]
         if key is not None:
             self._keys[replica.replica_id] = key
             insort(self._sorted, (key, replica))
-        return key is not None and (before is None or key < before)
+            self.num_gains += before is None or key < before
 
     def first(self, number: int, accepts: Callable[[Replica], bool], model: str) -> list[Replica]:
         """So many that serve a model and are accepted, those with the smallest keys."""
@@ -272,7 +271,7 @@ class LoadTable:
         key: Key | None = None
         if part.prefill_replicas and len(replica.work.prefills) < settings.prefill_requests:
             key = float(replica.work.prefill_tokens), 0, replica_id
-        has_gained = self.prefillers.set(replica, key)
+        self.prefillers.set(replica, key)
         key, num_active = None, len(replica.work.active)
         if (
             part.decode_replicas
@@ -281,8 +280,7 @@ class LoadTable:
             and replica_id not in self._locked
         ):
             key = replica.used_share, num_active + len(replica.work.prefills), replica_id
-        if self.decoders.set(replica, key) or has_gained:
-            self._fleet.version += 1
+        self.decoders.set(replica, key)
 
     def _drop(self, replica: Replica) -> None:
         """A replica is not in the fleet any more; another may have its name, and its place."""

@@ -7,6 +7,7 @@ goes to a decoder whole where that is cheaper or there is no choice.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from msgspec.structs import replace
@@ -28,7 +29,7 @@ from vllm_kvpool.router.control.events import (
     Probe,
     Refuse,
 )
-from vllm_kvpool.router.control.fleet import Replica
+from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.placement import MAX_TRIED, Ranking
 from vllm_kvpool.router.control.requests import (
     QUEUED_PATHS,
@@ -420,6 +421,25 @@ MAX_PASSED_S = 2.0
 finds its prompt or has to compute it."""
 
 
+@dataclass(slots=True)
+class Retry:
+    """When the requests of a queue that found no room at the replicas of a ranking are retried."""
+
+    _fleet: Fleet
+    _ranking: Ranking
+    _seen: tuple[int, int] | None = None
+    """The fleet's version and the ranking's gains at the last try."""
+    _due: float = 0.0
+
+    def take_due(self, now: float) -> bool:
+        """Return True if a replica may have gained room, or RETRY_EVERY_S are over."""
+        seen = self._fleet.version, self._ranking.num_gains
+        if seen == self._seen and now < self._due:
+            return False
+        self._seen, self._due = seen, now + RETRY_EVERY_S
+        return True
+
+
 class Dispatcher:
     """Owned by the controller."""
 
@@ -427,10 +447,10 @@ class Dispatcher:
         self._state = state
         self._emit = emit
         self._flow = flow
-        self._tried_version = -1
-        """The fleet's version when all waiting requests were last tried."""
-        self._retry_at = -math.inf
-        """When they are tried again though the version is the same."""
+        self._prefill_retry = Retry(state.fleet, state.table.prefillers)
+        self._decode_retry = Retry(state.fleet, state.table.decoders)
+        self._num_tried = 0
+        """Requests that had entered `migration` when these were last tried."""
         self._blocked: dict[str, Request] = {}
         """Heads of the queue, by model, that found no prefill replica with room."""
         self._room: dict[str, float] = {}
@@ -446,18 +466,18 @@ class Dispatcher:
                     self._flow.unbind(replica)  # replicas that serve compute it
             self._work_off_bound()
             self._take_over_bound()
-        if not state.queue and not state.migration:
-            return
-        state.refresh()
-        version, has_bound = state.fleet.version, bool(state.fleet.in_states(HAS_BOUND))
-        may_fit = version != self._tried_version or state.now >= self._retry_at
-        if may_fit or has_bound:
-            self._blocked.clear()
-        if may_fit:
-            self._tried_version, self._retry_at = version, state.now + RETRY_EVERY_S
-            self._room.clear()
-        self._give_prompts()
-        if may_fit or state.fleet.version != version:
+        if state.queue:
+            state.refresh()
+            if self._prefill_retry.take_due(state.now) or state.fleet.in_states(HAS_BOUND):
+                self._blocked.clear()
+            self._give_prompts()
+        if state.migration:
+            state.refresh()
+            if self._decode_retry.take_due(state.now):
+                self._room.clear()
+            elif state.migration.num_entered == self._num_tried:
+                return
+            self._num_tried = state.migration.num_entered
             self._give_decodes()
 
     def flush(self, replica: Replica) -> None:
@@ -602,8 +622,6 @@ class Dispatcher:
 
     def _give_decodes(self) -> None:
         state, settings = self._state, self._state.settings
-        if not state.migration:
-            return
         totals, ranking = state.totals(), state.table.decoders
         num_more = settings.max_pending_handoffs * len(ranking) - totals.starting_requests
         passed, most = 0, max(0, num_more) + LOOK_AHEAD

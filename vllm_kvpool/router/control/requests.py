@@ -185,6 +185,8 @@ class RequestQueue:
         # By model: a model's requests do not wait for those of another.
         self._sorted: dict[str, list[tuple[tuple[int, int], Request]]] = {}
         self.by_model: dict[str, Waiting] = {}
+        self.num_entered = 0
+        """Number of requests that have ever entered."""
 
     @property
     def tokens(self) -> int:
@@ -212,6 +214,7 @@ class RequestQueue:
         model = request.ask.model
         insort(self._sorted.setdefault(model, []), (request.order, request))
         self.by_model.setdefault(model, Waiting()).add(request)
+        self.num_entered += 1
 
     def remove(self, request: Request) -> None:
         """Take out one that waits, wherever it stands."""

@@ -18,6 +18,7 @@ from multidict import CIMultiDict
 
 from vllm_kvpool.router.config import BODY_COPIES, RouterConfig, listen_address
 from vllm_kvpool.router.control.requests import RequestId, RequestSpec
+from vllm_kvpool.router.dataplane.calls import Exchange
 from vllm_kvpool.router.dataplane.control_plane import ControlPlane
 from vllm_kvpool.router.dataplane.headers import (
     JSON_HEADERS,
@@ -233,20 +234,21 @@ class DataPlane:
         request_id = RequestId(f"{next(self._numbers)}:{headers[REQUEST_ID]}")
         ask = ask_of(request_id, request, control.tokens_per_byte, now + front.max_wait_s)
         span = None if tracing is None else tracing.begin(http.path, headers)
-        handler = RequestHandler(
-            request_id, request, headers, http, control, self._upstream, front, clock=self._clock
+        exchange = Exchange(
+            request_id, request, headers, http, control, self._upstream, front, self._clock
         )
+        handler = RequestHandler(exchange)
         try:
             control.begin(ask, handler)
             await handler.run()
         finally:
             ended = self._clock()
-            handler.log.end(ended)
-            control.over(request_id, handler.log)
+            exchange.log.end(ended)
+            control.over(request_id, exchange.log)
             if tracing is not None and span is not None:
-                tracing.end(span, handler.log, request.model, http.status)
+                tracing.end(span, exchange.log, request.model, http.status)
             if front.access_log:
-                line = handler.log.line(
+                line = exchange.log.line(
                     headers[REQUEST_ID],
                     client=http.client,
                     path=http.path,

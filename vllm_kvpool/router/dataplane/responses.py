@@ -1,5 +1,6 @@
 """Readers of engines' answers (pure)."""
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -7,7 +8,7 @@ from msgspec import Meta
 
 from vllm_kvpool.config import MAX_ENDPOINT_CHARS, MAX_NOTICES
 from vllm_kvpool.parsing import UNREADABLE
-from vllm_kvpool.router.control.events import Decode, DecodeEnded, Outcome, Prefill, PrefillEnded
+from vllm_kvpool.router.control.events import Outcome
 from vllm_kvpool.router.dataplane.request_body import error_body
 
 OK, BAD_REQUEST, SERVER_ERROR = 200, 400, 500
@@ -18,6 +19,9 @@ MAX_WHY_BYTES = 1024
 
 class EngineLost(Exception):
     """An engine does not answer as an engine does, or goes on with an answer in another way."""
+
+    outcome = Outcome.FAILED
+    """Outcome of the call."""
 
 
 def is_answer(status: int) -> bool:
@@ -60,6 +64,48 @@ class PromptDetails(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 UNKNOWN = PromptDetails()
 
 
+MAY_HAVE_COMPUTED = frozenset({Outcome.LOST, Outcome.FAILED})
+"""Outcomes of calls whose engine may have put a part of the prompt into the pool."""
+
+
+@dataclass(slots=True)
+class PromptUsage:
+    """Details of a request's prompt, for its client and the log.
+
+    The client is told the details of the first engine that had the prompt: later engines find what
+    that engine has computed. Where that engine was lost, the details are unknown.
+    """
+
+    details: PromptDetails | None = None
+    """What the client is told; None: the details of the engine that answers."""
+    answer_details: PromptDetails = UNKNOWN
+    """Details by the engine that answered last."""
+    is_computing: bool = False
+    """True while the call runs that has the prompt computed."""
+    notices: tuple[str, ...] = ()
+    """Endpoints that this call has answered."""
+    _is_part_computed: bool = False
+    """True once an engine may have computed a part of the prompt and has not said how much."""
+
+    def begin(self) -> None:
+        """Note that a call has begun that has the prompt computed."""
+        self.details, self.is_computing = UNKNOWN, True
+
+    def note(self, outcome: Outcome, details: PromptDetails) -> None:
+        """Take in the details after a call whose engine had the prompt."""
+        self._is_part_computed |= outcome in MAY_HAVE_COMPUTED
+        if self._is_part_computed:
+            self.details = UNKNOWN
+        else:
+            self.details = details if outcome is Outcome.OK else None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Cached tokens that the client was told."""
+        details = self.answer_details if self.details is None else self.details
+        return details.cached_tokens
+
+
 class TokenCounts(msgspec.Struct, frozen=True, gc=False):
     """Token counts of an answer."""
 
@@ -69,29 +115,6 @@ class TokenCounts(msgspec.Struct, frozen=True, gc=False):
     saved_tokens: int = 0
     notices: tuple[str, ...] = ()
     """Endpoints at which the engine tells what it has stored of the prompt."""
-
-
-def call_ended(
-    call: Prefill | Decode, outcome: Outcome, counts: TokenCounts, *, began: bool = False
-) -> PrefillEnded | DecodeEnded:
-    """The event of its end. `began`: a decode has begun, and `DecodeBegan` was not posted."""
-    if isinstance(call, Decode):
-        return DecodeEnded(
-            request_id=call.request_id,
-            replica=call.replica,
-            outcome=outcome,
-            prompt_tokens=counts.prompt_tokens,
-            output_tokens=counts.output_tokens,
-            began=began,
-        )
-    return PrefillEnded(
-        request_id=call.request_id,
-        replica=call.replica,
-        outcome=outcome,
-        prompt_tokens=counts.prompt_tokens,
-        saved_tokens=counts.saved_tokens,
-        cached_tokens=counts.details.cached_tokens or 0,
-    )
 
 
 class CompletionDetails(msgspec.Struct):

@@ -1,10 +1,11 @@
-"""Fields of vLLM's requests that the router understands, one row each (pure).
+"""Fields of vLLM's requests and answers that the router understands, one row each (pure).
 
-A field without a row goes to the engine as it came.
+A field of a request without a row goes to the engine as it came. A chunk with a field that has no
+row cannot be assembled to a whole answer.
 """
 
 from collections.abc import Mapping
-from enum import Flag, auto
+from enum import Enum, Flag, auto
 
 
 class Trait(Flag):
@@ -119,3 +120,70 @@ FIELDS: Mapping[str, Trait] = {
 def fields_with(trait: Trait) -> frozenset[str]:
     """Return the names of the fields that have a trait."""
     return frozenset(name for name, traits in FIELDS.items() if trait in traits)
+
+
+class Rule(Enum):
+    """How a field of a stream's chunks goes into the whole answer."""
+
+    FIRST = "first"
+    """The value of the first chunk that has one."""
+    LAST = "last"
+    """The value of the last chunk that has one."""
+    TEXT = "text"
+    """The texts of all chunks, one after the other."""
+    LIST = "list"
+    """The items of all chunks."""
+    OBJECT = "object"
+    """By rules of its own."""
+
+
+CHUNK_FIELDS: Mapping[str, Mapping[str, Rule]] = {
+    "chunk": {
+        **dict.fromkeys(("id", "object", "created", "model"), Rule.FIRST),
+        "choices": Rule.OBJECT,
+        "system_fingerprint": Rule.LAST,
+        "prompt_token_ids": Rule.LAST,
+        "prompt_text": Rule.LAST,
+        "usage": Rule.LAST,
+        "metrics": Rule.LAST,
+    },
+    "choice": {
+        "index": Rule.LAST,
+        "text": Rule.TEXT,
+        "delta": Rule.OBJECT,
+        "logprobs": Rule.OBJECT,
+        "token_ids": Rule.LIST,
+        "prompt_token_ids": Rule.LIST,
+        "finish_reason": Rule.LAST,
+        "stop_reason": Rule.LAST,
+    },
+    "delta": {"role": Rule.LAST, "content": Rule.TEXT, "reasoning": Rule.TEXT},
+}
+"""Fields of the objects of a stream's chunks."""
+
+_HEAD = ("id", "object", "created", "model", "choices", "service_tier", "system_fingerprint")
+_TAIL = ("kv_transfer_params", "ec_transfer_params", "metrics")
+_END = ("logprobs", "finish_reason", "stop_reason", "token_ids")
+WHOLE_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "completion": (*_HEAD, "usage", *_TAIL),
+    "chat": (*_HEAD, "usage", "prompt_logprobs", "prompt_token_ids", "prompt_text", *_TAIL),
+    "completion choice": (
+        *("index", "text", *_END),
+        *("prompt_logprobs", "prompt_token_ids", "routed_experts"),
+    ),
+    "chat choice": ("index", "message", *_END, "routed_experts"),
+    "message": (
+        *("role", "content", "refusal", "annotations", "audio", "function_call"),
+        "reasoning",
+    ),
+    "usage": (
+        *("prompt_tokens", "total_tokens", "completion_tokens"),
+        *("prompt_tokens_details", "completion_tokens_details"),
+    ),
+    "prompt details": ("cached_tokens", "created_cache_tokens", "multimodal_tokens"),
+    "metrics": (
+        *("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms"),
+        *("tokens_per_second", "speculative_decoding"),
+    ),
+}
+"""Fields of the objects of a whole answer, in vLLM's order; a field that is not known is null."""

@@ -82,6 +82,11 @@ class RequestLog:
             each_s = (now - self.decode_began) / (event.output_tokens - 1)
             self._observe("replica_token_seconds", each_s, event.replica)
 
+    def note_prompt(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+        """Note the counts of the prompt, also of an answer that its client has not taken whole."""
+        self.prompt_tokens = max(self.prompt_tokens, prompt_tokens)
+        self.cached_tokens = cached_tokens
+
     def end(self, now: float) -> None:
         """Note the end of the request."""
         self._observe("request_seconds", now - self.began)

@@ -21,6 +21,7 @@ from vllm_kvpool.router.dataplane.responses import (
     UNKNOWN,
     EngineLost,
     PromptDetails,
+    PromptUsage,
     Usage,
 )
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, Overlap, ResumePoint
@@ -151,18 +152,15 @@ class StreamResumer:
     it neither waits nor knows the time.
     """
 
-    def __init__(self, request: ClientRequest) -> None:
+    def __init__(self, request: ClientRequest, prompt: PromptUsage | None = None) -> None:
         withholds = not request.value("include_stop_str_in_output")
         self.answer = Answer(stop_strings(request), withholds)
         self.answer.has_ids = request.trackable
         self.num_resumes = 0
         self.ended = False
         """True once the client has been given all of the answer, `[DONE]` included."""
-        self.details: PromptDetails | None = None
-        """Details of the prompt that the client is told; None: as the present engine says."""
-        self.awaits_details = False
-        """True while the engine that computes the prompt has not told its details: a usage with
-        details is held back for `held_usage`."""
+        self.prompt = prompt or PromptUsage()
+        """While the prompt is computed, a usage with details is held back for `held_usage`."""
         self._late_usage: tuple[bytes, Chunk] | None = None
         self._request = request
         self._is_chat = request.api_path is ApiPath.CHAT
@@ -245,13 +243,13 @@ class StreamResumer:
                 raise EngineLost("the engine has aborted the request")
             if self._may_be_given_back and bytes(choice.stop_reason) == _RECOMPUTED_JSON:
                 raise EngineLost("the engine has given the request back for want of blocks")
-        if self.awaits_details and not chunk.choices and self.engine_details != UNKNOWN:
+        if self.prompt.is_computing and not chunk.choices and self.engine_details != UNKNOWN:
             self._late_usage = payload, chunk
             return []
         if self._num_choices > 1:
             self._num_finished += sum(bool(each.finish_reason) for each in chunk.choices)
-            if self.details is not None and self._tells_other_details(chunk):
-                payload = with_details(payload, self.details)
+            if self.prompt.details is not None and self._tells_other_details(chunk):
+                payload = with_details(payload, self.prompt.details)
             return self._tell(payload)
         if not self.answer.prompt_ids or self._stream.sent_ids:
             self._see_prompt(chunk)
@@ -437,7 +435,7 @@ class StreamResumer:
                 earlier_reasoning_tokens=stream.earlier_reasoning_tokens,
                 earlier_chars=stream.earlier_chars,
                 prompt_tokens=self.prompt_tokens or 0,
-                details=self.details,
+                details=self.prompt.details,
             )
             payload = patched(payload, patch)
         elif stream.head != self._head:
@@ -449,9 +447,9 @@ class StreamResumer:
         return payload
 
     def _tells_other_details(self, chunk: Chunk) -> bool:
-        if chunk.usage is None or self.details is None:
+        if chunk.usage is None or self.prompt.details is None:
             return False
-        return has_other_details(chunk.usage.prompt_tokens_details, self.details)
+        return has_other_details(chunk.usage.prompt_tokens_details, self.prompt.details)
 
     def _diverged(self, how: str) -> EngineLost:
         self._restart.failed(self._stream.mode)
@@ -506,7 +504,7 @@ class StreamResumer:
         asks_usage = "include_usage" in options and bool(scalar_of(options["include_usage"]))
         has_usage = self._has_usage or self.holds_usage or self._has_error or not asks_usage
         if not has_usage and answer.has_ids and (prompt_tokens := self.prompt_tokens) is not None:
-            details = self.details or UNKNOWN
+            details = self.prompt.details or UNKNOWN
             chunk = usage_chunk(self._head, prompt_tokens, self._stream.num_tokens, details)
             payloads.append(chunk)
         self.ended = True
