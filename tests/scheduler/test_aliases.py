@@ -1,5 +1,6 @@
 """Aliases in a store, and the ends of hits that lookups find by them."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -63,6 +64,9 @@ class WatchedStore(MemoryStore):
         self.removed: SimpleQueue[tuple[str, ...]] = SimpleQueue()
         self.fails: set[str] = set()
         """Methods that raise."""
+        self.holds = False
+        """Reads that begin wait for `may_end`."""
+        self.may_end = threading.Event()
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         if "exists" in self.fails:
@@ -72,6 +76,8 @@ class WatchedStore(MemoryStore):
     def get(self, keys: Sequence[str], buffers: Sequence[Any]) -> list[GetOutcome]:
         if "get" in self.fails:
             raise StoreError("away")
+        if self.holds:
+            self.may_end.wait(LIMIT_S)
         return super().get(keys, buffers)
 
     def remove(self, keys: Sequence[str]) -> int:
@@ -82,10 +88,22 @@ class WatchedStore(MemoryStore):
 class Pool:
     """Lookups over stores that hold what the test saves there."""
 
-    def __init__(self, names: CellNames = PLAIN, num_stores: int = 1, step: int = STEP) -> None:
+    def __init__(
+        self,
+        names: CellNames = PLAIN,
+        num_stores: int = 1,
+        step: int = STEP,
+        answer_s: float = LIMIT_S,
+    ) -> None:
         self.names = names
+        self.hung: list[int] = []
+        """Tiers of reads that took longer than `answer_s`."""
         self.stores = [WatchedStore() for _ in range(num_stores)]
-        self.aliases = Aliases(self.stores, range(num_stores), names, CHUNK, step)
+        self.aliases = Aliases(
+            *(self.stores, range(num_stores), names, CHUNK, step),
+            answer_s=answer_s,
+            on_hung=self.hung.append,
+        )
         self.service = LookupService(self.stores, names, CHUNK, aliases=self.aliases)
         self.next_id = 0
 
@@ -343,6 +361,24 @@ def test_store_that_cannot_be_read_costs_the_tail_alone(pool: Pool) -> None:
     assert pool.found(range(23)) == 16
     pool.stores[0].fails = set()
     assert pool.found(range(23)) == 23
+
+
+def test_read_that_hangs_costs_the_tail_alone_and_holds_up_no_removal(
+    make: Callable[..., Pool],
+) -> None:
+    """It would hold up all lookups in the store, and a reset would never end."""
+    pool = make(answer_s=0.05)
+    pool.save(range(24))
+    store = pool.stores[0]
+    store.holds = True
+    assert pool.found(range(23)) == 16
+    assert pool.hung == [0]
+    store.holds = False
+    assert pool.found(range(23)) == 23, "read into other memory, while the first one hangs"
+    ended: SimpleQueue[bool] = SimpleQueue()
+    pool.service.remove_all(ended.put)
+    assert ended.get(timeout=LIMIT_S)
+    store.may_end.set()
 
 
 def test_reset_drops_aliases_that_wait(pool: Pool) -> None:

@@ -426,6 +426,22 @@ def test_an_adapter_that_is_read_holds_up_no_other_request(pool: Pool) -> None:
     assert (answer.lookup_id, answer.found_chunks, answer.outcome) == (1, 0, ANSWERED)
 
 
+def test_lookup_cancelled_while_its_adapter_is_read_is_not_opened(pool: Pool) -> None:
+    """It would ask the stores until its expected chunks come, for a request that has ended."""
+    gate = threading.Event()
+
+    def read() -> RequestIdentity:
+        assert gate.wait(LIMIT_S)
+        return RequestIdentity(adapter=b"digest")
+
+    pool.ask(1, identify=read, reads_files=True)
+    pool.service.cancel(1)
+    gate.set()
+    pool.ask(2, identify=read, reads_files=True)
+    assert pool.answer().lookup_id == 2
+    assert not pool.service.take_results()
+
+
 def test_tokens_that_cannot_be_hashed_are_not_shared(
     pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,7 +28,7 @@ from vllm_kvpool.scheduler.aliases import Aliases
 from vllm_kvpool.scheduler.blocks import GroupTables, all_blocks
 from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
 from vllm_kvpool.scheduler.lookup import Lookup, LookupOutcome, LookupResult
-from vllm_kvpool.scheduler.lookup_service import LookupService
+from vllm_kvpool.scheduler.lookup_service import LOOKUP_TIMEOUT_S, LookupService
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport, Stored
 from vllm_kvpool.scheduler.pool_scheduler import (
     FETCH_S,
@@ -99,7 +99,7 @@ class Bench:
         self.store = FaultyStore(self.memory)
         self.aliases = None
         if alias_step:
-            self.aliases = Aliases((self.store,), (0,), names, CHUNK, alias_step)
+            self.aliases = Aliases((self.store,), (0,), names, CHUNK, alias_step, answer_s=LIMIT_S)
             for writer in self.aliases._writers:  # at once, so that a run can be repeated
                 writer.post = writer._perform  # type: ignore[method-assign]
         host_ranks = num_ranks if host_tier else 0
@@ -361,15 +361,49 @@ def has_none() -> bool:
 
 
 def test_engine_that_sees_arrivals_waits_for_them_as_well(bench: Bench, waits: Waits) -> None:
-    """Nothing is held up by the wait, so it may be long."""
+    """Nothing is held up by the wait, so it lasts until the first request's lookup times out."""
     bench.scheduler._has_arrivals = has_none
     bench.store.inject(Fault.BLOCKED, "exists")
     for name in ("a", "b"):
         bench.add(name)
         assert bench.scheduler.match(name, 0) == PENDING
+        bench.clock.advance(LOOKUP_TIMEOUT_S / 4)
+    bench.step()
+    assert waits.seconds == [pytest.approx(LOOKUP_TIMEOUT_S / 2)]
+    assert waits.until is has_none
+
+
+def test_idle_step_ends_in_time_for_a_lookup_that_is_not_opened_yet(
+    bench: Bench, waits: Waits
+) -> None:
+    """An adapter that is read for longer than the lookup may take held its request for 30 s."""
+    may_end = threading.Event()
+
+    def read_adapter() -> RequestIdentity:
+        may_end.wait(LIMIT_S)
+        return RequestIdentity()
+
+    bench.scheduler._has_arrivals = has_none
+    bench.add(reads_files=True, identify=read_adapter)
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.step()
+    (waited,) = waits.seconds
+    bench.clock.advance(waited)
+    assert bench.scheduler.match("a", 0) == NOTHING
+    may_end.set()
+
+
+def test_idle_step_waits_on_if_vllm_does_not_ask_for_a_request_in_time(
+    bench: Bench, waits: Waits
+) -> None:
+    """Steps that wait no time at all would spin."""
+    bench.scheduler._has_arrivals = has_none
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add()
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.clock.advance(LOOKUP_TIMEOUT_S)
     bench.step()
     assert waits.seconds == [WATCHED_WAIT_S]
-    assert waits.until is has_none
 
 
 def test_stream_is_followed_closely_until_its_chunks_are_fetched(
@@ -377,7 +411,7 @@ def test_stream_is_followed_closely_until_its_chunks_are_fetched(
 ) -> None:
     """A load may end early, which the engine hears of in a step: while chunks are fetched, soon."""
     bench.hold(range(1000), range(1))
-    bench.add(options=RequestOptions(expect_tokens=2 * CHUNK))
+    bench.add(options=RequestOptions(expect_tokens=2 * CHUNK, expect_timeout_ms=60_000))
     assert bench.admit() == (2 * CHUNK, True)
     (load,) = bench.step().loads
     assert load.landed_stop == 1
@@ -458,7 +492,7 @@ def test_first_step_without_work_waits_unless_results_may_come(
     monkeypatch.setattr(bench.lookups, "wait", waits.wait)
     assert bench.scheduler.match("a", 0) == PENDING
     bench.step()
-    assert waits.seconds == ([] if is_preempted else [WATCHED_WAIT_S])
+    assert waits.seconds == ([] if is_preempted else [pytest.approx(LOOKUP_TIMEOUT_S)])
 
 
 def test_request_that_has_its_answer_keeps_waits_short(bench: Bench, waits: Waits) -> None:
@@ -474,7 +508,7 @@ def test_request_that_has_its_answer_keeps_waits_short(bench: Bench, waits: Wait
     assert waits.seconds[0] <= IDLE_WAIT_MAX_S
     bench.scheduler.finish("a", ([],))
     bench.step()
-    assert waits.seconds[1:] == [WATCHED_WAIT_S]
+    assert waits.seconds[1:] == [pytest.approx(LOOKUP_TIMEOUT_S)]
 
 
 def test_save_whose_end_is_awaited_keeps_waits_short(
@@ -498,7 +532,7 @@ def test_save_whose_end_is_awaited_keeps_waits_short(
         StepReport(gathered={save.job_id: 1}, stored={save.job_id: Stored(1, frozenset({0}))})
     )
     bench.step()
-    assert waits.seconds[-1] == WATCHED_WAIT_S
+    assert waits.seconds[-1] == pytest.approx(LOOKUP_TIMEOUT_S)
 
 
 def test_last_save_of_a_hand_over_that_is_dropped_ends_it_where_the_save_begins(

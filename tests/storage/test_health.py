@@ -128,7 +128,7 @@ def test_the_reason_names_the_kind_of_call_and_its_figure() -> None:
     assert why("r- r-", "r", 0.0) == "3 read calls in a row failed"
     assert why("", "w", 1.25) == "a write call failed after 1.2 s"
     hung = after("").call_hung(CallKind.READ, 0.0, LIMIT_S)
-    assert hung == "a read call has not returned within call_timeout_s=5"
+    assert hung == "a read call has not returned within 5 s"
 
 
 class HealthMachine(RuleBasedStateMachine):

@@ -22,6 +22,7 @@ from vllm_kvpool.scheduler.save_outcomes import EndedSave
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, Store, map_buffer
 from vllm_kvpool.storage.contents.alias import Alias, alias_bytes, write_alias
 from vllm_kvpool.storage.contents.cell_format import CellFault, verify
+from vllm_kvpool.storage.guarded import BoundedCalls, CallLeftBehind
 
 if TYPE_CHECKING:
     from vllm_kvpool.storage.contents.encryption import EncryptedCells
@@ -45,6 +46,8 @@ class Aliases:
     """The aliases of one namespace, every `step` tokens of a chunk, in the stores of `tiers`.
 
     `encrypted`: what encrypts cells, if they are encrypted. It is closed with the aliases.
+    `answer_s`: how long a read may take. `on_hung` is called with the tier of a read that takes
+    longer; the memory of that read is used again once it has returned.
     """
 
     def __init__(
@@ -55,6 +58,9 @@ class Aliases:
         chunk_tokens: int,
         step: int,
         encrypted: "EncryptedCells | None" = None,
+        *,
+        answer_s: float,
+        on_hung: Callable[[int], None] = lambda tier: None,
     ) -> None:
         self.step = step
         self.tiers = tuple(tiers)
@@ -64,7 +70,11 @@ class Aliases:
         self._encrypted = encrypted
         self._nbytes = alias_bytes(chunk_tokens)
         self._memory: list[tuple[int, Buffer]] = []  # with its tier
-        self._read_into = {tier: self._registered(tier) for tier in self.tiers}
+        self._answer_s = answer_s
+        self._on_hung = on_hung
+        # Memory of each tier that no read uses.
+        self._free = {tier: [self._registered(tier)] for tier in self.tiers}
+        self._reads = {tier: BoundedCalls(f"kvpool-alias-reads-{tier}") for tier in self.tiers}
         self._writers = [
             _Writer(partial(self._perform, tier, self._registered(tier)), str(tier))
             for tier in self.tiers
@@ -81,10 +91,16 @@ class Aliases:
     def read(self, tier: int, keys: Sequence[str]) -> list[bytes | None]:
         """Return the aliases of up to `MAX_READ_ALIASES` keys, on the tier's lookup thread.
 
-        None stands for an alias that is missing or damaged. Raises StoreError.
+        None stands for an alias that is missing or damaged. Raises StoreError, at the latest after
+        `answer_s`.
         """
-        buffers = self._read_into[tier][: len(keys)]
-        outcomes = self._stores[tier].get(keys, buffers)
+        try:
+            buffers, outcomes = self._reads[tier].run(
+                partial(self._get, tier, keys), self._answer_s
+            )
+        except CallLeftBehind:
+            self._on_hung(tier)
+            raise
         found: list[bytes | None] = [None] * len(keys)
         damaged: list[str] = []
         for place, (key, buffer, outcome) in enumerate(zip(keys, buffers, outcomes, strict=True)):
@@ -98,6 +114,16 @@ class Aliases:
                 damaged.append(key)
         self.remove(damaged)
         return found
+
+    def _get(self, tier: int, keys: Sequence[str]) -> tuple[list[Buffer], list[GetOutcome]]:
+        """Read into memory that no other read uses, until the store's call returns."""
+        free = self._free[tier]
+        memory = free.pop() if free else self._registered(tier)
+        try:
+            buffers = memory[: len(keys)]
+            return buffers, self._stores[tier].get(keys, buffers)
+        finally:
+            free.append(memory)
 
     def _fault(self, key: str, buffer: Buffer) -> CellFault | None:
         if self._encrypted is not None:
@@ -128,7 +154,8 @@ class Aliases:
             writer.inbox.put(None)
         for writer in self._writers:
             writer.join(max(0.0, deadline - time.monotonic()))
-        if any(writer.is_alive() for writer in self._writers):
+        reads = [each.close(max(0.0, deadline - time.monotonic())) for each in self._reads.values()]
+        if not all(reads) or any(writer.is_alive() for writer in self._writers):
             return False
         for tier, memory in self._memory:
             self._stores[tier].unregister(memory)

@@ -115,6 +115,8 @@ class LookupService:
                 )
             ),
         ]
+        # Lookups whose adapters are read, and that were not cancelled meanwhile.
+        self._reading: set[int] = set()
         self._topics: dict[int, bytes] = {}  # of lookups that wait for notices; lookup thread
         self._open_notices = open_notices
         self._notices: Notices | None = None  # from the first watch on; lookup thread
@@ -125,6 +127,7 @@ class LookupService:
 
     def submit(self, lookup: Lookup) -> None:
         if lookup.reads_files:
+            self._reading.add(lookup.lookup_id)
             self._adapter_inbox.put(lookup)
         else:
             self._post_lookup(lookup, lambda: self._begin(lookup, _identity_of(lookup)))
@@ -230,6 +233,10 @@ class LookupService:
         self._inbox.put(_Task(begin, lambda: self._refuse(lookup), is_lookup=True))
 
     def _begin(self, lookup: Lookup, identity: RequestIdentity | None) -> None:
+        if lookup.reads_files:
+            if lookup.lookup_id not in self._reading:
+                return
+            self._reading.remove(lookup.lookup_id)
         if identity is None:
             self._refuse(lookup)
             return
@@ -249,6 +256,7 @@ class LookupService:
         self.core.results.append(lookup.nothing_found(None, LookupOutcome.UNSHAREABLE))
 
     def _cancel(self, lookup_id: int) -> None:
+        self._reading.discard(lookup_id)
         self._unwatch(lookup_id)
         self.core.cancel(lookup_id)
 

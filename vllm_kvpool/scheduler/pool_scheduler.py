@@ -577,7 +577,7 @@ class PoolScheduler:
         Otherwise an in-process engine would spin on the cores that compute the answer. While a
         load of stored chunks is under way the workers wait for it instead.
         """
-        pending = self._lookups.pending_since
+        pending = self._lookups.pending
         if self._shape.in_lockstep or not pending:
             return
         if not was_idle and any(state.counted for state in self._requests.values()):
@@ -587,16 +587,27 @@ class PoolScheduler:
         has_more = len(pending) < len(self._requests) or self.saves.outcomes.is_awaited
         if self._has_arrivals is None or has_more or self.has_pending:
             if was_idle:
-                self._service.wait(idle_wait_s(self._clock() - max(pending)))
+                newest = max(lookup.asked_at for lookup in pending)
+                self._service.wait(idle_wait_s(self._clock() - newest))
             return
         wait_s = WATCHED_WAIT_S
         if self._loads.streaming:
             is_fetched = self._clock() - self._landed_at > FETCH_S
             wait_s = STREAM_WAIT_S if is_fetched else FETCH_WAIT_S
         has_arrivals = self._has_arrivals
-        while self._service.wait(wait_s, has_arrivals) and not has_arrivals():
-            if self._take_answers():
+        while self._service.wait(self._until_deadline(wait_s), has_arrivals):
+            if has_arrivals() or self._take_answers():
                 return
+
+    def _until_deadline(self, longest_s: float) -> float:
+        """Return the seconds until the first request stops waiting for its lookup.
+
+        A lookup that is not opened yet, as its adapter is being read, does not answer by then. A
+        deadline that has passed is left out: vLLM may not ask for that request in an idle step.
+        """
+        now = self._clock()
+        left = (lookup.deadline - now for lookup in self._lookups.pending)
+        return min([longest_s, *(each for each in left if each > 0)])
 
     def apply(self, report: StepReport) -> list[EndedSave]:
         """Take the workers' report: unpin gathered blocks, note loads that stopped.

@@ -164,10 +164,10 @@ class RequestLookups:
         state.view.record_span("kvpool.lookup", seconds, attributes)
 
     @property
-    def pending_since(self) -> list[float]:
-        """When each lookup was asked that a request waits for."""
-        pending, lookups = LookupState.PENDING, [state.lookup for state in self._open.values()]
-        return [each.asked_at for each in lookups if each.state is pending]
+    def pending(self) -> list[RequestLookup]:
+        """The lookups that requests wait for."""
+        lookups = [state.lookup for state in self._open.values()]
+        return [each for each in lookups if each.state is LookupState.PENDING]
 
     @property
     def has_unnamed(self) -> bool:

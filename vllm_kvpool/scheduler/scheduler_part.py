@@ -73,10 +73,11 @@ def open_aliases(
     specs: Sequence[StoreSpec],
     stores: Sequence[GuardedStore],
     names: CellNames,
+    answer_s: float,
 ) -> Aliases | None:
     """Return the aliases in the scheduler's stores; None if hits end with whole chunks.
 
-    A store that takes none but a device's memory can have no aliases.
+    Reads may take `answer_s`. A store that takes none but a device's memory can have no aliases.
     """
     step = alias_step(config.alias_tokens, config.chunk_tokens)
     if step and not model.has_ends:
@@ -89,7 +90,11 @@ def open_aliases(
     if not (step and tiers):
         return None
     encrypted = encrypted_cells(config, stores)
-    return Aliases(stores, tiers, names, config.chunk_tokens, step, encrypted)
+    return Aliases(
+        *(stores, tiers, names, config.chunk_tokens, step, encrypted),
+        answer_s=answer_s,
+        on_hung=lambda tier: stores[tier].report_hung(limit_s=answer_s),
+    )
 
 
 class SchedulerPart:
@@ -124,7 +129,7 @@ class SchedulerPart:
         self.tiers = tuple(store.capabilities for store in stores)
         has_host = specs.host.nbytes > 0
         names = CellNames(model.namespace, model.layer_groups)
-        aliases = open_aliases(config, model, specs.stores, stores, names)
+        aliases = open_aliases(config, model, specs.stores, stores, names, lookup_s)
         self._lookups = LookupService(
             stores,
             names,

@@ -44,6 +44,10 @@ Listener = Callable[[bool, bool], None]
 """Takes whether a store is up, and whether it takes writes while it is up."""
 
 
+class CallLeftBehind(StoreUnreachable):
+    """A call took too long; it may still return."""
+
+
 class _Thread(threading.Thread):
     """A daemon thread that performs the calls of its inbox until it gets None."""
 
@@ -70,8 +74,8 @@ class BoundedCalls:
     """Runs calls on threads and waits for each a limited time; thread-safe.
 
     A call that does not return keeps its thread, up to `MAX_LEFT_BEHIND` of them, so it must not
-    access memory of the caller. Every thread calls `on_start` first; a call whose thread cannot
-    start fails.
+    access memory that the caller uses again. Every thread calls `on_start` first; a call whose
+    thread cannot start fails.
     """
 
     def __init__(self, name: str, on_start: Callable[[], None] = lambda: None) -> None:
@@ -83,7 +87,12 @@ class BoundedCalls:
         self._closed = False
 
     def run(self, call: Callable[[], T], timeout_s: float) -> T:
-        """Return or raise what the call does; StoreUnreachable if it takes longer."""
+        """Return or raise what the call does.
+
+        Raises:
+            CallLeftBehind: The call takes longer.
+            StoreUnreachable: Too many earlier calls have not returned.
+        """
         thread = self._take()
         answer: _Answer = SimpleQueue()
         thread.inbox.put((call, answer))
@@ -92,7 +101,7 @@ class BoundedCalls:
         except Empty:
             thread.was_left = True
             thread.inbox.put(None)  # it ends when its call returns
-            raise StoreUnreachable(f"no answer within {timeout_s:g} s") from None
+            raise CallLeftBehind(f"no answer within {timeout_s:g} s") from None
         with self._lock:
             if self._closed:
                 thread.inbox.put(None)
@@ -333,13 +342,17 @@ class GuardedStore:
             began = now if began is None else began
             self._note(self._health.call_ended(kind, began, now, failed=failed))
 
-    def report_hung(self, *, writes: bool = False) -> None:
-        """Count a call as hanging; called by the engine, which waits for calls with buffers."""
+    def report_hung(self, *, writes: bool = False, limit_s: float | None = None) -> None:
+        """Count a call with buffers as hanging; called by who waits for it.
+
+        `limit_s`: how long the call was waited for, if not `call_s`.
+        """
         kind = CallKind.WRITE if writes else CallKind.READ
         with self._state:
             if self._closed:
                 return
-            self._note(self._health.call_hung(kind, self._clock(), self._timeouts.call_s))
+            limit_s = self._timeouts.call_s if limit_s is None else limit_s
+            self._note(self._health.call_hung(kind, self._clock(), limit_s))
 
     def _note(self, why: str) -> None:
         """Log and tell that the access was restricted, if there is a reason."""

@@ -92,7 +92,7 @@ class StoreHealth:
         self._counted_from[kind] = now
         if not self._breakers[kind].tripped(now):
             return ""
-        why = f"a {kind.value} call has not returned within call_timeout_s={limit_s:g}"
+        why = f"a {kind.value} call has not returned within {limit_s:g} s"
         return self._restrict(kind, why)
 
     def _restrict(self, kind: CallKind, why: str) -> str:
