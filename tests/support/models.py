@@ -11,10 +11,11 @@ complete is not rewritten.
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -76,37 +77,18 @@ class LlamaShape:
     def __post_init__(self) -> None:
         assert self.heads % self.kv_heads == 0, self
 
+    left_out: ClassVar[tuple[str, ...]] = ()
+    """Parts of names of tensors that vLLM does without."""
+    renames: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Beginnings of names in transformers, and in checkpoints."""
+
     def sizes(self) -> Sizes:
         """Names and sizes of the tensors, in the order in which they are drawn."""
-        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
-        for layer in range(self.layers):
-            prefix = f"model.layers.{layer}"
-            yield f"{prefix}.input_layernorm.weight", (self.hidden,)
-            for name, size in self.attention(layer).items():
-                yield f"{prefix}.{name}", size
-            yield f"{prefix}.post_attention_layernorm.weight", (self.hidden,)
-            for name, size in self.feed_forward().items():
-                yield f"{prefix}.{name}", size
-        yield "model.norm.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocab, self.hidden)
-
-    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Names and sizes of one layer's tensors that mix tokens."""
-        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "self_attn.q_proj.weight": (q_size, self.hidden),
-            "self_attn.k_proj.weight": (kv_size, self.hidden),
-            "self_attn.v_proj.weight": (kv_size, self.hidden),
-            "self_attn.o_proj.weight": (self.hidden, q_size),
-        }
-
-    def feed_forward(self) -> dict[str, tuple[int, ...]]:
-        """Names and sizes of one layer's other tensors."""
-        return {
-            "mlp.gate_proj.weight": (self.intermediate, self.hidden),
-            "mlp.up_proj.weight": (self.intermediate, self.hidden),
-            "mlp.down_proj.weight": (self.hidden, self.intermediate),
-        }
+        for name, size in _sizes_of(self.config()):
+            if not any(part in name for part in self.left_out):
+                for ours, theirs in self.renames:
+                    name = re.sub(f"^{re.escape(ours)}", theirs, name)
+                yield name, size
 
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
         """The values of one tensor."""
@@ -196,24 +178,11 @@ class GemmaShape(WindowShape):
     """
 
     kind: ClassVar[str] = "gemma"
+    left_out: ClassVar[tuple[str, ...]] = ("layer_scalar",)
 
     sharing_layers: int = 2
     global_head_dim: int = 64
     global_kv_heads: int = 0
-
-    def sizes(self) -> Sizes:
-        own = range(self.layers - self.sharing_layers)
-        shared = tuple(
-            f"model.layers.{layer}.self_attn.{name}"
-            for layer in range(len(own), self.layers)
-            for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight")
-        )
-        return (each for each in _gemma_sizes(self) if each[0] not in shared)
-
-    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
-        is_full = self.layer_types()[layer] == "full_attention"
-        head_dim = self.global_head_dim if is_full else self.head_dim
-        return super(GemmaShape, replace(self, head_dim=head_dim)).attention(layer)
 
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
         # Otherwise the token before decides alone, and wrong KV would go unnoticed.
@@ -242,9 +211,6 @@ class HybridShape(WindowShape):
 
     kind: ClassVar[str] = "hybrid"
 
-    def sizes(self) -> Sizes:
-        return _gemma_sizes(self)
-
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
         if name.endswith("post_attention_layernorm.weight"):
             return np.full(size, GEMMA_ATTENTION_WEIGHT, dtype=np.float32)
@@ -270,17 +236,10 @@ class UnevenShape(WindowShape):
     """A MiMo V2, whose windows have `window_kv_heads`; the configuration gives the others first."""
 
     kind: ClassVar[str] = "uneven"
+    left_out: ClassVar[tuple[str, ...]] = ("sinks",)
 
     kv_heads: int = 1
     window_kv_heads: int = 2
-
-    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
-        sizes = super().attention(layer)
-        if self.layer_types()[layer] == "sliding_attention":
-            rows = self.window_kv_heads * self.head_dim
-            for name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):
-                sizes[name] = (rows, self.hidden)
-        return sizes
 
     def config(self) -> dict[str, Any]:
         llama = _without(super().config(), "mlp_bias")
@@ -305,18 +264,6 @@ class UnevenShape(WindowShape):
         }
 
 
-# Llama's names of modules -> LFM2's.
-_LFM2_NAMES = {
-    "input_layernorm": "operator_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.o_proj": "self_attn.out_proj",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-    "model.norm": "model.embedding_norm",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Lfm2Shape(LlamaShape):
     """An LFM2: layers with a short convolution, whose state is recurrent, beside full attention."""
@@ -330,23 +277,6 @@ class Lfm2Shape(LlamaShape):
 
     def layer_types(self) -> list[str]:
         return _layer_types(self.layers, self.attention_every, "conv")
-
-    def sizes(self) -> Sizes:
-        for name, size in super().sizes():
-            for llama, own in _LFM2_NAMES.items():
-                name = name.replace(llama, own)
-            if name != "lm_head.weight":
-                yield name, size
-
-    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
-        if self.layer_types()[layer] == "conv":
-            return {
-                "conv.conv.weight": (self.hidden, 1, self.kernel),
-                "conv.in_proj.weight": (3 * self.hidden, self.hidden),
-                "conv.out_proj.weight": (self.hidden, self.hidden),
-            }
-        norms = {f"self_attn.{name}_layernorm.weight": (self.head_dim,) for name in "qk"}
-        return super().attention(layer) | norms
 
     def config(self) -> dict[str, Any]:
         llama = _without(super().config(), "head_dim", "hidden_act", "rms_norm_eps", "mlp_bias")
@@ -393,33 +323,20 @@ class Qwen3NextShape(LlamaShape):
     def layer_types(self) -> list[str]:
         return _layer_types(self.layers, self.attention_every, "linear_attention")
 
-    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
-        if self.layer_types()[layer] == "full_attention":
-            sizes = super().attention(layer)
-            rows, columns = sizes["self_attn.q_proj.weight"]
-            sizes["self_attn.q_proj.weight"] = (2 * rows, columns)  # with a gate
-            return sizes | {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
-        keys, values = self.key_heads * self.linear_dim, self.value_heads * self.linear_dim
-        return {
-            "linear_attn.dt_bias": (self.value_heads,),
-            "linear_attn.A_log": (self.value_heads,),
-            "linear_attn.conv1d.weight": (2 * keys + values, 1, self.kernel),
-            "linear_attn.in_proj_qkvz.weight": (2 * (keys + values), self.hidden),
-            "linear_attn.in_proj_ba.weight": (2 * self.value_heads, self.hidden),
-            "linear_attn.norm.weight": (self.linear_dim,),
-            "linear_attn.out_proj.weight": (self.hidden, values),
+    def sizes(self) -> Sizes:
+        rows, hidden = self.expert_size, self.hidden
+        sizes = {
+            "gate_proj": (rows, hidden),
+            "up_proj": (rows, hidden),
+            "down_proj": (hidden, rows),
         }
-
-    def feed_forward(self) -> dict[str, tuple[int, ...]]:
-        sizes: dict[str, tuple[int, ...]] = {
-            "mlp.gate.weight": (self.experts, self.hidden),
-            "mlp.shared_expert_gate.weight": (1, self.hidden),
-        }
-        for mlp in (*(f"experts.{i}" for i in range(self.experts)), "shared_expert"):
-            sizes[f"mlp.{mlp}.gate_proj.weight"] = (self.expert_size, self.hidden)
-            sizes[f"mlp.{mlp}.up_proj.weight"] = (self.expert_size, self.hidden)
-            sizes[f"mlp.{mlp}.down_proj.weight"] = (self.hidden, self.expert_size)
-        return sizes
+        for name, size in super().sizes():
+            prefix, _, part = name.partition(".experts.")
+            if not part:
+                yield name, size
+            elif part == "down_proj":  # of all experts, as is `gate_up_proj`
+                for i in range(self.experts):
+                    yield from ((f"{prefix}.experts.{i}.{p}.weight", sizes[p]) for p in sizes)
 
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
         if name.endswith(("linear_attn.norm.weight", "dt_bias")):
@@ -465,20 +382,6 @@ class QwenImages:
     vision_layers: int = 2
     vision_heads: int = 2
     vision_hidden: int = 64
-
-    def patch_size(self) -> tuple[int, ...]:
-        return (self.vision_hidden, 3, QWEN2_VL_FRAMES, self.patch, self.patch)
-
-    def vision_blocks(self, prefix: str, fc: str) -> Sizes:
-        """The blocks of the encoder; the two linear layers of each are named after `fc`."""
-        hidden = self.vision_hidden
-        for layer in range(self.vision_layers):
-            yield from _with_bias(f"{prefix}.{layer}.norm1", (hidden,))
-            yield from _with_bias(f"{prefix}.{layer}.attn.qkv", (3 * hidden, hidden))
-            yield from _with_bias(f"{prefix}.{layer}.attn.proj", (hidden, hidden))
-            yield from _with_bias(f"{prefix}.{layer}.norm2", (hidden,))
-            yield from _with_bias(f"{prefix}.{layer}.mlp.{fc}1", (2 * hidden, hidden))
-            yield from _with_bias(f"{prefix}.{layer}.mlp.{fc}2", (hidden, 2 * hidden))
 
     def image_config(self) -> dict[str, Any]:
         """What is beside the configurations of text and encoder."""
@@ -526,37 +429,6 @@ class Qwen35Shape(QwenImages, Qwen3NextShape):
     kind: ClassVar[str] = "qwen3_5"
 
     vision_positions: int = 64
-
-    def sizes(self) -> Sizes:
-        keys, values = self.key_heads * self.linear_dim, self.value_heads * self.linear_dim
-        # What Qwen3-Next has in one tensor.
-        parts = {
-            "in_proj_qkvz": {"in_proj_qkv": 2 * keys + values, "in_proj_z": values},
-            "in_proj_ba": {"in_proj_b": self.value_heads, "in_proj_a": self.value_heads},
-        }
-        for whole, size in super().sizes():
-            name = whole.replace("model.", "model.language_model.", 1)
-            module = name.split(".")[-2]
-            if module in parts:
-                for part, rows in parts[module].items():
-                    yield name.replace(module, part), (rows, self.hidden)
-            elif ".mlp." not in name:
-                yield name, size
-        for layer in range(self.layers):
-            mlp = f"model.language_model.layers.{layer}.mlp"
-            yield f"{mlp}.gate_proj.weight", (self.intermediate, self.hidden)
-            yield f"{mlp}.up_proj.weight", (self.intermediate, self.hidden)
-            yield f"{mlp}.down_proj.weight", (self.hidden, self.intermediate)
-        yield from self._vision_sizes()
-
-    def _vision_sizes(self) -> Sizes:
-        hidden, merged = self.vision_hidden, self.vision_hidden * self.merge**2
-        yield from _with_bias("model.visual.patch_embed.proj", self.patch_size())
-        yield "model.visual.pos_embed.weight", (self.vision_positions, hidden)
-        yield from self.vision_blocks("model.visual.blocks", "linear_fc")
-        yield from _with_bias("model.visual.merger.norm", (hidden,))
-        yield from _with_bias("model.visual.merger.linear_fc1", (merged, merged))
-        yield from _with_bias("model.visual.merger.linear_fc2", (self.hidden, merged))
 
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
         if ".visual." in name:
@@ -613,18 +485,6 @@ class Mamba2Shape(LlamaShape):
     def inner(self) -> int:
         return self.mamba_heads * self.mamba_dim
 
-    def mamba(self, prefix: str, *, norm: bool = True) -> Sizes:
-        """Names and sizes of the tensors of a Mamba2 layer."""
-        window = self.inner + 2 * self.groups * self.state
-        yield f"{prefix}.in_proj.weight", (self.inner + window + self.mamba_heads, self.hidden)
-        yield from _with_bias(f"{prefix}.conv1d", (window, 1, self.kernel))
-        yield f"{prefix}.dt_bias", (self.mamba_heads,)
-        yield f"{prefix}.A_log", (self.mamba_heads,)
-        yield f"{prefix}.D", (self.mamba_heads,)
-        if norm:
-            yield f"{prefix}.norm.weight", (self.inner,)
-        yield f"{prefix}.out_proj.weight", (self.hidden, self.inner)
-
     def mamba_config(self) -> dict[str, Any]:
         return {
             "mamba_n_heads": self.mamba_heads,
@@ -658,22 +518,6 @@ class GraniteShape(Mamba2Shape):
         attends = [(layer + 1) % self.attention_every == 0 for layer in range(self.layers)]
         return ["attention" if each else "mamba" for each in attends]
 
-    def sizes(self) -> Sizes:
-        mambas = tuple(
-            f"model.layers.{layer}.self_attn."
-            for layer, layer_type in enumerate(self.layer_types())
-            if layer_type == "mamba"
-        )
-        for name, size in super().sizes():
-            if ".mlp." not in name and not name.startswith(mambas):
-                yield name, size
-        for layer, layer_type in enumerate(self.layer_types()):
-            prefix = f"model.layers.{layer}"
-            yield f"{prefix}.shared_mlp.input_linear.weight", (2 * self.intermediate, self.hidden)
-            yield f"{prefix}.shared_mlp.output_linear.weight", (self.hidden, self.intermediate)
-            if layer_type == "mamba":
-                yield from self.mamba(f"{prefix}.mamba")
-
     def config(self) -> dict[str, Any]:
         return _without(super().config(), "mlp_bias") | {
             "architectures": ["GraniteMoeHybridForCausalLM"],
@@ -691,27 +535,11 @@ class GraniteShape(Mamba2Shape):
         }
 
 
-# Llama's names of modules -> Falcon-H1's.
-_FALCON_NAMES = {
-    "post_attention_layernorm": "pre_ff_layernorm",
-    "mlp.": "feed_forward.",
-    "model.norm": "model.final_layernorm",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class FalconH1Shape(Mamba2Shape):
     """A Falcon-H1: every layer has both Mamba2, of one group, and full attention."""
 
     kind: ClassVar[str] = "falcon_h1"
-
-    def sizes(self) -> Sizes:
-        for name, size in super().sizes():
-            for llama, own in _FALCON_NAMES.items():
-                name = name.replace(llama, own)
-            yield name, size
-        for layer in range(self.layers):
-            yield from self.mamba(f"model.layers.{layer}.mamba", norm=False)
 
     def config(self) -> dict[str, Any]:
         parts = ("attention_in", "attention_out", "embedding", "lm_head", "ssm_in", "ssm_out")
@@ -736,28 +564,13 @@ class NemotronHShape(Mamba2Shape):
     """A Nemotron-H: layers of Mamba2 with two groups, of full attention and of neurons alone."""
 
     kind: ClassVar[str] = "nemotron_h"
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (("model.", "backbone."),)
 
     groups: ClassVar[int] = 2
     layer_types: ClassVar[tuple[str, ...]] = (
         *("linear_attention", "full_attention", "linear_attention", "mlp"),
         *("linear_attention", "full_attention", "mlp", "linear_attention"),
     )
-
-    def sizes(self) -> Sizes:
-        yield "backbone.embeddings.weight", (self.vocab, self.hidden)
-        for layer, layer_type in enumerate(self.layer_types):
-            prefix = f"backbone.layers.{layer}"
-            yield f"{prefix}.norm.weight", (self.hidden,)
-            if layer_type == "linear_attention":
-                yield from self.mamba(f"{prefix}.mixer")
-            elif layer_type == "mlp":
-                yield f"{prefix}.mixer.up_proj.weight", (self.intermediate, self.hidden)
-                yield f"{prefix}.mixer.down_proj.weight", (self.hidden, self.intermediate)
-            else:
-                for name, size in self.attention(layer).items():
-                    yield f"{prefix}.{name.replace('self_attn', 'mixer')}", size
-        yield "backbone.norm_f.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocab, self.hidden)
 
     def config(self) -> dict[str, Any]:
         llama = _without(super().config(), "rms_norm_eps", "rope_theta", "hidden_act")
@@ -788,14 +601,6 @@ class PureMambaShape(Mamba2Shape):
     """A Mamba 2: no layer has attention."""
 
     kind: ClassVar[str] = "mamba2"
-
-    def sizes(self) -> Sizes:
-        yield "backbone.embeddings.weight", (self.vocab, self.hidden)
-        for layer in range(self.layers):
-            yield f"backbone.layers.{layer}.norm.weight", (self.hidden,)
-            yield from self.mamba(f"backbone.layers.{layer}.mixer")
-        yield "backbone.norm_f.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocab, self.hidden)
 
     def config(self) -> dict[str, Any]:
         llama = super().config()
@@ -860,16 +665,6 @@ class DeepseekShape(LlamaShape):
     nope_dim: int = 32
     value_dim: int = 32
 
-    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
-        keys_and_values = self.heads * (self.nope_dim + self.value_dim)
-        return {
-            "self_attn.q_proj.weight": (self.heads * (self.nope_dim + self.rope_dim), self.hidden),
-            "self_attn.kv_a_proj_with_mqa.weight": (self.latent + self.rope_dim, self.hidden),
-            "self_attn.kv_a_layernorm.weight": (self.latent,),
-            "self_attn.kv_b_proj.weight": (keys_and_values, self.latent),
-            "self_attn.o_proj.weight": (self.hidden, self.heads * self.value_dim),
-        }
-
     def config(self) -> dict[str, Any]:
         return _without(super().config(), "head_dim", "mlp_bias") | {
             "architectures": ["DeepseekV2ForCausalLM"],
@@ -903,6 +698,14 @@ class LlavaShape(LlamaShape):
     """A LLaVA with the vision tower of CLIP; `image_size` and `patch` are in pixels."""
 
     kind: ClassVar[str] = "llava"
+    left_out: ClassVar[tuple[str, ...]] = ("post_layernorm",)
+    # As vLLM calls them: it has a level of names that newer releases of transformers have not.
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("lm_head.", "language_model.lm_head."),
+        ("model.language_model.", "language_model.model."),
+        ("model.vision_tower.", "vision_tower.vision_model."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+    )
 
     image_size: int = 56
     patch: int = 14
@@ -915,26 +718,6 @@ class LlavaShape(LlamaShape):
     def image_rows(self) -> int:
         """The rows of one image's embedding, and the tokens that it takes in a prompt."""
         return (self.image_size // self.patch) ** 2
-
-    def sizes(self) -> Sizes:
-        for name, size in super().sizes():
-            yield f"language_model.{name}", size
-        # As vLLM calls them: it has this level of names, newer releases of transformers have not.
-        tower, hidden = "vision_tower.vision_model", self.vision_hidden
-        yield f"{tower}.embeddings.class_embedding", (hidden,)
-        yield f"{tower}.embeddings.patch_embedding.weight", (hidden, 3, self.patch, self.patch)
-        yield f"{tower}.embeddings.position_embedding.weight", (self.image_rows + 1, hidden)
-        yield from _with_bias(f"{tower}.pre_layrnorm", (hidden,))
-        for layer in range(self.vision_layers):
-            prefix = f"{tower}.encoder.layers.{layer}"
-            yield from _with_bias(f"{prefix}.layer_norm1", (hidden,))
-            for part in ("q", "k", "v", "out"):
-                yield from _with_bias(f"{prefix}.self_attn.{part}_proj", (hidden, hidden))
-            yield from _with_bias(f"{prefix}.layer_norm2", (hidden,))
-            yield from _with_bias(f"{prefix}.mlp.fc1", (self.vision_intermediate, hidden))
-            yield from _with_bias(f"{prefix}.mlp.fc2", (hidden, self.vision_intermediate))
-        yield from _with_bias("multi_modal_projector.linear_1", (self.hidden, hidden))
-        yield from _with_bias("multi_modal_projector.linear_2", (self.hidden, self.hidden))
 
     def config(self) -> dict[str, Any]:
         return {
@@ -986,6 +769,10 @@ class Qwen2VLShape(QwenImages, LlamaShape):
     """A Qwen2-VL."""
 
     kind: ClassVar[str] = "qwen2-vl"
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("model.language_model.", "model."),
+        ("model.visual.", "visual."),
+    )
 
     kv_heads: int = 2
     heads: int = 4
@@ -998,18 +785,6 @@ class Qwen2VLShape(QwenImages, LlamaShape):
         side = self.patch * self.merge
         assert width % side == height % side == 0, (width, height)
         return (width // side) * (height // side)
-
-    def sizes(self) -> Sizes:
-        for name, size in super().sizes():
-            yield name, size
-            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-                yield name.replace("weight", "bias"), size[:1]
-        hidden, merged = self.vision_hidden, self.vision_hidden * self.merge**2
-        yield "visual.patch_embed.proj.weight", self.patch_size()
-        yield from self.vision_blocks("visual.blocks", "fc")
-        yield from _with_bias("visual.merger.ln_q", (hidden,))
-        yield from _with_bias("visual.merger.mlp.0", (merged, merged))
-        yield from _with_bias("visual.merger.mlp.2", (self.hidden, merged))
 
     def config(self) -> dict[str, Any]:
         # The rotations are shared out among time, height and width.
@@ -1118,23 +893,18 @@ def _write_tokenizer(path: Path, tokenizer: Tokenizer, **config: str) -> None:
     _write_json(path / "tokenizer_config.json", kind | config)
 
 
-def _gemma_sizes(shape: LlamaShape) -> Sizes:
-    """Of a Gemma whose layers all have KV of their own."""
-    for name, size in LlamaShape.sizes(shape):
-        if name != "lm_head.weight":  # tied to the embeddings
-            yield name, size
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}"
-        head_dim = shape.attention(layer)["self_attn.q_proj.weight"][0] // shape.heads
-        yield f"{prefix}.self_attn.q_norm.weight", (head_dim,)
-        yield f"{prefix}.self_attn.k_norm.weight", (head_dim,)
-        yield f"{prefix}.pre_feedforward_layernorm.weight", (shape.hidden,)
-        yield f"{prefix}.post_feedforward_layernorm.weight", (shape.hidden,)
+def _sizes_of(config: Mapping[str, Any]) -> Sizes:
+    """Names and sizes of the tensors of transformers' model, without their memory."""
+    # Imported where a model is written: most tests find theirs.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-
-def _with_bias(module: str, size: tuple[int, ...]) -> Sizes:
-    yield f"{module}.weight", size
-    yield f"{module}.bias", size[:1]
+    kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(AutoConfig.for_model(**config))
+    for name, values in model.state_dict().items():
+        if name != "lm_head.weight" or not config["tie_word_embeddings"]:
+            yield name, tuple(values.shape)
 
 
 def _normal(
