@@ -117,7 +117,6 @@ class MimoShape(EvenShape):
             "architectures": ["MiMoForCausalLM"],
             "model_type": "qwen2",
             "num_nextn_predict_layers": 1,
-            "use_sliding_window": False,
         }
 
 

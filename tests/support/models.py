@@ -108,13 +108,8 @@ class LlamaShape:
             "head_dim": self.head_dim,
             "vocab_size": self.vocab,
             "max_position_embeddings": self.max_position,
-            "hidden_act": "silu",
             "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
             "initializer_range": INITIALIZER_RANGE,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
             "bos_token_id": 1,
             "eos_token_id": 2,
         }
@@ -190,7 +185,7 @@ class GemmaShape(WindowShape):
         return super().tensor(rng, size, name) * np.float32(weight)
 
     def config(self) -> dict[str, Any]:
-        return _without(super().config(), "hidden_act", "mlp_bias", "rope_theta") | {
+        return super().config() | {
             "architectures": ["Gemma4ForCausalLM"],
             "model_type": "gemma4_text",
             "global_head_dim": self.global_head_dim,
@@ -201,7 +196,6 @@ class GemmaShape(WindowShape):
             "num_global_key_value_heads": self.global_kv_heads or None,
             "sliding_window": self.window,
             "layer_types": self.layer_types(),
-            "tie_word_embeddings": True,
         }
 
 
@@ -222,12 +216,10 @@ class HybridShape(WindowShape):
         return super().config() | {
             "architectures": ["Gemma3ForCausalLM"],
             "model_type": "gemma3_text",
-            "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": self.head_dim,
-            "rope_local_base_freq": 10000.0,
+            "rope_theta": 10000.0,
             "sliding_window": self.window,
             "layer_types": self.layer_types(),
-            "tie_word_embeddings": True,
         }
 
 
@@ -242,9 +234,8 @@ class UnevenShape(WindowShape):
     window_kv_heads: int = 2
 
     def config(self) -> dict[str, Any]:
-        llama = _without(super().config(), "mlp_bias")
         types = self.layer_types()
-        return llama | {
+        return super().config() | {
             "architectures": ["MiMoV2FlashForCausalLM"],
             "model_type": "mimo_v2_flash",
             "swa_num_attention_heads": self.heads,
@@ -252,6 +243,7 @@ class UnevenShape(WindowShape):
             "v_head_dim": self.head_dim,
             "swa_head_dim": self.head_dim,
             "swa_v_head_dim": self.head_dim,
+            "rope_theta": 10000.0,
             "swa_rope_theta": 10000.0,
             "partial_rotary_factor": 1.0,
             "attention_value_scale": None,
@@ -260,7 +252,7 @@ class UnevenShape(WindowShape):
             "hybrid_layer_pattern": [int(each == "sliding_attention") for each in types],
             "layer_types": types,
             "mlp_layer_types": ["dense"] * self.layers,
-            "layernorm_epsilon": llama["rms_norm_eps"],
+            "layernorm_epsilon": 1e-5,
         }
 
 
@@ -279,15 +271,12 @@ class Lfm2Shape(LlamaShape):
         return _layer_types(self.layers, self.attention_every, "conv")
 
     def config(self) -> dict[str, Any]:
-        llama = _without(super().config(), "head_dim", "hidden_act", "rms_norm_eps", "mlp_bias")
-        return _without(llama, "attention_bias", "rope_theta") | {
+        return _without(super().config(), "head_dim", "rms_norm_eps") | {
             "architectures": ["Lfm2ForCausalLM"],
             "model_type": "lfm2",
-            "norm_eps": 1e-5,
             "rope_parameters": DEFAULT_ROPE,
             "layer_types": self.layer_types(),
             "conv_L_cache": self.kernel,
-            "conv_bias": False,
             "conv_dim": self.hidden,
             "conv_dim_out": self.hidden,
             "block_dim": self.hidden,
@@ -295,9 +284,7 @@ class Lfm2Shape(LlamaShape):
             "block_multiple_of": 1,
             "block_norm_eps": 1e-5,
             "block_auto_adjust_ff_dim": False,
-            "block_ffn_dim_multiplier": 1.0,
             "block_use_swiglu": True,
-            "tie_word_embeddings": True,
         }
 
 
@@ -348,7 +335,7 @@ class Qwen3NextShape(LlamaShape):
         return _normal(rng, size, QWEN3_NEXT_RANGE)
 
     def config(self) -> dict[str, Any]:
-        return _without(super().config(), "mlp_bias", "rope_theta") | {
+        return super().config() | {
             "architectures": ["Qwen3NextForCausalLM"],
             "model_type": "qwen3_next",
             "dtype": "bfloat16",
@@ -360,9 +347,6 @@ class Qwen3NextShape(LlamaShape):
             "linear_value_head_dim": self.linear_dim,
             "linear_num_key_heads": self.key_heads,
             "linear_num_value_heads": self.value_heads,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "norm_topk_prob": True,
             "num_experts": self.experts,
             "num_experts_per_tok": self.experts,
             "moe_intermediate_size": self.expert_size,
@@ -391,17 +375,14 @@ class QwenImages:
             "video_token_id": video,
             "vision_start_token_id": start,
             "vision_end_token_id": end,
-            "tie_word_embeddings": False,
         }
 
     def vision_config(self) -> dict[str, Any]:
         return {
             "depth": self.vision_layers,
             "num_heads": self.vision_heads,
-            "in_channels": 3,
             "patch_size": self.patch,
             "spatial_merge_size": self.merge,
-            "temporal_patch_size": QWEN2_VL_FRAMES,
             "initializer_range": INITIALIZER_RANGE,
         }
 
@@ -443,7 +424,7 @@ class Qwen35Shape(QwenImages, Qwen3NextShape):
             "mrope_interleaved": True,
         }
         experts = [name for name in text if "expert" in name or name.startswith("moe_")]
-        text = _without(text, "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", *experts)
+        text = _without(text, *experts)
         return self.image_config() | {
             "architectures": ["Qwen3_5ForConditionalGeneration"],
             "model_type": "qwen3_5",
@@ -494,8 +475,6 @@ class Mamba2Shape(LlamaShape):
             "mamba_d_conv": self.kernel,
             "mamba_expand": self.inner // self.hidden,
             "mamba_chunk_size": 256,
-            "mamba_conv_bias": True,
-            "mamba_proj_bias": False,
         }
 
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
@@ -519,7 +498,7 @@ class GraniteShape(Mamba2Shape):
         return ["attention" if each else "mamba" for each in attends]
 
     def config(self) -> dict[str, Any]:
-        return _without(super().config(), "mlp_bias") | {
+        return super().config() | {
             "architectures": ["GraniteMoeHybridForCausalLM"],
             "model_type": "granitemoehybrid",
             "layer_types": self.layer_types(),
@@ -527,9 +506,6 @@ class GraniteShape(Mamba2Shape):
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
             "shared_intermediate_size": self.intermediate,
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 1.0,
             "attention_multiplier": self.head_dim**-0.5,
             **self.mamba_config(),
         }
@@ -542,20 +518,12 @@ class FalconH1Shape(Mamba2Shape):
     kind: ClassVar[str] = "falcon_h1"
 
     def config(self) -> dict[str, Any]:
-        parts = ("attention_in", "attention_out", "embedding", "lm_head", "ssm_in", "ssm_out")
-        return _without(super().config(), "rope_theta") | {
+        return super().config() | {
             "architectures": ["FalconH1ForCausalLM"],
             "model_type": "falcon_h1",
-            "rope_parameters": DEFAULT_ROPE,
-            **{f"{part}_multiplier": 1.0 for part in (*parts, "key")},
-            "mlp_multipliers": [1.0, 1.0],
-            "ssm_multipliers": [1.0] * 5,
             "mamba_d_ssm": self.inner,
             **self.mamba_config(),
             "mamba_chunk_size": 64,
-            "mamba_rms_norm": False,
-            "mamba_norm_before_gate": True,
-            "projectors_bias": False,
         }
 
 
@@ -573,26 +541,17 @@ class NemotronHShape(Mamba2Shape):
     )
 
     def config(self) -> dict[str, Any]:
-        llama = _without(super().config(), "rms_norm_eps", "rope_theta", "hidden_act")
-        return llama | {
+        return _without(super().config(), "rms_norm_eps") | {
             "architectures": ["NemotronHForCausalLM"],
             "model_type": "nemotron_h",
             "num_hidden_layers": len(self.layer_types),
             "layers_block_type": list(self.layer_types),
-            "layer_norm_epsilon": 1e-5,
-            "mlp_hidden_act": "relu2",
-            "mamba_hidden_act": "silu",
             "mamba_num_heads": self.mamba_heads,
             "mamba_head_dim": self.mamba_dim,
-            "mamba_proj_bias": False,
-            "mamba_ssm_cache_dtype": "float32",
             "n_groups": self.groups,
             "ssm_state_size": self.state,
             "conv_kernel": self.kernel,
             "chunk_size": 64,
-            "use_bias": False,
-            "use_conv_bias": True,
-            "residual_in_fp32": False,
         }
 
 
@@ -608,19 +567,13 @@ class PureMambaShape(Mamba2Shape):
         return {name: llama[name] for name in (*of_all, "bos_token_id", "eos_token_id")} | {
             "architectures": ["Mamba2ForCausalLM"],
             "model_type": "mamba2",
-            "hidden_act": "silu",
-            "layer_norm_epsilon": 1e-5,
             "num_heads": self.mamba_heads,
             "head_dim": self.mamba_dim,
             "n_groups": self.groups,
             "state_size": self.state,
             "conv_kernel": self.kernel,
             "expand": self.inner // self.hidden,
-            "chunk_size": 256,
-            "use_bias": False,
-            "use_conv_bias": True,
             "residual_in_fp32": False,
-            "tie_word_embeddings": False,
         }
 
 
@@ -666,7 +619,7 @@ class DeepseekShape(LlamaShape):
     value_dim: int = 32
 
     def config(self) -> dict[str, Any]:
-        return _without(super().config(), "head_dim", "mlp_bias") | {
+        return _without(super().config(), "head_dim") | {
             "architectures": ["DeepseekV2ForCausalLM"],
             "model_type": "deepseek_v2",
             "num_key_value_heads": self.heads,
@@ -684,9 +637,6 @@ class DeepseekShape(LlamaShape):
             "moe_intermediate_size": 64,
             "n_group": 1,
             "topk_group": 1,
-            "routed_scaling_factor": 1.0,
-            "topk_method": "greedy",
-            "norm_topk_prob": False,
         }
 
 
@@ -726,10 +676,7 @@ class LlavaShape(LlamaShape):
             "dtype": "float32",
             "image_token_index": IMAGE_TOKEN_ID,
             "image_seq_length": self.image_rows,
-            "projector_hidden_act": "gelu",
-            "vision_feature_select_strategy": "default",
             "vision_feature_layer": -1,
-            "tie_word_embeddings": False,
             "bos_token_id": 1,
             "eos_token_id": 2,
             "text_config": super().config(),
@@ -789,7 +736,7 @@ class Qwen2VLShape(QwenImages, LlamaShape):
     def config(self) -> dict[str, Any]:
         # The rotations are shared out among time, height and width.
         time, height = self.head_dim // 8, self.head_dim // 16 * 3
-        text = _without(super().config(), "head_dim", "rope_theta", "attention_bias", "mlp_bias")
+        text = _without(super().config(), "head_dim")
         return self.image_config() | {
             "architectures": ["Qwen2VLForConditionalGeneration"],
             "model_type": "qwen2_vl",
@@ -798,6 +745,7 @@ class Qwen2VLShape(QwenImages, LlamaShape):
             | {
                 "architectures": ["Qwen2ForCausalLM"],
                 "model_type": "qwen2_vl_text",
+                "tie_word_embeddings": False,
                 "rope_parameters": DEFAULT_ROPE | {"mrope_section": [time, height, height]},
             },
             "vision_config": self.vision_config()
@@ -900,10 +848,11 @@ def _sizes_of(config: Mapping[str, Any]) -> Sizes:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    made = AutoConfig.for_model(**config)
     with torch.device("meta"):
-        model = kind.from_config(AutoConfig.for_model(**config))
+        model = kind.from_config(made)
     for name, values in model.state_dict().items():
-        if name != "lm_head.weight" or not config["tie_word_embeddings"]:
+        if name != "lm_head.weight" or not made.tie_word_embeddings:
             yield name, tuple(values.shape)
 
 
