@@ -7,7 +7,6 @@ on with them. `make test-ascend` makes the environment.
 """
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from tests.e2e.test_ascend import BLOCK, CHUNK, COUNT, FEW_BLOCKS, PYTHON, shipp
 from tests.support.deployment import MODEL
 from tests.support.models import TEXT_VOCAB, LlamaShape, add_tokenizer, make_model
 from tests.support.server_process import HOST, ServerProcess, free_port
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ascend, pytest.mark.timeout(900)]
 
@@ -157,7 +157,4 @@ def test_a_request_that_decode_gives_back_goes_on(pair: Pair, engines: EngineShe
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + START_LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(POLL_S)
+    wait_until(condition, START_LIMIT_S, pause_s=POLL_S)
