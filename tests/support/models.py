@@ -850,7 +850,7 @@ def _sizes_of(config: Mapping[str, Any]) -> Sizes:
     kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     made = AutoConfig.for_model(**config)
     with torch.device("meta"):
-        model = kind.from_config(made)
+        model = kind.from_config(made)  # type: ignore[no-untyped-call]
     for name, values in model.state_dict().items():
         if name != "lm_head.weight" or not made.tie_word_embeddings:
             yield name, tuple(values.shape)
