@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.support.deployment import LEAN_SERVER
 from tests.support.metrics_page import wait_for_metrics
 from tests.support.models import LlamaShape, add_tokenizer, make_model
 from tests.support.server_process import free_ports
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
 
@@ -110,10 +110,7 @@ class Quickstart:
 
 def wait(condition, limit_s: float, log: Path) -> None:  # type: ignore[no-untyped-def]
     """Poll until the condition holds; fail with the log's end after `limit_s` seconds."""
-    until = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < until, log.read_text()[-4000:]
-        time.sleep(0.2)
+    wait_until(condition, limit_s, what=lambda: log.read_text()[-4000:], pause_s=0.2)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.deployment import running
 from tests.support.engine_control import is_running
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
@@ -124,10 +125,7 @@ def test_sigterm_while_it_starts_ends_all_that_it_has_started(up: Up) -> None:
     )
     assert second.returncode == 1
     assert "runs already" in second.stderr
-    deadline = time.monotonic() + UP_LIMIT_S
-    while not up.engines():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: up.engines(), UP_LIMIT_S, pause_s=0.1)
     router = int((up.directory / "up/router.pid").read_text())
     assert up.interrupt(signal.SIGTERM) == 128 + signal.SIGTERM, up.said()
     assert not Path(f"/proc/{router}").exists()

@@ -1,6 +1,5 @@
 """Hits that end inside a chunk, where a prompt parts from a stored one or ends."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tests.e2e.pool import (
     unpooled,
 )
 from tests.support.models import LlamaShape
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -58,10 +58,12 @@ def write(pair: Pair, prompt: Prompt, aliases: int) -> Completion:
     writer, _, directory = pair
     before = num_aliases(directory)
     answer = fresh(writer, prompt)
-    until = time.monotonic() + LIMIT_S
-    while num_aliases(directory) < before + aliases:
-        assert time.monotonic() < until, f"{num_aliases(directory) - before} of {aliases} aliases"
-        time.sleep(0.05)
+    wait_until(
+        lambda: not (num_aliases(directory) < before + aliases),
+        LIMIT_S,
+        what=lambda: f"{num_aliases(directory) - before} of {aliases} aliases",
+        pause_s=0.05,
+    )
     return answer
 
 

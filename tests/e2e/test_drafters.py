@@ -4,7 +4,6 @@ The measure is the number of accepted drafts: the drafters are as good as their 
 (`support/drafters.py`), and after a hit without their KV next to none of their drafts is accepted.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.support.drafters import (
     speculation,
 )
 from tests.support.models import make_model
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -120,10 +120,7 @@ def draft_cells(directory: Path) -> list[Path]:
 
 def wait_for(is_so: Callable[[], bool]) -> None:
     """Wait for cells of drafters, for which no request waits."""
-    deadline = time.monotonic() + SOON_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(is_so, SOON_S)
 
 
 def until_stored(directory: Path, drafter: Drafter, chunks: int) -> None:

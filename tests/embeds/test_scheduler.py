@@ -76,6 +76,13 @@ def request(
     return EmbedsRequest(name, features, delivery)
 
 
+def asking(view: EmbedsRequest, **options: Any) -> tuple[Rig, EmbedsRequest]:
+    """A rig whose scheduler has asked for the items of a request."""
+    rig = Rig(**options)
+    rig.ensure(view)
+    return rig, view
+
+
 # What holds a request back
 
 
@@ -255,9 +262,7 @@ def test_expectations_carry_what_the_request_says() -> None:
 
 
 def test_an_item_is_there_when_every_rank_has_it() -> None:
-    rig = Rig(ranks=3)
-    view = request("r", "a")
-    rig.ensure(view)
+    rig, view = asking(request("r", "a"), ranks=3)
     for ranks in ((2,), (0, 2), ()):
         for rank in ranks:
             rig.channel.ready("a", rank)
@@ -303,9 +308,7 @@ def test_what_a_rank_has_already_is_not_sent_again() -> None:
 
 
 def test_an_encoding_that_cannot_be_had_any_more_gives_way_to_the_other() -> None:
-    rig = Rig(ranks=2)
-    view = request("r", "a")
-    rig.ensure(view)
+    rig, view = asking(request("r", "a"), ranks=2)
     rig.channel.ready("a", 0, digest="x")
     rig.channel.coming("a", 1, digest="y")
     rig.channel.failed("a", 1)
@@ -333,9 +336,7 @@ def test_ranks_that_can_never_agree_have_nothing(media: bool) -> None:
 
 
 def test_encoders_cannot_have_the_ranks_choose_for_ever() -> None:
-    rig = Rig(ranks=2)
-    view = request("r", "a")
-    rig.ensure(view)
+    rig, view = asking(request("r", "a"), ranks=2)
     for number in range(100):
         rig.channel.coming("a", 0, digest=f"x{number}")
         rig.channel.coming("a", 1, digest=f"y{number}")
@@ -345,9 +346,7 @@ def test_encoders_cannot_have_the_ranks_choose_for_ever() -> None:
 
 
 def test_a_rank_that_comes_back_is_told_which_encoding_to_have() -> None:
-    rig = Rig(ranks=2)
-    view = request("r", "a")
-    rig.ensure(view)
+    rig, view = asking(request("r", "a"), ranks=2)
     rig.channel.ready("a", 0, digest="x")
     rig.channel.ready("a", 1, digest="y")
     rig.ensure(view)
@@ -370,9 +369,7 @@ def test_what_a_rank_says_after_the_failure_changes_nothing() -> None:
 
 
 def test_an_item_that_is_there_stays() -> None:
-    rig = Rig()
-    view = request("r", "a")
-    rig.ensure(view)
+    rig, view = asking(request("r", "a"))
     rig.channel.ready("a")
     for _ in range(10):
         assert rig.ensure(view)
@@ -387,9 +384,7 @@ def test_an_item_that_is_there_stays() -> None:
 
 
 def test_an_item_is_there_until_nobody_waits_for_it() -> None:
-    rig = Rig()
-    view = request("r", "a")
-    rig.ensure(view)
+    rig, view = asking(request("r", "a"))
     rig.channel.ready("a")
     rig.ensure(view)
     rig.scheduler.finished(view)
@@ -443,9 +438,7 @@ def test_the_last_that_is_cancelled_ends_it() -> None:
 
 
 def test_where_the_media_are_here_they_are_encoded_here() -> None:
-    rig = Rig()
-    view = request("r", "a", "b", media=True)
-    rig.ensure(view)
+    rig, view = asking(request("r", "a", "b", media=True))
     rig.channel.failed("a")
     assert not rig.ensure(view), "b is still to come"
     rig.channel.ready("b")
@@ -458,9 +451,7 @@ def test_where_the_media_are_here_they_are_encoded_here() -> None:
 
 
 def test_where_they_are_not_the_request_is_given_up_once() -> None:
-    rig = Rig()
-    view = request("r", "a", "b")
-    rig.ensure(view)
+    rig, view = asking(request("r", "a", "b"))
     rig.channel.failed("a")
     assert not rig.ensure(view)
     assert rig.scheduler.take_unavailable() == {"r"}
@@ -471,9 +462,7 @@ def test_where_they_are_not_the_request_is_given_up_once() -> None:
 
 
 def test_a_request_that_ends_before_it_is_given_up_is_not_given_up() -> None:
-    rig = Rig()
-    view = request("r", "a")
-    rig.ensure(view)
+    rig, view = asking(request("r", "a"))
     rig.channel.failed("a")
     rig.ensure(view)
     rig.scheduler.finished(view)
@@ -495,9 +484,7 @@ def test_a_failure_is_told_to_each_request_that_waits() -> None:
 
 
 def test_a_failure_on_one_rank_frees_the_others() -> None:
-    rig = Rig(ranks=3)
-    view = request("r", "a", media=True)
-    rig.ensure(view)
+    rig, view = asking(request("r", "a", media=True), ranks=3)
     rig.channel.ready("a", 0)
     rig.channel.failed("a", 1)
     assert rig.ensure(view)
@@ -519,9 +506,11 @@ def test_nothing_is_scheduled_before_the_workers_are_there() -> None:
 
 
 def test_a_worker_that_has_been_restarted_is_told_everything() -> None:
-    rig = Rig(ranks=2, is_producer=True)
-    view = request("r", "a", "b", delivery=Delivery(consumers=("tcp://c:1",), is_sent=True))
-    rig.ensure(view)
+    rig, view = asking(
+        request("r", "a", "b", delivery=Delivery(consumers=("tcp://c:1",), is_sent=True)),
+        ranks=2,
+        is_producer=True,
+    )
     rig.channel.ready("a")
     rig.scheduler.weights_changed("v1")
     rig.channel.ready("a", weights_version=1)
@@ -626,9 +615,7 @@ def test_what_lost_workers_hold_defers_no_encode() -> None:
 
 
 def test_words_that_mean_nothing_here_change_nothing() -> None:
-    rig = Rig()
-    view = request("r", "a")
-    rig.ensure(view)
+    rig, view = asking(request("r", "a"))
     rig.channel.say(Heartbeat())
     rig.channel.ready("unknown")
     rig.channel.failed("unknown")
@@ -641,9 +628,7 @@ def test_words_that_mean_nothing_here_change_nothing() -> None:
 
 
 def test_new_weights_make_what_is_there_stale() -> None:
-    rig = Rig(ranks=2)
-    view = request("r", "a")
-    rig.ensure(view)
+    rig, view = asking(request("r", "a"), ranks=2)
     rig.channel.ready("a", 0)
     rig.scheduler._poll_workers()
     rig.scheduler.weights_changed("v1")
@@ -676,9 +661,7 @@ def test_what_is_said_again_is_of_the_requests_that_still_wait(again: str) -> No
 
 
 def test_a_failure_of_old_weights_is_tried_again() -> None:
-    rig = Rig()
-    view = request("r", "a")
-    rig.ensure(view)
+    rig, view = asking(request("r", "a"))
     rig.channel.failed("a")
     rig.scheduler._poll_workers()
     rig.scheduler.weights_changed("v1")
@@ -688,9 +671,7 @@ def test_a_failure_of_old_weights_is_tried_again() -> None:
 
 
 def loaded() -> tuple[Rig, EmbedsRequest]:
-    rig = Rig()
-    view = request("r", "a")
-    rig.ensure(view)
+    rig, view = asking(request("r", "a"))
     rig.channel.ready("a")
     rig.ensure(view)
     rig.load("a")
@@ -795,9 +776,7 @@ def test_only_an_idle_step_with_something_to_wait_for_waits() -> None:
 
 
 def test_numbers_of_workers_and_its_own_are_handed_on_once() -> None:
-    rig = Rig(ranks=2)
-    view = request("r", "a", media=True)
-    rig.ensure(view)
+    rig, view = asking(request("r", "a", media=True), ranks=2)
     rig.channel.failed("a", 0)
     rig.channel.say(MetricSamples({"kvpool_ec_events": {("consumer", "items"): 2.0}}))
     rig.ensure(view)
@@ -983,9 +962,7 @@ def test_targets_are_bounded() -> None:
 
 
 def test_codes_reach_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig()
-    view = request("r", "a")
-    rig.ensure(view)
+    rig, view = asking(request("r", "a"))
     rig.channel.failed("a", code=Code.TOO_LARGE)
     rig.ensure(view)
     assert "too_large: for a reason" in caplog.text

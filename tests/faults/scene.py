@@ -18,6 +18,7 @@ from tests.faults.model import VOCAB
 from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.workshop import Workshop
 from tests.support.memory_store import MemoryStore
+from tests.support.waiting import wait_until
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.storage.base import Buffer, ChunkRef, Store
 
@@ -197,10 +198,7 @@ class Scene:
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """For what other threads do."""
-        deadline = time.monotonic() + UP_S
-        while not ready():
-            assert time.monotonic() < deadline, f"waited in vain: {self.rig.describe()}"
-            time.sleep(0.001)
+        wait_until(ready, UP_S, what=lambda: f"waited in vain: {self.rig.describe()}")
 
     def failures(self) -> Mapping[str, float]:
         """What the engines have counted as gone wrong, over all of them."""

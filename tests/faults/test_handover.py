@@ -70,6 +70,17 @@ class Pair:
         )
         return prefilling, decoding
 
+    def decode_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.decode.step()
+
+    def served(self, decoding: str) -> float:
+        """Run decode to the request's right answer, and return the tokens that were loaded."""
+        self.decode.run(LIMIT_S)
+        self.decode.expect([decoding])
+        self.check()
+        return self.decode.count("kvpool_hit_tokens")
+
     def check(self) -> None:
         for rig in (self.prefill, self.decode):
             rig.settle()
@@ -102,23 +113,17 @@ def test_decode_loads_while_prefill_computes(
     pair = Pair(workshop, model, tp)
     landed = loads_of(pair.decode)
     _, decoding = pair.hand_over(prompt)
-    pair.decode.run(LIMIT_S)
-    pair.decode.expect([decoding])
-    assert pair.decode.count("kvpool_hit_tokens") == len(prompt) - 1
+    assert pair.served(decoding) == len(prompt) - 1
     assert landed[0] < WHOLE_CHUNKS, "decode began after the last chunk"
     assert pair.decode.count("kvpool_expected_prompts", "outcome=found") == 1
     check_tokens(pair.decode)
-    pair.check()
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_hand_over_works_under_every_runner(workshop: Workshop, runner: str) -> None:
     pair = Pair(workshop, tp=2, runner=runner)
     _, decoding = pair.hand_over(PROMPT)
-    pair.decode.run(LIMIT_S)
-    pair.decode.expect([decoding])
-    assert pair.decode.count("kvpool_hit_tokens") == len(PROMPT) - 1
-    pair.check()
+    assert pair.served(decoding) == len(PROMPT) - 1
 
 
 STATES = FakeModel(layers=3, states=(0, 1))
@@ -129,10 +134,7 @@ def test_model_with_states_waits_for_the_last_boundary(workshop: Workshop) -> No
     """It is handed over when its last state is stored, and computes what lies behind."""
     pair = Pair(workshop, STATES)
     _, decoding = pair.hand_over(PROMPT)
-    pair.decode.run(LIMIT_S)
-    pair.decode.expect([decoding])
-    assert pair.decode.count("kvpool_hit_tokens") == WHOLE_CHUNKS * CHUNK
-    pair.check()
+    assert pair.served(decoding) == WHOLE_CHUNKS * CHUNK
 
 
 def test_answer_of_prefill_names_the_whole_prompt(workshop: Workshop) -> None:
@@ -145,10 +147,7 @@ def test_answer_of_prefill_names_the_whole_prompt(workshop: Workshop) -> None:
     assert params is not None
     assert params["kvpool"]["tokens"] == len(PROMPT)
     decoding = pair.decode.add(PROMPT, **params["kvpool"])
-    pair.decode.run(LIMIT_S)
-    pair.decode.expect([decoding])
-    assert pair.decode.count("kvpool_hit_tokens") == len(PROMPT) - 1
-    pair.check()
+    assert pair.served(decoding) == len(PROMPT) - 1
 
 
 def test_prompt_end_is_saved_only_for_a_hand_over(workshop: Workshop) -> None:
@@ -157,10 +156,7 @@ def test_prompt_end_is_saved_only_for_a_hand_over(workshop: Workshop) -> None:
     pair.prefill.settle()
     assert pair.prefill.count("kvpool_saved_tokens") == WHOLE_CHUNKS * CHUNK
     decoding = pair.decode.add(PROMPT, expect_tokens=EVERYTHING, expect_timeout_ms=50)
-    pair.decode.run(LIMIT_S)
-    pair.decode.expect([decoding])
-    assert pair.decode.count("kvpool_hit_tokens") == WHOLE_CHUNKS * CHUNK
-    pair.check()
+    assert pair.served(decoding) == WHOLE_CHUNKS * CHUNK
 
 
 def test_prompt_end_of_another_prompt_is_not_taken(workshop: Workshop) -> None:
@@ -187,8 +183,7 @@ def test_prefill_that_ends_early_leaves_the_rest_to_decode(
     """Prefill is aborted before, between or after chunks; no notice comes, so decode waits."""
     pair = Pair(workshop, model)
     prefilling, decoding = pair.hand_over(PROMPT, timeout_ms=400)
-    for _ in range(steps):
-        pair.decode.step()
+    pair.decode_steps(steps)
     pair.prefill.abort(prefilling)
     pair.decode.run(LIMIT_S)
     pair.decode.expect([decoding])
@@ -205,8 +200,7 @@ def test_decode_that_hears_prefill_end_goes_on_at_once(
     """Prefill is aborted once it has hashed the prompt: before that it cannot name the prompt."""
     pair = Pair(workshop, model)
     prefilling, decoding = pair.hand_over(PROMPT, timeout_ms=60_000, hears=True)
-    for _ in range(steps):
-        pair.decode.step()
+    pair.decode_steps(steps)
     pair.prefill.abort(prefilling)
     assert pair.decode.run(LIMIT_S) < SOON_S
     pair.decode.expect([decoding])
@@ -248,11 +242,8 @@ def test_decode_hears_of_a_put_that_fails(workshop: Workshop, chunk: int) -> Non
 def test_notices_are_followed_to_the_last_token(workshop: Workshop) -> None:
     pair = Pair(workshop, tp=2)
     _, decoding = pair.hand_over(PROMPT, hears=True)
-    pair.decode.run(LIMIT_S)
-    pair.decode.expect([decoding])
-    assert pair.decode.count("kvpool_hit_tokens") == len(PROMPT) - 1
+    assert pair.served(decoding) == len(PROMPT) - 1
     assert pair.decode.count("kvpool_notices", "side=decode,event=received") > 0
-    pair.check()
 
 
 def test_decode_that_is_aborted_while_it_waits_leaves_nothing(workshop: Workshop) -> None:
@@ -273,12 +264,9 @@ def test_reset_while_decode_waits_loses_time_alone(
 ) -> None:
     pair = Pair(workshop)
     _, decoding = pair.hand_over(PROMPT, timeout_ms=400)
-    for _ in range(3):
-        pair.decode.step()
+    pair.decode_steps(3)
     getattr(pair, which).reset(connector=connector)
-    pair.decode.run(LIMIT_S)
-    pair.decode.expect([decoding])
-    pair.check()
+    pair.served(decoding)
 
 
 @pytest.mark.parametrize("which", ["prefill", "decode"])
@@ -287,12 +275,9 @@ def test_weights_that_change_while_decode_waits_end_its_load(
 ) -> None:
     pair = Pair(workshop)
     _, decoding = pair.hand_over(PROMPT, timeout_ms=400)
-    for _ in range(3):
-        pair.decode.step()
+    pair.decode_steps(3)
     getattr(pair, which).pool.weights_changed("other")
-    pair.decode.run(LIMIT_S)
-    pair.decode.expect([decoding])  # the model's weights are the same, whatever their version
-    pair.check()
+    pair.served(decoding)  # the model's weights are the same, whatever their version
 
 
 def test_two_engines_may_wait_for_one_prompt(workshop: Workshop) -> None:

@@ -1,9 +1,9 @@
 """A decode engine's end of the notices' channel whose calls are in a queue."""
 
 import queue
-import time
 from collections.abc import Callable
 
+from tests.support.waiting import wait_until
 from vllm_kvpool.handover.consumer import NoticeClient
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.network.allowed_peers import AllowedPeers
@@ -54,7 +54,4 @@ class Client:
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(is_so, SOON_S)

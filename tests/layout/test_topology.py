@@ -35,16 +35,6 @@ STAGES = (
 NUM_CHUNKS = 17
 
 
-def tables(per_head: bool) -> list[Topology]:
-    return [
-        Topology(heads, tp, stages, span, per_head)
-        for tp in TP_SIZES
-        for heads in HEADS
-        for stages in STAGES
-        for span in (1, 2, 3, 8)
-    ]
-
-
 def ranks(topology: Topology) -> list[tuple[int, int]]:
     return [(tp, pp) for tp in range(topology.tp_size) for pp in range(len(topology.stages))]
 
@@ -88,13 +78,6 @@ def check_places(topology: Topology) -> None:
             )
             if isinstance(cell.shard, HeadShard):
                 assert cell.shard.head == topology.first_head(tp) + cell.head_start
-
-
-@pytest.mark.parametrize("per_head", [True, False])
-def test_the_ranks_together_hold_and_write_every_cell(per_head: bool) -> None:
-    for topology in tables(per_head):
-        check_cover(topology)
-        check_places(topology)
 
 
 @pytest.mark.parametrize("stages", STAGES)
@@ -263,7 +246,8 @@ def test_a_default_cell_is_bounded(layers: int, row_bytes: int, chunk_tokens: in
 
 @st.composite
 def topologies(draw: st.DrawFn) -> Topology:
-    heads, factor = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    heads = draw(st.integers(1, 8))
+    factor = draw(st.integers(1, 24 // heads))
     divisors = [n for n in range(1, heads + 1) if heads % n == 0]
     tp = heads * factor if draw(st.booleans()) else draw(st.sampled_from(divisors))
     edges = [0, *sorted(draw(st.sets(st.integers(1, 12), min_size=1, max_size=4)))]

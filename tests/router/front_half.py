@@ -112,17 +112,10 @@ class FrontHalf:
         return self._dumped(response)
 
     def _chat_whole(self, request: ChatCompletionRequest) -> dict[str, Any]:
-        conversation: list[Any] = [
-            {"role": each["role"], "content": each["content"]} for each in request.messages
-        ]
-        text = "".join(f"{m['role']}: {m['content']}\n" for m in conversation) + "assistant: "
-        ids = self.tokenizer.encode(text)
+        conversation, ids = self._rendered(request)
         outputs = self._generate(request, ids, vars(request)["max_tokens"])
-        serving = self._serving(OpenAIServingChat)
-        self._set_up_chat(serving)
-        parser = None
-        if serving.parser_cls is not None:
-            parser = serving._make_parser(request, self.tokenizer, {})
+        serving = self._chat_serving()
+        parser = serving.parser_cls and serving._make_parser(request, self.tokenizer, {})
         response = serving.chat_completion_full_generator(
             request,
             _async(outputs),
@@ -140,7 +133,16 @@ class FrontHalf:
         dumped: dict[str, Any] = json.loads(json.dumps(response.model_dump()))
         return {**dumped, "created": self.created}
 
-    def _set_up_chat(self, serving: Any) -> None:
+    def _rendered(self, request: ChatCompletionRequest) -> tuple[list[Any], list[int]]:
+        """The conversation, and the ids of its prompt."""
+        conversation = [{"role": m["role"], "content": m["content"]} for m in request.messages]
+        text = "".join(f"{m['role']}: {m['content']}\n" for m in conversation)
+        if request.add_generation_prompt:
+            text += "assistant: "
+        return conversation, self.tokenizer.encode(text)
+
+    def _chat_serving(self) -> Any:
+        serving = self._serving(OpenAIServingChat)
         serving.response_role = "assistant"
         serving.parser_cls = None
         serving.enable_log_outputs = serving.enable_auto_tools = False
@@ -149,6 +151,7 @@ class FrontHalf:
             serving.parser_cls = ParserManager.get_parser(
                 reasoning_parser_name=self.reasoning_parser, tokenizer=self.tokenizer
             )
+        return serving
 
     def detokenize(self, body: bytes) -> str:
         return str(self.tokenizer.decode(json.loads(body)["tokens"]))
@@ -181,18 +184,12 @@ class FrontHalf:
         )
         conversation: list[Any] = []
         if ids is None:
-            conversation = [{"role": m["role"], "content": m["content"]} for m in request.messages]
-            text = "".join(f"{m['role']}: {m['content']}\n" for m in conversation)
-            if request.add_generation_prompt:
-                text += "assistant: "
-            ids = self.tokenizer.encode(text)
+            conversation, ids = self._rendered(request)
         asked = request.max_completion_tokens
         if asked is None:
             asked = vars(request)["max_tokens"]  # reading it otherwise warns
         outputs = self._generate(request, ids, asked)
-        serving = self._serving(OpenAIServingChat)
-        self._set_up_chat(serving)
-        chunks = serving.chat_completion_stream_generator(
+        chunks = self._chat_serving().chat_completion_stream_generator(
             request,
             _async(outputs),
             f"chatcmpl-{request.request_id}",

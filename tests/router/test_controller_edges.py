@@ -4,24 +4,16 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.router.test_controller import cluster
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.router.control.events import (
     Added,
     Mode,
 )
-from vllm_kvpool.router.control.settings import OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import EDGES, Cause, Role, State
 
 P, D = Role.PREFILL, Role.DECODE
 NEW = "n-1"
-
-
-def cluster(mode: Mode = Mode.MANUAL, **more: object) -> Steps:
-    return Steps(
-        Settings(prefill_requests=1, **more),  # type: ignore[arg-type]
-        planner=PlannerConfig(mode=mode),
-        overload=OverloadConfig(ttft_target_s=1e6, max_queue=10_000),
-    )
 
 
 # Each brings a replica into a state, and says which.

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from tests.support.router_rig import run
 from tests.support.server_process import free_ports
+from tests.support.waiting import until
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import RouterConfig, read_config
 from vllm_kvpool.router.control.events import Added, Event, Remove, ReplicaSpec, SetRole
@@ -33,12 +33,6 @@ def config(*urls: str, **discovery: str) -> RouterConfig:
 
 def added(name: str, url: str, role: Role = Role.DECODE) -> Added:
     return Added(spec=ReplicaSpec(replica_id=ReplicaId(name), url=url), role=role)
-
-
-async def until(is_so: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not is_so():
-            await asyncio.sleep(0.005)
 
 
 def test_a_configuration_that_is_read_again_changes_its_own_replicas_alone() -> None:
@@ -135,10 +129,12 @@ def test_each_address_of_a_name_is_an_engine(caplog: pytest.LogCaptureFixture) -
 
 def test_what_cannot_be_added_is_tried_again(tmp_path: Path) -> None:
     events: list[Event] = []
-    is_there = True
+    is_there, num_refused = True, 0
 
     def post(event: Event) -> None:
+        nonlocal num_refused
         if is_there:
+            num_refused += 1
             raise ConfigError("is there already, and is being removed")
         events.append(event)
 
@@ -148,7 +144,7 @@ def test_what_cannot_be_added_is_tried_again(tmp_path: Path) -> None:
         path.write_text(entry("http://a:1"))
         discovery = Discovery(config(file=str(path)), post, every_s=0.01)
         discovery.start()
-        await asyncio.sleep(0.05)
+        await until(lambda: num_refused > 1)
         is_there = False
         await until(lambda: events)
         assert events == [added("a:1", "http://a:1")]

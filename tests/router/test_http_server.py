@@ -14,6 +14,7 @@ from multidict import CIMultiDict
 from tests.support.router_rig import run
 from tests.support.transport import FakeTransport
 from tests.support.upstreams import quick_upstream
+from tests.support.waiting import until
 from vllm_kvpool.router.config import FrontConfig
 from vllm_kvpool.router.control.events import Refuse
 from vllm_kvpool.router.control.requests import RequestId
@@ -94,8 +95,7 @@ async def test_an_address_of_ipv6_is_told_from_its_port() -> None:
 async def test_a_stop_waits_for_what_is_being_read_and_served() -> None:
     async with served() as (server, reader, writer):
         writer.write(POST + b"ab")
-        while not server.held_bytes:
-            await asyncio.sleep(0)
+        await until(lambda: server.held_bytes, pause_s=0)
         stopping = asyncio.ensure_future(server.stop(5.0))
         await asyncio.sleep(0.02)
         assert not stopping.done()
@@ -117,11 +117,9 @@ async def test_a_refused_body_is_not_kept_behind_a_request_that_is_served() -> N
         half = b"384\r\n" + b"a" * 0x384 + b"\r\n"
         head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         writer.write(GET + head + half)
-        while not server.held_bytes:
-            await asyncio.sleep(0)
+        await until(lambda: server.held_bytes, pause_s=0)
         writer.write(half)  # more than LIMITS.max_body_bytes
-        while server.held_bytes:
-            await asyncio.sleep(0)
+        await until(lambda: not server.held_bytes, pause_s=0)
         (connection,) = server.connections
         assert [len(request.received) for request, _ in connection._waiting] == [0]
 
@@ -138,8 +136,7 @@ async def test_a_stop_cuts_off_what_does_not_end() -> None:
 
     async with served(never) as (server, reader, writer):
         writer.write(GET)
-        while not any(each.task for each in server.connections):
-            await asyncio.sleep(0)
+        await until(lambda: any(each.task for each in server.connections), pause_s=0)
         await asyncio.wait_for(server.stop(0.05), LIMIT_S)
         assert cancelled
         assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
@@ -170,8 +167,7 @@ async def test_a_connection_that_comes_as_a_stop_does_keeps_it_from_nothing(turn
                     with contextlib.suppress(OSError):
                         await reader.read()
                     writer.close()
-            while server.connections:
-                await asyncio.sleep(0)
+            await until(lambda: not server.connections, pause_s=0)
 
 
 async def test_a_request_that_waits_as_its_client_goes_is_counted_no_more() -> None:
@@ -204,11 +200,8 @@ async def test_a_client_that_does_not_take_its_answer_is_let_go(closes: bool) ->
 
     async with served(handle, limits=replace(LIMITS, write_timeout_s=0.2)) as (server, _, w):
         w.write(GET)
-        while not server.connections:
-            await asyncio.sleep(0)
-        async with asyncio.timeout(LIMIT_S):
-            while server.connections:
-                await asyncio.sleep(0.01)
+        await until(lambda: server.connections, pause_s=0)
+        await until(lambda: not server.connections, LIMIT_S)
 
 
 async def test_a_client_that_takes_no_answers_gets_no_more_of_them() -> None:
@@ -224,11 +217,9 @@ async def test_a_client_that_takes_no_answers_gets_no_more_of_them() -> None:
 
     async with served(handle) as (server, reader, writer):
         writer.write(count * GET)
-        while not server.connections:
-            await asyncio.sleep(0)
+        await until(lambda: server.connections, pause_s=0)
         (connection,) = server.connections
-        while connection.drained is None:
-            await asyncio.sleep(0)
+        await until(lambda: connection.drained is not None, pause_s=0)
         begun = num_served
         for _ in range(20):
             await asyncio.sleep(0)
@@ -249,8 +240,7 @@ async def test_refused_requests_wait_in_no_larger_number_than_others() -> None:
     async with served(forever) as (server, _, writer):
         server.check = lambda http: Response(404, {}) if http.method == "HEAD" else None
         writer.write(GET)
-        while not (server.connections and next(iter(server.connections)).task):
-            await asyncio.sleep(0)
+        await until(lambda: server.connections and next(iter(server.connections)).task, pause_s=0)
         (connection,) = server.connections
         async with asyncio.timeout(LIMIT_S):
             while not connection._is_read_paused:
@@ -275,8 +265,7 @@ def test_a_client_that_has_gone_is_no_failure_of_the_router(
         async with served(late) as (server, _, writer):
             writer.write(GET)
             await asyncio.wait_for(done.wait(), LIMIT_S)
-            while server.connections:
-                await asyncio.sleep(0)
+            await until(lambda: not server.connections, pause_s=0)
 
     run(main)
     assert not caplog.records
@@ -420,9 +409,7 @@ async def test_what_waits_may_be_cancelled_and_goes_on() -> None:
 
     async with served(handle) as (_, reader, writer):
         writer.write(GET.replace(b"1.1", b"1.0"))
-        async with asyncio.timeout(LIMIT_S):
-            while len(cancelled) < 5:
-                await asyncio.sleep(0.01)
+        await until(lambda: not (len(cancelled) < 5), LIMIT_S)
         answer = await asyncio.wait_for(reader.read(), LIMIT_S)
         assert answer.split(b"\r\n\r\n", 1)[1] == b"".join(parts)
 

@@ -16,6 +16,7 @@ from tests.support.scripted_core import EngineCore
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 from tests.support.upstreams import quick_upstream
+from tests.support.waiting import until
 from vllm_kvpool.router.control.events import (
     Event,
     Failed,
@@ -53,12 +54,14 @@ class Bench:
         await self.so(lambda: len(self.told(kind)) >= known + count)
         return self.told(kind)[-1]
 
+    async def load(self) -> None:
+        """Have it loaded, and wait for the report."""
+        self.watch.load()
+        await self.until(Loaded)
+
     async def so(self, is_so: Callable[[], object]) -> None:
         """Wait until it is."""
-        end = time.monotonic() + LIMIT_S
-        while not is_so():
-            assert time.monotonic() < end, self.events
-            await asyncio.sleep(0.002)
+        await until(is_so, LIMIT_S, what=lambda: self.events)
 
 
 @asynccontextmanager
@@ -96,8 +99,7 @@ async def test_an_engine_that_comes_late_is_waited_for() -> None:
         spec = ScriptedSpec(load_s=0.4, listens_while_loading=listens)
         began = time.monotonic()
         async with bench(spec=spec) as each:
-            each.watch.load()
-            await each.until(Loaded)
+            await each.load()
             assert time.monotonic() - began > spec.load_s
             assert not each.told(Failed), "that it was not there was nothing new"
 
@@ -119,35 +121,30 @@ async def test_health_is_not_enough() -> None:
         assert "answered 500" in str(await each.until(Failed))
         each.engine.board.clear()
         each.engine.fail(Fault(kind=FaultKind.BUSY))
-        each.watch.load()
-        await each.until(Loaded)
+        await each.load()
 
 
 async def test_a_key_is_needed() -> None:
     async with bench(spec=ScriptedSpec(api_key="secret")) as each:
-        each.watch.load()
-        await each.until(Loaded)
+        await each.load()
 
 
 async def test_a_dead_engine_has_failed_at_once() -> None:
     async with bench() as each:
-        each.watch.load()
-        await each.until(Loaded)
+        await each.load()
         each.engine.fail(FaultKind.DIE)
         await each.until(Failed)
         assert each.watch.has_failed
         await asyncio.sleep(0.1)
         assert len(each.told(Failed)) == 1, "once is enough"
         each.engine.recover()
-        each.watch.load()
-        await each.until(Loaded)
+        await each.load()
         assert not each.watch.has_failed
 
 
 async def test_one_answer_that_is_late_is_no_failure_and_two_are() -> None:
     async with bench(IMPATIENT) as each:
-        each.watch.load()
-        await each.until(Loaded)
+        await each.load()
         for path in ("/health", "/metrics"):
             each.engine.fail(Fault(kind=FaultKind.HANG, paths=(path,), times=1))
             await each.until(Measured, 4)
@@ -159,8 +156,7 @@ async def test_one_answer_that_is_late_is_no_failure_and_two_are() -> None:
 
 async def test_rubbish_of_metrics_is_a_missed_answer() -> None:
     async with bench() as each:
-        each.watch.load()
-        await each.until(Loaded)
+        await each.load()
         each.engine.fail(Fault(kind=FaultKind.STATUS, status=200, paths=("/metrics",), times=1))
         await each.until(Measured, 2)
         assert not each.told(Failed)
@@ -170,8 +166,7 @@ async def test_rubbish_of_metrics_is_a_missed_answer() -> None:
 
 async def test_who_asks_is_answered_at_once() -> None:
     async with bench(IDLE) as each:
-        each.watch.load()
-        await each.until(Loaded)
+        await each.load()
         each.engine.fail(FaultKind.DIE)
         await asyncio.sleep(0.1)
         assert not each.told(Failed)
@@ -181,8 +176,7 @@ async def test_who_asks_is_answered_at_once() -> None:
 
 async def test_a_standby_is_warm_or_has_failed() -> None:
     async with bench() as each:
-        each.watch.load()
-        await each.until(Loaded)
+        await each.load()
         each.watch.warm()
         assert await each.until(Warmed) == Warmed(ONE)
         each.engine.fail(Fault(kind=FaultKind.STATUS, status=500))
@@ -192,8 +186,7 @@ async def test_a_standby_is_warm_or_has_failed() -> None:
 
 async def test_at_rest_nothing_is_asked_and_a_sleeper_is_woken() -> None:
     async with bench() as each:
-        each.watch.load()
-        await each.until(Loaded)
+        await each.load()
         each.watch.rest(sleeps=True)
         core = each.engine.core
         assert core is not None
@@ -204,21 +197,18 @@ async def test_at_rest_nothing_is_asked_and_a_sleeper_is_woken() -> None:
         assert len(each.events) <= known + 1, "but for what was on its way"
         assert not each.told(Failed)
         each.engine.recover()
-        each.watch.load()
-        await each.until(Loaded)
+        await each.load()
         assert core.sleep_level is None
         await each.until(Measured)
 
 
 async def test_a_load_after_a_rest_waits_for_the_sleep() -> None:
     async with bench() as each:
-        each.watch.load()
-        await each.until(Loaded)
+        await each.load()
         slow = Fault(kind=FaultKind.SLOW, seconds=0.3, paths=("/sleep",), times=1)
         each.engine.fail(slow)
         each.watch.rest(sleeps=True)
-        each.watch.load()
-        await each.until(Loaded)
+        await each.load()
         core = each.engine.core
         assert core is not None
         await asyncio.sleep(0.3)
@@ -227,8 +217,7 @@ async def test_a_load_after_a_rest_waits_for_the_sleep() -> None:
 
 async def save(each: Bench) -> EngineCore:
     """Load the engine and have it compute a prompt, whose chunks are then on their way."""
-    each.watch.load()
-    await each.until(Loaded)
+    await each.load()
     body = {"model": "scripted", "prompt": "x " * 2000, "max_tokens": 1}
     url = each.engine.url + COMPLETIONS
     async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
@@ -263,8 +252,7 @@ async def test_engine_that_is_wanted_while_its_saves_end_is_not_put_to_sleep() -
     async with bench(spec=replace(FAST, put_s=0.3)) as each:
         core = await save(each)
         each.watch.rest(sleeps=True)
-        each.watch.load()
-        await each.until(Loaded)
+        await each.load()
         await each.so(lambda: not core.stats.pending_chunks)
         await asyncio.sleep(0.3)
         assert core.sleep_level is None
@@ -286,8 +274,7 @@ async def test_engine_whose_saves_cannot_be_asked_for_is_named(
 async def test_engine_that_does_not_sleep_is_named_with_what_to_set(status: int) -> None:
     """vLLM has /sleep with VLLM_SERVER_DEV_MODE alone; a 404 counted as asleep."""
     async with bench() as each:
-        each.watch.load()
-        await each.until(Loaded)
+        await each.load()
         each.engine.fail(Fault(kind=FaultKind.STATUS, status=status, paths=("/sleep",)))
         each.watch.rest(sleeps=True)
         failed = await each.until(SleepFailed)
@@ -297,8 +284,7 @@ async def test_engine_that_does_not_sleep_is_named_with_what_to_set(status: int)
 
 async def test_engine_that_does_not_wake_up_has_failed_and_says_why() -> None:
     async with bench(msgspec.structs.replace(QUICK, load_timeout_s=0.5)) as each:
-        each.watch.load()
-        await each.until(Loaded)
+        await each.load()
         each.watch.rest(sleeps=True)
         core = each.engine.core
         assert core is not None
@@ -324,8 +310,7 @@ async def test_a_load_that_was_given_up_reports_nothing() -> None:
 
 async def test_models_come_and_go() -> None:
     async with bench() as each:
-        each.watch.load()
-        await each.until(Loaded)
+        await each.load()
         body = '{"object":"list","data":[{"id":"a"},{"id":"b"},{"no":"id"}]}'
         fault = Fault(kind=FaultKind.STATUS, status=200, body=body, paths=("/v1/models",))
         each.engine.fail(fault)

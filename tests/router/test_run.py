@@ -389,8 +389,8 @@ async def test_who_waits_longer_than_allowed_is_refused() -> None:
 
 
 @contextmanager
-def _a_bug(rig: RouterRig, kind: type[Event]) -> Iterator[None]:
-    """The controller breaks down over the next event of a kind."""
+def _a_bug(rig: RouterRig, kind: type[Event]) -> Iterator[list[int]]:
+    """The controller breaks down over the next event of a kind; yields what is empty from then."""
     controller = rig.router.controller
     real = controller.step
     left = [1]
@@ -403,7 +403,7 @@ def _a_bug(rig: RouterRig, kind: type[Event]) -> Iterator[None]:
         return real(event, now)
 
     controller.step = step  # type: ignore[method-assign]
-    yield
+    yield left
     controller.step = real  # type: ignore[method-assign]
 
 
@@ -433,8 +433,8 @@ def test_a_bug_costs_one_request_and_not_the_router(caplog: pytest.LogCaptureFix
                 each.work.active.clear()
                 each.work.committed_blocks = each.work.num_sequences = 0
             for kind in (Tick, Measured):
-                with _a_bug(rig, kind):
-                    await asyncio.sleep(0.3)
+                with _a_bug(rig, kind) as left:
+                    await rig.until(lambda left=left: not left, "it breaks down")
             at = rig.router.controller.state.now
             await rig.until(lambda: rig.router.controller.state.now > at + 0.3, "its clock goes on")
             assert (await rig.complete({"prompt": "x"})).status == 200

@@ -1,10 +1,7 @@
 """Replicas' `start` and `stop` commands, run as an operator writes them."""
 
-import asyncio
 import os
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 from tests.support.processes import is_alive
 from tests.support.router_rig import QUICK, quick_router, run
 from tests.support.server_process import free_ports
+from tests.support.waiting import until
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.control.events import Remove
 from vllm_kvpool.router.control.states import ReplicaId, State
@@ -54,7 +52,7 @@ async def test_command_that_takes_too_long_is_killed_with_all_it_has_started(
     with pytest.raises(EngineLost):
         await run_command(NAME, "start", ("sh", "-c", script), 1.0)
     pid = int((tmp_path / "pid").read_text())
-    await until(lambda: not is_alive(pid), "its child has ended")
+    await until(lambda: not is_alive(pid), what="its child has ended")
 
 
 async def test_what_a_script_leaves_in_the_background_is_not_waited_for(tmp_path: Path) -> None:
@@ -64,13 +62,6 @@ async def test_what_a_script_leaves_in_the_background_is_not_waited_for(tmp_path
     pid = int((tmp_path / "pid").read_text())
     assert is_alive(pid)
     os.kill(pid, 9)
-
-
-async def until(is_so: Callable[[], object], what: str, limit_s: float = 30.0) -> None:
-    end = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < end, what
-        await asyncio.sleep(0.01)
 
 
 class Bench:
@@ -100,7 +91,7 @@ class Bench:
 
 async def serves(router: Router) -> None:
     fleet = router.controller.state.fleet
-    await until(lambda: len(fleet.in_states(State.DECODE)) == 1, "it serves")
+    await until(lambda: len(fleet.in_states(State.DECODE)) == 1, what="it serves")
     async with aiohttp.ClientSession() as session:
         url = f"http://127.0.0.1:{router.front_port}/v1/completions"
         async with session.post(url, json=ASK) as got:
@@ -122,11 +113,11 @@ def test_engine_is_started_when_it_dies_or_hangs_and_ended_when_it_is_removed(
             assert bench.orders() == ["started"]
             first = bench.pid()
             os.kill(first, 9)
-            await until(lambda: bench.pid() not in (0, first), "it is started again")
+            await until(lambda: bench.pid() not in (0, first), what="it is started again")
             await serves(router)
             second = bench.pid()
             os.kill(second, 19)  # it is there, and does nothing
-            await until(lambda: bench.pid() not in (0, second), "it is started again")
+            await until(lambda: bench.pid() not in (0, second), what="it is started again")
             await serves(router)
             assert not is_alive(second)
         finally:
@@ -141,7 +132,7 @@ def test_engine_is_started_when_it_dies_or_hangs_and_ended_when_it_is_removed(
             await serves(router)
             assert len(bench.orders()) == num_orders, "it runs already"
             router.post(Remove(NAME))
-            await until(lambda: not is_alive(third), "it has been ended")
+            await until(lambda: not is_alive(third), what="it has been ended")
         finally:
             await router.stop()
         assert bench.orders()[-1] == "stopped"
@@ -166,7 +157,7 @@ def test_start_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.Mon
             fleet = router.controller.state.fleet
             whys = lambda: [each.why for each in fleet.transitions]  # noqa: E731
             said = "cannot be started: start: exit code 3"
-            await until(lambda: whys().count(said) >= 2, "it has been tried again")
+            await until(lambda: whys().count(said) >= 2, what="it has been tried again")
             (tmp_path / "go").touch()
             await serves(router)
         finally:

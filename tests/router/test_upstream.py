@@ -12,6 +12,7 @@ from tests.support.router_rig import FAST
 from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.upstreams import quick_upstream
+from tests.support.waiting import until
 from vllm_kvpool.config import MAX_ENDPOINT_CHARS, MAX_NOTICES
 from vllm_kvpool.router.control.events import Sample
 from vllm_kvpool.router.dataplane import upstream
@@ -341,6 +342,4 @@ async def test_a_connection_that_nobody_uses_is_closed_though_its_engine_does_no
     async with player(FINE, closes=False) as (url, _), calls() as engines:
         for _ in range(2):  # the second time as the first
             assert (await engines.post(url, b"")).status == 200
-            async with asyncio.timeout(5.0):
-                while engines._connections or engines._idle:
-                    await asyncio.sleep(0.01)
+            await until(lambda: not (engines._connections or engines._idle), 5.0)

@@ -701,7 +701,7 @@ def test_whatever_comes_everybody_is_told_once(messages: list[str]) -> None:
 # The search of one lookup
 
 
-@pytest.mark.parametrize("seed", range(150))
+@given(st.integers(0, 1 << 32))
 def test_what_tiers_have_together_is_found_whichever_answers_fails_or_is_put_off(seed: int) -> None:
     random = Random(seed)
     hashes = [bytes([chunk]) * 20 for chunk in range(200)]

@@ -205,6 +205,21 @@ class Bench:
         self.allocate(request_id, 0, offer[0] or 0)
         return offer
 
+    def loading(self, stored: int, **traits: Any) -> View:
+        """A request whose load of so many stored chunks has been planned."""
+        self.hold(range(1000), range(stored))
+        view = self.add(**traits)
+        self.admit(view.request_id)
+        self.step()
+        return view
+
+    def block_lookup(self, request_id: str = "a") -> View:
+        """A request whose lookup hangs in the store."""
+        self.store.inject(Fault.BLOCKED, "exists")
+        view = self.add(request_id)
+        assert self.store.entered.wait(LIMIT_S)
+        return view
+
     def gather(self, plan: StepPlan, ranks: int = 1) -> None:
         self.scheduler.apply(StepReport(gathered={s.job_id: ranks for s in plan.saves}))
         check(self.scheduler)
@@ -306,9 +321,7 @@ def bench(make: Maker) -> Bench:
 def test_a_lookup_is_pending_until_the_store_answers(bench: Bench) -> None:
     bench.hold(range(1000), range(3))
     bench.add()
-    bench.store.inject(Fault.BLOCKED, "exists")
-    bench.add("b")
-    assert bench.store.entered.wait(LIMIT_S)
+    bench.block_lookup("b")
     assert bench.scheduler.match("b", 0) == PENDING
     assert bench.scheduler.match("b", 0) == PENDING
     bench.store.release()
@@ -324,6 +337,13 @@ class Waits:
     seconds: list[float] = field(default_factory=list)
     until: Callable[[], bool] | None = None
 
+    @classmethod
+    def of(cls, bench: Bench) -> "Waits":
+        """From now on, instead of the bench's own."""
+        made = cls()
+        bench.lookups.wait = made.wait  # type: ignore[method-assign]
+        return made
+
     def wait(self, timeout_s: float, until: Callable[[], bool] | None = None) -> bool:
         self.seconds.append(timeout_s)
         self.until = until
@@ -331,10 +351,8 @@ class Waits:
 
 
 @pytest.fixture
-def waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Waits:
-    made = Waits()
-    monkeypatch.setattr(bench.lookups, "wait", made.wait)
-    return made
+def waits(bench: Bench) -> Waits:
+    return Waits.of(bench)
 
 
 def test_an_idle_engine_waits_once_a_step_however_many_lookups_are_pending(
@@ -415,8 +433,7 @@ def test_stream_is_followed_closely_until_its_chunks_are_fetched(
     assert bench.admit() == (2 * CHUNK, True)
     (load,) = bench.step().loads
     assert load.landed_stop == 1
-    waits = Waits()
-    monkeypatch.setattr(bench.lookups, "wait", waits.wait)
+    waits = Waits.of(bench)
     bench.scheduler._has_arrivals = has_none
     bench.step()
     bench.clock.advance(2 * FETCH_S)
@@ -488,8 +505,7 @@ def test_first_step_without_work_waits_unless_results_may_come(
         bench.add()
     bench.scheduler._idle = False
     bench.scheduler._has_arrivals = has_none
-    waits = Waits()
-    monkeypatch.setattr(bench.lookups, "wait", waits.wait)
+    waits = Waits.of(bench)
     assert bench.scheduler.match("a", 0) == PENDING
     bench.step()
     assert waits.seconds == ([] if is_preempted else [pytest.approx(LOOKUP_TIMEOUT_S)])
@@ -520,8 +536,7 @@ def test_save_whose_end_is_awaited_keeps_waits_short(
     bench.admit("a")
     (save,) = bench.step(a=100).saves
     bench.scheduler.finish("a", ([],))
-    waits = Waits()
-    monkeypatch.setattr(bench.lookups, "wait", waits.wait)
+    waits = Waits.of(bench)
     bench.store.inject(Fault.BLOCKED, "exists")
     bench.add("b")
     assert bench.scheduler.match("b", 0) == PENDING
@@ -600,8 +615,8 @@ def test_an_engine_that_steps_with_others_never_waits(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Data-parallel engines step together: one that waits, on either side, holds up all."""
-    bench, waits = make(in_lockstep=True), Waits()
-    monkeypatch.setattr(bench.lookups, "wait", waits.wait)
+    bench = make(in_lockstep=True)
+    waits = Waits.of(bench)
     bench.store.inject(Fault.BLOCKED, "exists")
     bench.add()
     for _ in range(3):
@@ -757,9 +772,7 @@ def test_nobody_gives_way_where_something_runs_or_can(make: Maker, how: str) -> 
 
 def test_a_lookup_that_takes_too_long_is_a_miss(bench: Bench) -> None:
     bench.hold(range(1000), range(3))
-    bench.store.inject(Fault.BLOCKED, "exists")
-    bench.add()
-    assert bench.store.entered.wait(LIMIT_S)
+    bench.block_lookup()
     bench.clock.advance(0.49)
     assert bench.scheduler.match("a", 0) == PENDING
     bench.clock.advance(0.01)
@@ -768,9 +781,7 @@ def test_a_lookup_that_takes_too_long_is_a_miss(bench: Bench) -> None:
 
 
 def test_an_answer_that_is_just_too_late_says_what_to_save(bench: Bench) -> None:
-    bench.store.inject(Fault.BLOCKED, "exists")
-    bench.add()
-    assert bench.store.entered.wait(LIMIT_S)
+    bench.block_lookup()
     bench.clock.advance(1)
     assert bench.scheduler.match("a", 0) == NOTHING
     bench.allocate("a", 0, 0)
@@ -780,9 +791,7 @@ def test_an_answer_that_is_just_too_late_says_what_to_save(bench: Bench) -> None
 
 
 def test_a_request_whose_lookup_was_too_late_is_saved(bench: Bench) -> None:
-    bench.store.inject(Fault.BLOCKED, "exists")
-    bench.add("a")
-    assert bench.store.entered.wait(LIMIT_S)
+    bench.block_lookup("a")
     bench.add("b")
     bench.clock.advance(1)
     assert bench.scheduler.match("a", 0) == bench.scheduler.match("b", 0) == NOTHING
@@ -1154,10 +1163,7 @@ def test_after_a_failed_load_no_more_is_asked_for_than_came(
 
 
 def test_lookup_and_load_are_spans_of_the_request_s_trace(bench: Bench) -> None:
-    bench.hold(range(1000), range(2))
-    view = bench.add()
-    bench.admit()
-    bench.step()
+    view = bench.loading(2)
     bench.load_stops("a", 32, seconds=0.5)
     assert view.spans == [
         ("kvpool.lookup", 0.0, {"kvpool.outcome": "answered", "kvpool.found_tokens": 64}),
@@ -1198,10 +1204,7 @@ def test_a_request_s_tokens_are_logged_on_demand_for_explain(
 
 
 def test_what_could_not_be_loaded_is_computed_and_saved(bench: Bench) -> None:
-    bench.hold(range(1000), range(3))
-    bench.add()
-    bench.admit()
-    bench.step()
+    bench.loading(3)
     bench.load_stops("a", 40)
     assert bench.views["a"].num_computed_tokens == 32
     assert bench.step(a=68).saves == (bench.save(3, range(1, 3)),)
@@ -1210,10 +1213,7 @@ def test_what_could_not_be_loaded_is_computed_and_saved(bench: Bench) -> None:
 def test_a_preempted_request_is_offered_all_once_more_after_a_failed_load(bench: Bench) -> None:
     """What was missing it has computed, and saved, by then. After a second one it is offered what
     that has loaded."""
-    bench.hold(range(1000), range(3))
-    view = bench.add()
-    bench.admit()
-    bench.step()
+    view = bench.loading(3)
     bench.load_stops("a", 32)
     bench.gather(bench.step(a=68))
     view.preempt()
@@ -1247,10 +1247,7 @@ def test_after_a_failed_load_every_cell_is_asked_for(missing: int) -> None:
 
 
 def test_a_full_load_counts_as_hit(bench: Bench) -> None:
-    bench.hold(range(1000), range(2))
-    bench.add()
-    bench.admit()
-    bench.step()
+    bench.loading(2)
     bench.scheduler.load_ended("a")
     bench.scheduler.load_ended("a")
     assert bench.counts("kvpool_hit_tokens") == {"": 64}
@@ -1324,10 +1321,7 @@ def test_a_chunk_is_saved_by_the_step_that_completes_it(bench: Bench) -> None:
 
 
 def test_what_is_stored_is_not_saved(bench: Bench) -> None:
-    bench.hold(range(1000), range(2))
-    bench.add()
-    bench.admit()
-    bench.step()
+    bench.loading(2)
     bench.scheduler.load_ended("a")
     assert bench.step(a=36).saves == (bench.save(3, range(2, 3)),)
 
@@ -1477,9 +1471,7 @@ def test_a_preempted_request_without_its_cells_saves_on(bench: Bench) -> None:
 
 
 def test_a_lookup_that_another_has_replaced_is_not_remembered(bench: Bench) -> None:
-    bench.store.inject(Fault.BLOCKED, "exists")
-    view = bench.add()
-    assert bench.store.entered.wait(LIMIT_S)
+    view = bench.block_lookup()
     view.preempt()
     assert bench.scheduler.match("a", 0) == PENDING
     bench.finish()
@@ -1490,9 +1482,7 @@ def test_a_lookup_that_takes_too_long_after_a_preemption_is_a_miss(bench: Bench)
     bench.hold(range(1000), range(3))
     view = bench.add()
     assert bench.match() == (96, True)
-    bench.store.inject(Fault.BLOCKED, "exists")
-    bench.add("b")
-    assert bench.store.entered.wait(LIMIT_S)
+    bench.block_lookup("b")
     view.preempt()
     assert bench.scheduler.match("a", 0) == PENDING
     bench.clock.advance(1)
@@ -1500,9 +1490,7 @@ def test_a_lookup_that_takes_too_long_after_a_preemption_is_a_miss(bench: Bench)
 
 
 def test_a_request_that_ends_before_its_answer_leaves_nothing(bench: Bench) -> None:
-    bench.store.inject(Fault.BLOCKED, "exists")
-    bench.add()
-    assert bench.store.entered.wait(LIMIT_S)
+    bench.block_lookup()
     assert bench.scheduler.match("a", 0) == PENDING
     assert bench.finish() == {"kvpool": {"tokens": 0}}
     bench.store.release()
@@ -1511,10 +1499,7 @@ def test_a_request_that_ends_before_its_answer_leaves_nothing(bench: Bench) -> N
 
 
 def test_a_request_that_ends_while_loading_saves_nothing(bench: Bench) -> None:
-    bench.hold(range(1000), range(2))
-    bench.add()
-    bench.admit()
-    bench.step()
+    bench.loading(2)
     assert bench.finish() == {"kvpool": {"tokens": 64}}
     bench.scheduler.apply(StepReport(loads={"a": Loaded(0)}))
     bench.scheduler.load_ended("a")
@@ -1567,30 +1552,22 @@ def test_nothing_is_fetched_for_what_will_not_be_loaded(
     assert bench.settle().prefetches == ()
 
 
-def test_a_prefetch_is_forgotten_with_its_request(make: Maker) -> None:
+@pytest.mark.parametrize("is_taken", [True, False], ids=["known", "on its way"])
+@pytest.mark.parametrize("event", ["finish", "reset"])
+def test_a_prefetch_is_forgotten_with_its_request_and_at_a_reset(
+    make: Maker, event: str, is_taken: bool
+) -> None:
     bench = make(host_tier=True)
     bench.hold(range(1000), range(3))
     bench.add()
-    bench.take_answers()
-    bench.finish("a")
-    assert bench.step().prefetches == ()
-
-
-def test_a_prefetch_is_forgotten_at_a_reset(make: Maker) -> None:
-    bench = make(host_tier=True)
-    bench.hold(range(1000), range(3))
-    bench.add()
-    bench.take_answers()
-    assert bench.scheduler.reset()
-    assert bench.step().prefetches == ()
-
-
-def test_an_answer_of_before_a_reset_fetches_nothing(make: Maker) -> None:
-    bench = make(host_tier=True)
-    bench.hold(range(1000), range(3))
-    bench.add()
-    bench.lookups.wait(LIMIT_S)
-    assert bench.scheduler.reset()
+    if is_taken:
+        bench.take_answers()
+    else:
+        bench.lookups.wait(LIMIT_S)
+    if event == "finish":
+        bench.finish("a")
+    else:
+        assert bench.scheduler.reset()
     assert bench.step().prefetches == ()
 
 
@@ -1611,10 +1588,7 @@ def test_what_ranks_have_in_host_memory_is_offered(make: Maker) -> None:
 
 def test_a_reset_removes_what_is_stored_and_saves_anew(make: Maker) -> None:
     bench = make(num_ranks=2)
-    bench.hold(range(1000), range(3))
-    bench.add()
-    bench.admit()
-    bench.step()
+    bench.loading(3)
     bench.scheduler.load_ended("a")
     assert bench.scheduler.reset()
     check(bench.scheduler)
@@ -1657,10 +1631,7 @@ def test_what_was_computed_before_a_reset_is_not_saved_after_it(bench: Bench) ->
 
 
 def test_a_request_that_ends_while_loading_saves_nothing_after_a_reset(bench: Bench) -> None:
-    bench.hold(range(1000), range(2))
-    bench.add()
-    bench.admit()
-    bench.step()
+    bench.loading(2)
     assert bench.scheduler.reset()
     bench.step()
     bench.end_reset()

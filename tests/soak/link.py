@@ -8,7 +8,6 @@ namespaces. Their names carry our process id. All of it goes away with the `with
 
 import os
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self
 
 from tests.soak.crew import context
@@ -42,12 +41,7 @@ class Link:
             self._undo = undo.pop_all()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._undo.close()
 
     def set(self, weather: Weather) -> None:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.support.waiting import wait_until
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.storage.guarded import MAX_LEFT_BEHIND, BoundedCalls
 
@@ -135,10 +136,9 @@ def test_an_answer_at_the_last_moment_loses_no_thread(calls: BoundedCalls) -> No
         except StoreUnreachable:
             pass
         assert len(threads()) <= 2 * MAX_LEFT_BEHIND
-    deadline = time.monotonic() + LIMIT_S
-    while calls.num_left_behind or len(threads()) > 1:
-        assert time.monotonic() < deadline, threads()
-        time.sleep(0.001)
+    wait_until(
+        lambda: not (calls.num_left_behind or len(threads()) > 1), LIMIT_S, what=lambda: threads()
+    )
     assert calls.run(lambda: 1, LIMIT_S) == 1
 
 

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.security.planted import snapshot
+from tests.storage.test_files import disk_bytes
 from tests.support.buffers import make_buffer
 from tests.support.memory_store import MemoryStore
 from tests.support.store_hooks import wait_complete
@@ -233,18 +234,6 @@ while True:
     save(store, prompt, 0, range(2))
     load(store, prompt)
 """
-
-
-def disk_bytes(root: Path) -> int:
-    """What objects and temporary files occupy, each counted once though it moves meanwhile."""
-    blocks: dict[int, int] = {}
-    for directory, _, names in os.walk(root / FORMAT_DIR):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                if not name.startswith("index"):
-                    status = os.stat(os.path.join(directory, name))
-                    blocks[status.st_ino] = status.st_blocks
-    return 512 * sum(blocks.values())
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from tests.storage.guard_bench import BOUND_S, LIMIT_S, LONG_S, Stage
 from tests.support.buffers import make_buffer
 from tests.support.faults import Fault, FaultyStore
 from tests.support.memory_store import CAPABILITIES, MemoryStore
+from tests.support.waiting import wait_until
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.storage import breaker, health
 from vllm_kvpool.storage import guarded as guard
@@ -142,10 +143,7 @@ def test_any_thread_may_call_whatever_the_store_does(monkeypatch: pytest.MonkeyP
         except StoreError:
             return False
 
-    deadline = time.monotonic() + STORM_S
-    while not answers():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(answers, STORM_S)
     assert all(before != now for before, now in pairwise(heard))
     guarded.close()
     assert guard_bench.threads() == []

@@ -98,15 +98,6 @@ class MimoShape(EvenShape):
     layers: int = 1
     heads: int = 4  # of `head_dim` numbers each, as many as `hidden` has
 
-    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
-        sizes = super().attention(layer)
-        biases = {
-            name.replace(".weight", ".bias"): size[:1]
-            for name, size in sizes.items()
-            if "o_proj" not in name
-        }
-        return sizes | biases
-
     def weights(self) -> dict[str, Tensor]:
         weights = super().weights()
         module, one = "model.mtp_layers.0", np.eye(self.hidden, dtype=np.float32)
@@ -126,7 +117,6 @@ class MimoShape(EvenShape):
             "architectures": ["MiMoForCausalLM"],
             "model_type": "qwen2",
             "num_nextn_predict_layers": 1,
-            "use_sliding_window": False,
         }
 
 

@@ -11,10 +11,11 @@ complete is not rewritten.
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -76,37 +77,18 @@ class LlamaShape:
     def __post_init__(self) -> None:
         assert self.heads % self.kv_heads == 0, self
 
+    left_out: ClassVar[tuple[str, ...]] = ()
+    """Parts of names of tensors that vLLM does without."""
+    renames: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Beginnings of names in transformers, and in checkpoints."""
+
     def sizes(self) -> Sizes:
         """Names and sizes of the tensors, in the order in which they are drawn."""
-        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
-        for layer in range(self.layers):
-            prefix = f"model.layers.{layer}"
-            yield f"{prefix}.input_layernorm.weight", (self.hidden,)
-            for name, size in self.attention(layer).items():
-                yield f"{prefix}.{name}", size
-            yield f"{prefix}.post_attention_layernorm.weight", (self.hidden,)
-            for name, size in self.feed_forward().items():
-                yield f"{prefix}.{name}", size
-        yield "model.norm.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocab, self.hidden)
-
-    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Names and sizes of one layer's tensors that mix tokens."""
-        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "self_attn.q_proj.weight": (q_size, self.hidden),
-            "self_attn.k_proj.weight": (kv_size, self.hidden),
-            "self_attn.v_proj.weight": (kv_size, self.hidden),
-            "self_attn.o_proj.weight": (self.hidden, q_size),
-        }
-
-    def feed_forward(self) -> dict[str, tuple[int, ...]]:
-        """Names and sizes of one layer's other tensors."""
-        return {
-            "mlp.gate_proj.weight": (self.intermediate, self.hidden),
-            "mlp.up_proj.weight": (self.intermediate, self.hidden),
-            "mlp.down_proj.weight": (self.hidden, self.intermediate),
-        }
+        for name, size in _sizes_of(self.config()):
+            if not any(part in name for part in self.left_out):
+                for ours, theirs in self.renames:
+                    name = re.sub(f"^{re.escape(ours)}", theirs, name)
+                yield name, size
 
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
         """The values of one tensor."""
@@ -126,13 +108,8 @@ class LlamaShape:
             "head_dim": self.head_dim,
             "vocab_size": self.vocab,
             "max_position_embeddings": self.max_position,
-            "hidden_act": "silu",
             "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
             "initializer_range": INITIALIZER_RANGE,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
             "bos_token_id": 1,
             "eos_token_id": 2,
         }
@@ -196,24 +173,11 @@ class GemmaShape(WindowShape):
     """
 
     kind: ClassVar[str] = "gemma"
+    left_out: ClassVar[tuple[str, ...]] = ("layer_scalar",)
 
     sharing_layers: int = 2
     global_head_dim: int = 64
     global_kv_heads: int = 0
-
-    def sizes(self) -> Sizes:
-        own = range(self.layers - self.sharing_layers)
-        shared = tuple(
-            f"model.layers.{layer}.self_attn.{name}"
-            for layer in range(len(own), self.layers)
-            for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight")
-        )
-        return (each for each in _gemma_sizes(self) if each[0] not in shared)
-
-    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
-        is_full = self.layer_types()[layer] == "full_attention"
-        head_dim = self.global_head_dim if is_full else self.head_dim
-        return super(GemmaShape, replace(self, head_dim=head_dim)).attention(layer)
 
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
         # Otherwise the token before decides alone, and wrong KV would go unnoticed.
@@ -221,7 +185,7 @@ class GemmaShape(WindowShape):
         return super().tensor(rng, size, name) * np.float32(weight)
 
     def config(self) -> dict[str, Any]:
-        return _without(super().config(), "hidden_act", "mlp_bias", "rope_theta") | {
+        return super().config() | {
             "architectures": ["Gemma4ForCausalLM"],
             "model_type": "gemma4_text",
             "global_head_dim": self.global_head_dim,
@@ -232,7 +196,6 @@ class GemmaShape(WindowShape):
             "num_global_key_value_heads": self.global_kv_heads or None,
             "sliding_window": self.window,
             "layer_types": self.layer_types(),
-            "tie_word_embeddings": True,
         }
 
 
@@ -241,9 +204,6 @@ class HybridShape(WindowShape):
     """A Gemma 3."""
 
     kind: ClassVar[str] = "hybrid"
-
-    def sizes(self) -> Sizes:
-        return _gemma_sizes(self)
 
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
         if name.endswith("post_attention_layernorm.weight"):
@@ -256,12 +216,10 @@ class HybridShape(WindowShape):
         return super().config() | {
             "architectures": ["Gemma3ForCausalLM"],
             "model_type": "gemma3_text",
-            "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": self.head_dim,
-            "rope_local_base_freq": 10000.0,
+            "rope_theta": 10000.0,
             "sliding_window": self.window,
             "layer_types": self.layer_types(),
-            "tie_word_embeddings": True,
         }
 
 
@@ -270,22 +228,14 @@ class UnevenShape(WindowShape):
     """A MiMo V2, whose windows have `window_kv_heads`; the configuration gives the others first."""
 
     kind: ClassVar[str] = "uneven"
+    left_out: ClassVar[tuple[str, ...]] = ("sinks",)
 
     kv_heads: int = 1
     window_kv_heads: int = 2
 
-    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
-        sizes = super().attention(layer)
-        if self.layer_types()[layer] == "sliding_attention":
-            rows = self.window_kv_heads * self.head_dim
-            for name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):
-                sizes[name] = (rows, self.hidden)
-        return sizes
-
     def config(self) -> dict[str, Any]:
-        llama = _without(super().config(), "mlp_bias")
         types = self.layer_types()
-        return llama | {
+        return super().config() | {
             "architectures": ["MiMoV2FlashForCausalLM"],
             "model_type": "mimo_v2_flash",
             "swa_num_attention_heads": self.heads,
@@ -293,6 +243,7 @@ class UnevenShape(WindowShape):
             "v_head_dim": self.head_dim,
             "swa_head_dim": self.head_dim,
             "swa_v_head_dim": self.head_dim,
+            "rope_theta": 10000.0,
             "swa_rope_theta": 10000.0,
             "partial_rotary_factor": 1.0,
             "attention_value_scale": None,
@@ -301,20 +252,8 @@ class UnevenShape(WindowShape):
             "hybrid_layer_pattern": [int(each == "sliding_attention") for each in types],
             "layer_types": types,
             "mlp_layer_types": ["dense"] * self.layers,
-            "layernorm_epsilon": llama["rms_norm_eps"],
+            "layernorm_epsilon": 1e-5,
         }
-
-
-# Llama's names of modules -> LFM2's.
-_LFM2_NAMES = {
-    "input_layernorm": "operator_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.o_proj": "self_attn.out_proj",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-    "model.norm": "model.embedding_norm",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,33 +270,13 @@ class Lfm2Shape(LlamaShape):
     def layer_types(self) -> list[str]:
         return _layer_types(self.layers, self.attention_every, "conv")
 
-    def sizes(self) -> Sizes:
-        for name, size in super().sizes():
-            for llama, own in _LFM2_NAMES.items():
-                name = name.replace(llama, own)
-            if name != "lm_head.weight":
-                yield name, size
-
-    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
-        if self.layer_types()[layer] == "conv":
-            return {
-                "conv.conv.weight": (self.hidden, 1, self.kernel),
-                "conv.in_proj.weight": (3 * self.hidden, self.hidden),
-                "conv.out_proj.weight": (self.hidden, self.hidden),
-            }
-        norms = {f"self_attn.{name}_layernorm.weight": (self.head_dim,) for name in "qk"}
-        return super().attention(layer) | norms
-
     def config(self) -> dict[str, Any]:
-        llama = _without(super().config(), "head_dim", "hidden_act", "rms_norm_eps", "mlp_bias")
-        return _without(llama, "attention_bias", "rope_theta") | {
+        return _without(super().config(), "head_dim", "rms_norm_eps") | {
             "architectures": ["Lfm2ForCausalLM"],
             "model_type": "lfm2",
-            "norm_eps": 1e-5,
             "rope_parameters": DEFAULT_ROPE,
             "layer_types": self.layer_types(),
             "conv_L_cache": self.kernel,
-            "conv_bias": False,
             "conv_dim": self.hidden,
             "conv_dim_out": self.hidden,
             "block_dim": self.hidden,
@@ -365,9 +284,7 @@ class Lfm2Shape(LlamaShape):
             "block_multiple_of": 1,
             "block_norm_eps": 1e-5,
             "block_auto_adjust_ff_dim": False,
-            "block_ffn_dim_multiplier": 1.0,
             "block_use_swiglu": True,
-            "tie_word_embeddings": True,
         }
 
 
@@ -393,33 +310,20 @@ class Qwen3NextShape(LlamaShape):
     def layer_types(self) -> list[str]:
         return _layer_types(self.layers, self.attention_every, "linear_attention")
 
-    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
-        if self.layer_types()[layer] == "full_attention":
-            sizes = super().attention(layer)
-            rows, columns = sizes["self_attn.q_proj.weight"]
-            sizes["self_attn.q_proj.weight"] = (2 * rows, columns)  # with a gate
-            return sizes | {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
-        keys, values = self.key_heads * self.linear_dim, self.value_heads * self.linear_dim
-        return {
-            "linear_attn.dt_bias": (self.value_heads,),
-            "linear_attn.A_log": (self.value_heads,),
-            "linear_attn.conv1d.weight": (2 * keys + values, 1, self.kernel),
-            "linear_attn.in_proj_qkvz.weight": (2 * (keys + values), self.hidden),
-            "linear_attn.in_proj_ba.weight": (2 * self.value_heads, self.hidden),
-            "linear_attn.norm.weight": (self.linear_dim,),
-            "linear_attn.out_proj.weight": (self.hidden, values),
+    def sizes(self) -> Sizes:
+        rows, hidden = self.expert_size, self.hidden
+        sizes = {
+            "gate_proj": (rows, hidden),
+            "up_proj": (rows, hidden),
+            "down_proj": (hidden, rows),
         }
-
-    def feed_forward(self) -> dict[str, tuple[int, ...]]:
-        sizes: dict[str, tuple[int, ...]] = {
-            "mlp.gate.weight": (self.experts, self.hidden),
-            "mlp.shared_expert_gate.weight": (1, self.hidden),
-        }
-        for mlp in (*(f"experts.{i}" for i in range(self.experts)), "shared_expert"):
-            sizes[f"mlp.{mlp}.gate_proj.weight"] = (self.expert_size, self.hidden)
-            sizes[f"mlp.{mlp}.up_proj.weight"] = (self.expert_size, self.hidden)
-            sizes[f"mlp.{mlp}.down_proj.weight"] = (self.hidden, self.expert_size)
-        return sizes
+        for name, size in super().sizes():
+            prefix, _, part = name.partition(".experts.")
+            if not part:
+                yield name, size
+            elif part == "down_proj":  # of all experts, as is `gate_up_proj`
+                for i in range(self.experts):
+                    yield from ((f"{prefix}.experts.{i}.{p}.weight", sizes[p]) for p in sizes)
 
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
         if name.endswith(("linear_attn.norm.weight", "dt_bias")):
@@ -431,7 +335,7 @@ class Qwen3NextShape(LlamaShape):
         return _normal(rng, size, QWEN3_NEXT_RANGE)
 
     def config(self) -> dict[str, Any]:
-        return _without(super().config(), "mlp_bias", "rope_theta") | {
+        return super().config() | {
             "architectures": ["Qwen3NextForCausalLM"],
             "model_type": "qwen3_next",
             "dtype": "bfloat16",
@@ -443,9 +347,6 @@ class Qwen3NextShape(LlamaShape):
             "linear_value_head_dim": self.linear_dim,
             "linear_num_key_heads": self.key_heads,
             "linear_num_value_heads": self.value_heads,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "norm_topk_prob": True,
             "num_experts": self.experts,
             "num_experts_per_tok": self.experts,
             "moe_intermediate_size": self.expert_size,
@@ -466,20 +367,6 @@ class QwenImages:
     vision_heads: int = 2
     vision_hidden: int = 64
 
-    def patch_size(self) -> tuple[int, ...]:
-        return (self.vision_hidden, 3, QWEN2_VL_FRAMES, self.patch, self.patch)
-
-    def vision_blocks(self, prefix: str, fc: str) -> Sizes:
-        """The blocks of the encoder; the two linear layers of each are named after `fc`."""
-        hidden = self.vision_hidden
-        for layer in range(self.vision_layers):
-            yield from _with_bias(f"{prefix}.{layer}.norm1", (hidden,))
-            yield from _with_bias(f"{prefix}.{layer}.attn.qkv", (3 * hidden, hidden))
-            yield from _with_bias(f"{prefix}.{layer}.attn.proj", (hidden, hidden))
-            yield from _with_bias(f"{prefix}.{layer}.norm2", (hidden,))
-            yield from _with_bias(f"{prefix}.{layer}.mlp.{fc}1", (2 * hidden, hidden))
-            yield from _with_bias(f"{prefix}.{layer}.mlp.{fc}2", (hidden, 2 * hidden))
-
     def image_config(self) -> dict[str, Any]:
         """What is beside the configurations of text and encoder."""
         video, start, end = range(self.vocab - len(QWEN2_VL_LAST_TOKENS), self.vocab)
@@ -488,17 +375,14 @@ class QwenImages:
             "video_token_id": video,
             "vision_start_token_id": start,
             "vision_end_token_id": end,
-            "tie_word_embeddings": False,
         }
 
     def vision_config(self) -> dict[str, Any]:
         return {
             "depth": self.vision_layers,
             "num_heads": self.vision_heads,
-            "in_channels": 3,
             "patch_size": self.patch,
             "spatial_merge_size": self.merge,
-            "temporal_patch_size": QWEN2_VL_FRAMES,
             "initializer_range": INITIALIZER_RANGE,
         }
 
@@ -527,37 +411,6 @@ class Qwen35Shape(QwenImages, Qwen3NextShape):
 
     vision_positions: int = 64
 
-    def sizes(self) -> Sizes:
-        keys, values = self.key_heads * self.linear_dim, self.value_heads * self.linear_dim
-        # What Qwen3-Next has in one tensor.
-        parts = {
-            "in_proj_qkvz": {"in_proj_qkv": 2 * keys + values, "in_proj_z": values},
-            "in_proj_ba": {"in_proj_b": self.value_heads, "in_proj_a": self.value_heads},
-        }
-        for whole, size in super().sizes():
-            name = whole.replace("model.", "model.language_model.", 1)
-            module = name.split(".")[-2]
-            if module in parts:
-                for part, rows in parts[module].items():
-                    yield name.replace(module, part), (rows, self.hidden)
-            elif ".mlp." not in name:
-                yield name, size
-        for layer in range(self.layers):
-            mlp = f"model.language_model.layers.{layer}.mlp"
-            yield f"{mlp}.gate_proj.weight", (self.intermediate, self.hidden)
-            yield f"{mlp}.up_proj.weight", (self.intermediate, self.hidden)
-            yield f"{mlp}.down_proj.weight", (self.hidden, self.intermediate)
-        yield from self._vision_sizes()
-
-    def _vision_sizes(self) -> Sizes:
-        hidden, merged = self.vision_hidden, self.vision_hidden * self.merge**2
-        yield from _with_bias("model.visual.patch_embed.proj", self.patch_size())
-        yield "model.visual.pos_embed.weight", (self.vision_positions, hidden)
-        yield from self.vision_blocks("model.visual.blocks", "linear_fc")
-        yield from _with_bias("model.visual.merger.norm", (hidden,))
-        yield from _with_bias("model.visual.merger.linear_fc1", (merged, merged))
-        yield from _with_bias("model.visual.merger.linear_fc2", (self.hidden, merged))
-
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
         if ".visual." in name:
             return LlamaShape.tensor(self, rng, size, name)
@@ -571,7 +424,7 @@ class Qwen35Shape(QwenImages, Qwen3NextShape):
             "mrope_interleaved": True,
         }
         experts = [name for name in text if "expert" in name or name.startswith("moe_")]
-        text = _without(text, "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", *experts)
+        text = _without(text, *experts)
         return self.image_config() | {
             "architectures": ["Qwen3_5ForConditionalGeneration"],
             "model_type": "qwen3_5",
@@ -613,18 +466,6 @@ class Mamba2Shape(LlamaShape):
     def inner(self) -> int:
         return self.mamba_heads * self.mamba_dim
 
-    def mamba(self, prefix: str, *, norm: bool = True) -> Sizes:
-        """Names and sizes of the tensors of a Mamba2 layer."""
-        window = self.inner + 2 * self.groups * self.state
-        yield f"{prefix}.in_proj.weight", (self.inner + window + self.mamba_heads, self.hidden)
-        yield from _with_bias(f"{prefix}.conv1d", (window, 1, self.kernel))
-        yield f"{prefix}.dt_bias", (self.mamba_heads,)
-        yield f"{prefix}.A_log", (self.mamba_heads,)
-        yield f"{prefix}.D", (self.mamba_heads,)
-        if norm:
-            yield f"{prefix}.norm.weight", (self.inner,)
-        yield f"{prefix}.out_proj.weight", (self.hidden, self.inner)
-
     def mamba_config(self) -> dict[str, Any]:
         return {
             "mamba_n_heads": self.mamba_heads,
@@ -634,8 +475,6 @@ class Mamba2Shape(LlamaShape):
             "mamba_d_conv": self.kernel,
             "mamba_expand": self.inner // self.hidden,
             "mamba_chunk_size": 256,
-            "mamba_conv_bias": True,
-            "mamba_proj_bias": False,
         }
 
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
@@ -658,24 +497,8 @@ class GraniteShape(Mamba2Shape):
         attends = [(layer + 1) % self.attention_every == 0 for layer in range(self.layers)]
         return ["attention" if each else "mamba" for each in attends]
 
-    def sizes(self) -> Sizes:
-        mambas = tuple(
-            f"model.layers.{layer}.self_attn."
-            for layer, layer_type in enumerate(self.layer_types())
-            if layer_type == "mamba"
-        )
-        for name, size in super().sizes():
-            if ".mlp." not in name and not name.startswith(mambas):
-                yield name, size
-        for layer, layer_type in enumerate(self.layer_types()):
-            prefix = f"model.layers.{layer}"
-            yield f"{prefix}.shared_mlp.input_linear.weight", (2 * self.intermediate, self.hidden)
-            yield f"{prefix}.shared_mlp.output_linear.weight", (self.hidden, self.intermediate)
-            if layer_type == "mamba":
-                yield from self.mamba(f"{prefix}.mamba")
-
     def config(self) -> dict[str, Any]:
-        return _without(super().config(), "mlp_bias") | {
+        return super().config() | {
             "architectures": ["GraniteMoeHybridForCausalLM"],
             "model_type": "granitemoehybrid",
             "layer_types": self.layer_types(),
@@ -683,20 +506,9 @@ class GraniteShape(Mamba2Shape):
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
             "shared_intermediate_size": self.intermediate,
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 1.0,
             "attention_multiplier": self.head_dim**-0.5,
             **self.mamba_config(),
         }
-
-
-# Llama's names of modules -> Falcon-H1's.
-_FALCON_NAMES = {
-    "post_attention_layernorm": "pre_ff_layernorm",
-    "mlp.": "feed_forward.",
-    "model.norm": "model.final_layernorm",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -705,29 +517,13 @@ class FalconH1Shape(Mamba2Shape):
 
     kind: ClassVar[str] = "falcon_h1"
 
-    def sizes(self) -> Sizes:
-        for name, size in super().sizes():
-            for llama, own in _FALCON_NAMES.items():
-                name = name.replace(llama, own)
-            yield name, size
-        for layer in range(self.layers):
-            yield from self.mamba(f"model.layers.{layer}.mamba", norm=False)
-
     def config(self) -> dict[str, Any]:
-        parts = ("attention_in", "attention_out", "embedding", "lm_head", "ssm_in", "ssm_out")
-        return _without(super().config(), "rope_theta") | {
+        return super().config() | {
             "architectures": ["FalconH1ForCausalLM"],
             "model_type": "falcon_h1",
-            "rope_parameters": DEFAULT_ROPE,
-            **{f"{part}_multiplier": 1.0 for part in (*parts, "key")},
-            "mlp_multipliers": [1.0, 1.0],
-            "ssm_multipliers": [1.0] * 5,
             "mamba_d_ssm": self.inner,
             **self.mamba_config(),
             "mamba_chunk_size": 64,
-            "mamba_rms_norm": False,
-            "mamba_norm_before_gate": True,
-            "projectors_bias": False,
         }
 
 
@@ -736,6 +532,7 @@ class NemotronHShape(Mamba2Shape):
     """A Nemotron-H: layers of Mamba2 with two groups, of full attention and of neurons alone."""
 
     kind: ClassVar[str] = "nemotron_h"
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (("model.", "backbone."),)
 
     groups: ClassVar[int] = 2
     layer_types: ClassVar[tuple[str, ...]] = (
@@ -743,43 +540,18 @@ class NemotronHShape(Mamba2Shape):
         *("linear_attention", "full_attention", "mlp", "linear_attention"),
     )
 
-    def sizes(self) -> Sizes:
-        yield "backbone.embeddings.weight", (self.vocab, self.hidden)
-        for layer, layer_type in enumerate(self.layer_types):
-            prefix = f"backbone.layers.{layer}"
-            yield f"{prefix}.norm.weight", (self.hidden,)
-            if layer_type == "linear_attention":
-                yield from self.mamba(f"{prefix}.mixer")
-            elif layer_type == "mlp":
-                yield f"{prefix}.mixer.up_proj.weight", (self.intermediate, self.hidden)
-                yield f"{prefix}.mixer.down_proj.weight", (self.hidden, self.intermediate)
-            else:
-                for name, size in self.attention(layer).items():
-                    yield f"{prefix}.{name.replace('self_attn', 'mixer')}", size
-        yield "backbone.norm_f.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocab, self.hidden)
-
     def config(self) -> dict[str, Any]:
-        llama = _without(super().config(), "rms_norm_eps", "rope_theta", "hidden_act")
-        return llama | {
+        return _without(super().config(), "rms_norm_eps") | {
             "architectures": ["NemotronHForCausalLM"],
             "model_type": "nemotron_h",
             "num_hidden_layers": len(self.layer_types),
             "layers_block_type": list(self.layer_types),
-            "layer_norm_epsilon": 1e-5,
-            "mlp_hidden_act": "relu2",
-            "mamba_hidden_act": "silu",
             "mamba_num_heads": self.mamba_heads,
             "mamba_head_dim": self.mamba_dim,
-            "mamba_proj_bias": False,
-            "mamba_ssm_cache_dtype": "float32",
             "n_groups": self.groups,
             "ssm_state_size": self.state,
             "conv_kernel": self.kernel,
             "chunk_size": 64,
-            "use_bias": False,
-            "use_conv_bias": True,
-            "residual_in_fp32": False,
         }
 
 
@@ -789,33 +561,19 @@ class PureMambaShape(Mamba2Shape):
 
     kind: ClassVar[str] = "mamba2"
 
-    def sizes(self) -> Sizes:
-        yield "backbone.embeddings.weight", (self.vocab, self.hidden)
-        for layer in range(self.layers):
-            yield f"backbone.layers.{layer}.norm.weight", (self.hidden,)
-            yield from self.mamba(f"backbone.layers.{layer}.mixer")
-        yield "backbone.norm_f.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocab, self.hidden)
-
     def config(self) -> dict[str, Any]:
         llama = super().config()
         of_all = ("dtype", "hidden_size", "num_hidden_layers", "vocab_size", "initializer_range")
         return {name: llama[name] for name in (*of_all, "bos_token_id", "eos_token_id")} | {
             "architectures": ["Mamba2ForCausalLM"],
             "model_type": "mamba2",
-            "hidden_act": "silu",
-            "layer_norm_epsilon": 1e-5,
             "num_heads": self.mamba_heads,
             "head_dim": self.mamba_dim,
             "n_groups": self.groups,
             "state_size": self.state,
             "conv_kernel": self.kernel,
             "expand": self.inner // self.hidden,
-            "chunk_size": 256,
-            "use_bias": False,
-            "use_conv_bias": True,
             "residual_in_fp32": False,
-            "tie_word_embeddings": False,
         }
 
 
@@ -860,18 +618,8 @@ class DeepseekShape(LlamaShape):
     nope_dim: int = 32
     value_dim: int = 32
 
-    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
-        keys_and_values = self.heads * (self.nope_dim + self.value_dim)
-        return {
-            "self_attn.q_proj.weight": (self.heads * (self.nope_dim + self.rope_dim), self.hidden),
-            "self_attn.kv_a_proj_with_mqa.weight": (self.latent + self.rope_dim, self.hidden),
-            "self_attn.kv_a_layernorm.weight": (self.latent,),
-            "self_attn.kv_b_proj.weight": (keys_and_values, self.latent),
-            "self_attn.o_proj.weight": (self.hidden, self.heads * self.value_dim),
-        }
-
     def config(self) -> dict[str, Any]:
-        return _without(super().config(), "head_dim", "mlp_bias") | {
+        return _without(super().config(), "head_dim") | {
             "architectures": ["DeepseekV2ForCausalLM"],
             "model_type": "deepseek_v2",
             "num_key_value_heads": self.heads,
@@ -889,9 +637,6 @@ class DeepseekShape(LlamaShape):
             "moe_intermediate_size": 64,
             "n_group": 1,
             "topk_group": 1,
-            "routed_scaling_factor": 1.0,
-            "topk_method": "greedy",
-            "norm_topk_prob": False,
         }
 
 
@@ -903,6 +648,14 @@ class LlavaShape(LlamaShape):
     """A LLaVA with the vision tower of CLIP; `image_size` and `patch` are in pixels."""
 
     kind: ClassVar[str] = "llava"
+    left_out: ClassVar[tuple[str, ...]] = ("post_layernorm",)
+    # As vLLM calls them: it has a level of names that newer releases of transformers have not.
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("lm_head.", "language_model.lm_head."),
+        ("model.language_model.", "language_model.model."),
+        ("model.vision_tower.", "vision_tower.vision_model."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+    )
 
     image_size: int = 56
     patch: int = 14
@@ -916,26 +669,6 @@ class LlavaShape(LlamaShape):
         """The rows of one image's embedding, and the tokens that it takes in a prompt."""
         return (self.image_size // self.patch) ** 2
 
-    def sizes(self) -> Sizes:
-        for name, size in super().sizes():
-            yield f"language_model.{name}", size
-        # As vLLM calls them: it has this level of names, newer releases of transformers have not.
-        tower, hidden = "vision_tower.vision_model", self.vision_hidden
-        yield f"{tower}.embeddings.class_embedding", (hidden,)
-        yield f"{tower}.embeddings.patch_embedding.weight", (hidden, 3, self.patch, self.patch)
-        yield f"{tower}.embeddings.position_embedding.weight", (self.image_rows + 1, hidden)
-        yield from _with_bias(f"{tower}.pre_layrnorm", (hidden,))
-        for layer in range(self.vision_layers):
-            prefix = f"{tower}.encoder.layers.{layer}"
-            yield from _with_bias(f"{prefix}.layer_norm1", (hidden,))
-            for part in ("q", "k", "v", "out"):
-                yield from _with_bias(f"{prefix}.self_attn.{part}_proj", (hidden, hidden))
-            yield from _with_bias(f"{prefix}.layer_norm2", (hidden,))
-            yield from _with_bias(f"{prefix}.mlp.fc1", (self.vision_intermediate, hidden))
-            yield from _with_bias(f"{prefix}.mlp.fc2", (hidden, self.vision_intermediate))
-        yield from _with_bias("multi_modal_projector.linear_1", (self.hidden, hidden))
-        yield from _with_bias("multi_modal_projector.linear_2", (self.hidden, self.hidden))
-
     def config(self) -> dict[str, Any]:
         return {
             "architectures": ["LlavaForConditionalGeneration"],
@@ -943,10 +676,7 @@ class LlavaShape(LlamaShape):
             "dtype": "float32",
             "image_token_index": IMAGE_TOKEN_ID,
             "image_seq_length": self.image_rows,
-            "projector_hidden_act": "gelu",
-            "vision_feature_select_strategy": "default",
             "vision_feature_layer": -1,
-            "tie_word_embeddings": False,
             "bos_token_id": 1,
             "eos_token_id": 2,
             "text_config": super().config(),
@@ -986,6 +716,10 @@ class Qwen2VLShape(QwenImages, LlamaShape):
     """A Qwen2-VL."""
 
     kind: ClassVar[str] = "qwen2-vl"
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("model.language_model.", "model."),
+        ("model.visual.", "visual."),
+    )
 
     kv_heads: int = 2
     heads: int = 4
@@ -999,22 +733,10 @@ class Qwen2VLShape(QwenImages, LlamaShape):
         assert width % side == height % side == 0, (width, height)
         return (width // side) * (height // side)
 
-    def sizes(self) -> Sizes:
-        for name, size in super().sizes():
-            yield name, size
-            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-                yield name.replace("weight", "bias"), size[:1]
-        hidden, merged = self.vision_hidden, self.vision_hidden * self.merge**2
-        yield "visual.patch_embed.proj.weight", self.patch_size()
-        yield from self.vision_blocks("visual.blocks", "fc")
-        yield from _with_bias("visual.merger.ln_q", (hidden,))
-        yield from _with_bias("visual.merger.mlp.0", (merged, merged))
-        yield from _with_bias("visual.merger.mlp.2", (self.hidden, merged))
-
     def config(self) -> dict[str, Any]:
         # The rotations are shared out among time, height and width.
         time, height = self.head_dim // 8, self.head_dim // 16 * 3
-        text = _without(super().config(), "head_dim", "rope_theta", "attention_bias", "mlp_bias")
+        text = _without(super().config(), "head_dim")
         return self.image_config() | {
             "architectures": ["Qwen2VLForConditionalGeneration"],
             "model_type": "qwen2_vl",
@@ -1023,6 +745,7 @@ class Qwen2VLShape(QwenImages, LlamaShape):
             | {
                 "architectures": ["Qwen2ForCausalLM"],
                 "model_type": "qwen2_vl_text",
+                "tie_word_embeddings": False,
                 "rope_parameters": DEFAULT_ROPE | {"mrope_section": [time, height, height]},
             },
             "vision_config": self.vision_config()
@@ -1118,23 +841,19 @@ def _write_tokenizer(path: Path, tokenizer: Tokenizer, **config: str) -> None:
     _write_json(path / "tokenizer_config.json", kind | config)
 
 
-def _gemma_sizes(shape: LlamaShape) -> Sizes:
-    """Of a Gemma whose layers all have KV of their own."""
-    for name, size in LlamaShape.sizes(shape):
-        if name != "lm_head.weight":  # tied to the embeddings
-            yield name, size
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}"
-        head_dim = shape.attention(layer)["self_attn.q_proj.weight"][0] // shape.heads
-        yield f"{prefix}.self_attn.q_norm.weight", (head_dim,)
-        yield f"{prefix}.self_attn.k_norm.weight", (head_dim,)
-        yield f"{prefix}.pre_feedforward_layernorm.weight", (shape.hidden,)
-        yield f"{prefix}.post_feedforward_layernorm.weight", (shape.hidden,)
+def _sizes_of(config: Mapping[str, Any]) -> Sizes:
+    """Names and sizes of the tensors of transformers' model, without their memory."""
+    # Imported where a model is written: most tests find theirs.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-
-def _with_bias(module: str, size: tuple[int, ...]) -> Sizes:
-    yield f"{module}.weight", size
-    yield f"{module}.bias", size[:1]
+    kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    made = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = kind.from_config(made)  # type: ignore[no-untyped-call]
+    for name, values in model.state_dict().items():
+        if name != "lm_head.weight" or not made.tie_word_embeddings:
+            yield name, tuple(values.shape)
 
 
 def _normal(

@@ -15,7 +15,6 @@ import socketserver
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 from urllib.parse import unquote
 
@@ -172,12 +171,7 @@ class FaultyFront:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._closed.set()
         self._server.shutdown()
         self._server.server_close()

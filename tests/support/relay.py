@@ -6,7 +6,6 @@ Owns one thread that accepts and two for each connection; all end with the `with
 import contextlib
 import socket
 import threading
-from types import TracebackType
 from typing import Self
 
 HOST = "127.0.0.1"
@@ -89,12 +88,7 @@ class Relay:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 from tests.support.orphans import ending_with_parent
@@ -85,12 +84,7 @@ class ServerProcess:
                     return self
             raise RuntimeError(f"{self.program} does not start:\n{self.log()}")
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()
         self._log.close()
 

@@ -417,6 +417,15 @@ def words(told: list[str]) -> list[str]:
     return [line.lstrip("0123456789 ") for line in told]
 
 
+def putting(*tiers: Tier, cells: str = "a", **sizes: int) -> Bench:
+    """A bench that puts save 1 of these cells into its tiers, from batch 2 on."""
+    bench = Bench(*tiers, **sizes)  # type: ignore[arg-type]
+    bench.save(1, cells)
+    bench.ends(0)
+    bench.ends(1)
+    return bench
+
+
 def two_batches(*tiers: Tier, slots: int = 4, write_back: bool = False) -> Bench:
     """A bench whose tiers' lanes run two batches of one cell at a time."""
     lanes = dict.fromkeys((OpKind.GET, OpKind.PUT, OpKind.REMOVE), SINGLE)

@@ -13,6 +13,7 @@ from tests.transfer.engine_bench import (
     SINGLE,
     UNREACHABLE,
     Bench,
+    putting,
     slots_of,
     two_batches,
     words,
@@ -124,10 +125,7 @@ def test_a_late_answer_says_nothing_about_the_tier() -> None:
 
 
 def test_loads_go_on_while_a_put_hangs_and_saves_wait() -> None:
-    bench = Bench(DISK, slots=4)
-    bench.save(1, "a")
-    bench.ends(0)
-    bench.ends(1)
+    bench = putting(DISK, slots=4)
     bench.hangs(2)
     assert bench.load(2, "b") == ["3 get-0 b"]
     bench.run()
@@ -141,10 +139,7 @@ def test_loads_go_on_while_a_put_hangs_and_saves_wait() -> None:
 def test_a_save_whose_put_hangs_is_reported_and_its_slot_stays_out_of_use(
     keep: int, late: CellOutcome
 ) -> None:
-    bench = Bench(DISK, slots=2 + keep, keep=keep)
-    bench.save(1, "a")
-    bench.ends(0)
-    bench.ends(1)
+    bench = putting(DISK, slots=2 + keep, keep=keep)
     [lent] = slots_of(bench.running[2])
     told = bench.hangs(2)
     assert told[-1] == "saved 1: 1 timed_out"

@@ -16,6 +16,7 @@ import pytest
 from tests.support.faults import Fault, FaultyStore
 from tests.support.memory_store import MemoryStore
 from tests.support.threads import NewThreads
+from tests.support.waiting import wait_until
 from tests.transfer.barrier import has_taken_all
 from tests.transfer.test_executor import (
     CELLS_PER_CHUNK,
@@ -155,10 +156,7 @@ def level(rank: Rank, name: str) -> float | None:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_until(condition, LIMIT_S)
 
 
 def ended(threads: list[threading.Thread]) -> bool:

@@ -15,6 +15,7 @@ from tests.transfer.engine_bench import (
     SINGLE,
     UNREACHABLE,
     Bench,
+    putting,
 )
 from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.graph import LaneLimits
@@ -86,10 +87,7 @@ def test_a_save_is_done_when_the_first_durable_tier_has_every_cell() -> None:
 
 
 def test_a_cell_that_a_durable_tier_did_not_take_waits_for_the_next_one() -> None:
-    bench = Bench(DISK, FAR, slots=6)
-    bench.save(1, "a b")
-    bench.ends(0)
-    bench.ends(1)
+    bench = putting(DISK, FAR, cells="a b", slots=6)
     assert bench.ends(2, FULL, DONE) == []
     assert bench.ends(3) == ["saved 1: 2 done"]
 
@@ -102,10 +100,7 @@ def test_a_cell_that_no_durable_tier_took_has_the_last_failure() -> None:
 
 
 def test_without_a_durable_tier_a_save_is_done_when_all_have_it() -> None:
-    bench = Bench(MEMORY, MEMORY)
-    bench.save(1, "a")
-    bench.ends(0)
-    bench.ends(1)
+    bench = putting(MEMORY, MEMORY)
     assert bench.ends(2) == []
     assert bench.ends(3) == ["saved 1: 1 done"]
 
@@ -132,30 +127,19 @@ def test_what_another_rank_stores_is_kept_in_host_memory_alone() -> None:
 
 
 def test_a_put_into_a_remote_tier_is_tried_again() -> None:
-    bench = Bench(FAR)
-    bench.save(1, "a b")
-    bench.ends(0)
-    bench.ends(1)
+    bench = putting(FAR, cells="a b")
     assert bench.ends(2, DONE, UNREACHABLE) == ["3 put-0 b"]
     assert bench.engine.num_saves > 0
     assert bench.ends(3) == ["saved 1: 2 done"]
 
 
-@pytest.mark.parametrize("outcome", [FULL, MISSING, CANCELLED])
-def test_a_put_that_would_fail_again_is_not_tried_again(outcome: CellOutcome) -> None:
-    bench = Bench(FAR)
-    bench.save(1, "a")
-    bench.ends(0)
-    bench.ends(1)
-    assert bench.ends(2, outcome) == [f"saved 1: 1 {outcome.value}"]
-
-
-def test_a_put_into_a_local_tier_is_not_tried_again() -> None:
-    bench = Bench(DISK)
-    bench.save(1, "a")
-    bench.ends(0)
-    bench.ends(1)
-    assert bench.ends(2, FAILED) == ["saved 1: 1 failed"]
+@pytest.mark.parametrize(
+    ("tier", "outcome"), [(FAR, FULL), (FAR, MISSING), (FAR, CANCELLED), (DISK, FAILED)]
+)
+def test_a_put_that_would_fail_again_or_is_local_is_not_tried_again(
+    tier: Tier, outcome: CellOutcome
+) -> None:
+    assert putting(tier).ends(2, outcome) == [f"saved 1: 1 {outcome.value}"]
 
 
 # Stores that take no puts
@@ -312,10 +296,7 @@ def test_cells_that_may_leave_count_as_slots_for_loads() -> None:
 
 def test_dropping_saves_ends_all_that_is_not_in_a_put() -> None:
     one = LaneLimits(1, 1, 1 << 20, 1 << 20)
-    bench = Bench(DISK, slots=5, reserve=0, limits=one)
-    bench.save(1, "a b c d")
-    bench.ends(0)
-    bench.ends(1)
+    bench = putting(DISK, cells="a b c d", slots=5, reserve=0, limits=one)
     bench.ends(2)
     assert bench.ends(3) == ["6 gather d"]  # b is being sealed, a is being put
     assert bench.drop_saves() == []
@@ -325,21 +306,8 @@ def test_dropping_saves_ends_all_that_is_not_in_a_put() -> None:
 
 
 def test_a_dropped_put_is_not_tried_again() -> None:
-    bench = Bench(FAR)
-    bench.save(1, "a")
-    bench.ends(0)
-    bench.ends(1)
+    bench = putting(FAR)
     assert bench.drop_saves() == []
-    assert bench.ends(2, FAILED) == ["saved 1: 1 failed"]
-    assert bench.is_clean
-
-
-def test_a_put_that_is_dropped_is_not_tried_again() -> None:
-    bench = Bench(FAR)
-    bench.save(1, "a")
-    bench.ends(0)
-    bench.ends(1)
-    bench.drop_saves()
     assert bench.ends(2, FAILED) == ["saved 1: 1 failed"]
     assert bench.is_clean
 

@@ -6,7 +6,6 @@ Legend: L layers, B blocks, H heads, N tokens per block, C bytes by size.
 """
 
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -37,8 +36,8 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.support.memory_store import MemoryStore
 from tests.support.models import DeepseekShape, make_model
+from tests.support.worker_steps import load_all, prompt_hashes
 from vllm_kvpool.config import read_config
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.description import described, from_description
 from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
@@ -53,7 +52,7 @@ from vllm_kvpool.vllm_adapt.kv_cache_specs import page_specs
 from vllm_kvpool.worker.worker_part import WorkerPart
 
 LAYERS, SPAN, HEADS, DIM = 2, 1, 4, 128
-CHUNK, TOKENS, LIMIT_S = 64, 256, 60.0
+CHUNK, TOKENS = 64, 256
 # What the first has written the second reads, and the other way round.
 TP_SIZES = [(1, 2), (2, 4), (4, 1), (2, 2)]
 MODEL = make_namespace("packed", "0" * 12)
@@ -156,24 +155,11 @@ class Engine:
     def load(self, hashes: Sequence[bytes]) -> None:
         pages = (JobPages(self.ids, 0, 0, TOKENS),)
         plan = LoadPlan(JobId(1), "r", 0, tuple(hashes), pages, 0, TOKENS)
-        step = StepPlan(loads=(plan,), idle=True)
-        for part in self.sides:
-            part.worker.start_loads(step)
-        for part in self.sides:
-            deadline = time.monotonic() + LIMIT_S
-            while "r" not in (results := part.worker.finish_step(step, set())).loaded:
-                assert time.monotonic() < deadline, "the load did not end"
-            assert not results.invalid_blocks
+        assert not load_all(self.sides, plan)
 
     def close(self) -> None:
         for part in self.sides:
             part.close()
-
-
-def hashes_of_prompt() -> tuple[bytes, ...]:
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(range(TOKENS))
-    return tuple(chain.hashes)
 
 
 ROWS_OF_BFLOAT16 = (
@@ -213,7 +199,7 @@ def test_any_form_and_number_of_ranks_reads_what_any_has_written(
     forms: Sequence[Form], writers_tp: int, readers_tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There and back: the first engine has its bytes again, all of which are rows."""
-    hashes = hashes_of_prompt()
+    hashes = prompt_hashes(range(TOKENS), CHUNK)
     for written, read in zip(forms, (*forms[1:], forms[0]), strict=True):
         names = [f"packed{next(STORES)}" for _ in range(2)]
         kept = [MemoryStore(name, 1 << 30) for name in names]
@@ -249,7 +235,7 @@ def test_any_form_and_number_of_ranks_reads_what_any_has_written(
 
 def test_planes_are_read_as_plain_rows() -> None:
     """So engines with planes share with those that have K and V of a head side by side."""
-    hashes, name = hashes_of_prompt(), f"packed{next(STORES)}"
+    hashes, name = prompt_hashes(range(TOKENS), CHUNK), f"packed{next(STORES)}"
     store = MemoryStore(name, 1 << 30)
     writer = Engine(Form("B12X"), 2, f"memory://{name}")
     writer.memory.random_(0, 256)

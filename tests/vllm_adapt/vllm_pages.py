@@ -8,7 +8,6 @@ Legend: L layers, B blocks, H heads, T tokens, N tokens per block, R bytes of a 
 """
 
 import itertools
-import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,8 +27,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from tests.support.copiers import warm_copier
+from tests.support.worker_steps import load_all, prompt_hashes
 from vllm_kvpool.config import read_config
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
 from vllm_kvpool.layout.page_formats import from_token_content
@@ -44,7 +43,6 @@ LAYERS, SPAN = 3, 2
 CHUNK, TOKENS = 64, 192  # a block may be smaller than a chunk, larger, or neither
 POISON = 0xA5
 SPARE_BLOCKS = 3
-LIMIT_S = 60.0
 MODEL = make_namespace("formats", "0" * 12)
 
 
@@ -224,12 +222,7 @@ class Rank:
         self.memory.fill_(POISON)
         pages = (JobPages(self.ids, 0, 0, TOKENS),)
         load = LoadPlan(JobId(next(self.jobs)), "r", 0, hashes, pages, 0, TOKENS)
-        plan = StepPlan(loads=(load,), idle=True)
-        self.part.worker.start_loads(plan)
-        deadline = time.monotonic() + LIMIT_S
-        while "r" not in (results := self.part.worker.finish_step(plan, set())).loaded:
-            assert time.monotonic() < deadline, "the load did not end"
-        assert not results.invalid_blocks
+        assert not load_all([self.part], load)
 
     def bytes_after(self, rows_lhtr: torch.Tensor) -> torch.Tensor:
         """What all of this rank's memory looks like after it has computed the rows itself."""
@@ -244,6 +237,4 @@ class Rank:
 
 
 def hashes_of(prompt: int) -> tuple[bytes, ...]:
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(range(prompt * TOKENS, (prompt + 1) * TOKENS))
-    return tuple(chain.hashes)
+    return prompt_hashes(range(prompt * TOKENS, (prompt + 1) * TOKENS), CHUNK)

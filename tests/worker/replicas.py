@@ -13,8 +13,8 @@ import msgspec
 import torch
 
 from tests.support.copiers import warm_copier
+from tests.support.worker_steps import prompt_hashes
 from vllm_kvpool.config import read_config
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
 from vllm_kvpool.layout.page_formats import from_token_content
@@ -39,9 +39,7 @@ Gather = Callable[[bytes], Sequence[bytes]]
 
 
 def hashes_of(prompt: int) -> tuple[bytes, ...]:
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(range(prompt * TOKENS, (prompt + 1) * TOKENS))
-    return tuple(chain.hashes)
+    return prompt_hashes(range(prompt * TOKENS, (prompt + 1) * TOKENS), CHUNK)
 
 
 def kv_of(prompt: int) -> torch.Tensor:

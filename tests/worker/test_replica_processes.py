@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import wait_until
 from tests.worker.replicas import CHUNKS, LIMIT_S, NUM_CELLS, ReplicaRank, ranks_in_threads
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.storage.file.store import FileStore
@@ -236,10 +237,9 @@ def test_a_borrower_that_is_killed_holds_nothing(start: Start) -> None:
         rank.tell("start load", 1)
     assert [rank.ask("has loaded", 1) for rank in (lender, other)] == [True] * 2
     victim.signal(signal.SIGKILL)
-    deadline = time.monotonic() + LIMIT_S
-    while lender.ask("free slots") < free:
-        assert time.monotonic() < deadline, "a slot is lost"
-        time.sleep(0.05)
+    wait_until(
+        lambda: not (lender.ask("free slots") < free), LIMIT_S, what="a slot is lost", pause_s=0.05
+    )
     assert other.ask("close") == lender.ask("close") == "closed"
 
 
@@ -250,7 +250,6 @@ def test_a_borrower_that_hangs_holds_nothing_for_ever(start: Start) -> None:
     for rank in (lender, other, victim):
         rank.tell("start load", 1)
     assert [rank.ask("has loaded", 1) for rank in (lender, other)] == [True] * 2
-    deadline = time.monotonic() + LIMIT_S
-    while lender.ask("free slots") < free:
-        assert time.monotonic() < deadline, "a slot is lost"
-        time.sleep(0.05)
+    wait_until(
+        lambda: not (lender.ask("free slots") < free), LIMIT_S, what="a slot is lost", pause_s=0.05
+    )

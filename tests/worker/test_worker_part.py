@@ -20,9 +20,10 @@ import torch
 from tests.support.copiers import warm_copier
 from tests.support.memory_store import MemoryStore
 from tests.support.threads import NewThreads
+from tests.support.waiting import wait_until
+from tests.support.worker_steps import load_all, prompt_hashes
 from vllm_kvpool.config import KVPoolConfig, read_config
 from vllm_kvpool.errors import ConfigError, StoreUnreachable
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import ContextRank, KeyMaker, chunk_id_of, make_namespace
 from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
 from vllm_kvpool.layout.page_formats import from_token_content
@@ -118,12 +119,7 @@ class Rank:
         self.pages_lbhnc.fill_(-1)
         job = JobId(next(self.jobs))
         load = LoadPlan(job, "r", 0, hashes_of(prompt), self.pages, 0, TOKENS)
-        plan = StepPlan(loads=(load,), idle=True)
-        self.pool.worker.start_loads(plan)
-        deadline = time.monotonic() + LIMIT_S
-        while "r" not in (results := self.pool.worker.finish_step(plan, set())).loaded:
-            assert time.monotonic() < deadline, "the load did not end"
-        assert bool(results.invalid_blocks) is misses
+        assert bool(load_all([self.pool], load)) is misses
         return self.pages_lbhnc.transpose(1, 2).flatten(2, 3)
 
     def close(self) -> dict[str, float]:
@@ -133,9 +129,7 @@ class Rank:
 
 
 def hashes_of(prompt: int) -> tuple[bytes, ...]:
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(range(prompt * TOKENS, (prompt + 1) * TOKENS))
-    return tuple(chain.hashes)
+    return prompt_hashes(range(prompt * TOKENS, (prompt + 1) * TOKENS), CHUNK)
 
 
 def stages(pp_size: int) -> tuple[tuple[int, int], ...]:
@@ -586,10 +580,7 @@ def test_a_tier_that_comes_later_is_found_and_used(
     back = without(lost, monkeypatch)
     rank = one_rank([tiers.memory if lost == "memory" else tiers.file])
     back.set()
-    deadline = time.monotonic() + LIMIT_S
-    while not rank.pool.registry.snapshot().get(f"kvpool_tier_up{{tier={lost}}}"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: rank.pool.registry.snapshot().get(f"kvpool_tier_up{{tier={lost}}}"), LIMIT_S)
     rank.save(kv)
     assert torch.equal(rank.load(), kv)
     rank.close()

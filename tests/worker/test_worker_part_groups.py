@@ -17,8 +17,8 @@ import torch
 from tests.support import memory_store
 from tests.support.copiers import warm_copier
 from tests.support.fakes import FakePins
+from tests.support.worker_steps import prompt_hashes
 from vllm_kvpool.config import KVRole, read_config
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
 from vllm_kvpool.layout.page_formats import from_token_content
@@ -87,13 +87,7 @@ def random_kv(model: Sequence[Layers]) -> KV:
     )
 
 
-def chunk_hashes() -> tuple[bytes, ...]:
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(range(TOKENS))
-    return tuple(chain.hashes)
-
-
-HASHES = chunk_hashes()
+HASHES = prompt_hashes(range(TOKENS), CHUNK)
 
 
 def kinds_of(

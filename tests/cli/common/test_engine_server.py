@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from tests.support.http_answers import http_server
 from tests.support.processes import session
+from tests.support.waiting import wait_until
 from vllm_kvpool.cli.common import engine_server
 from vllm_kvpool.cli.common.engine_server import EngineFailed, EngineServer
 
@@ -31,10 +31,11 @@ def started(script: str, log: Path, url: str = NOBODY) -> Iterator[EngineServer]
         )
     try:
         yield EngineServer(process.pid, lambda: process.poll() is None, url, log)
-        deadline = time.monotonic() + END_LIMIT_S  # a killed process needs a moment
-        while session(process.pid):
-            assert time.monotonic() < deadline, "a process of the group outlived the server"
-            time.sleep(0.01)
+        wait_until(  # a killed process needs a moment
+            lambda: not session(process.pid),
+            END_LIMIT_S,
+            "a process outlived the server",
+        )
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -42,8 +43,7 @@ def started(script: str, log: Path, url: str = NOBODY) -> Iterator[EngineServer]
 
 
 def wait_for_log(log: Path, words: str) -> None:
-    while words not in log.read_text():
-        time.sleep(0.01)
+    wait_until(lambda: words in log.read_text())
 
 
 @pytest.mark.parametrize(

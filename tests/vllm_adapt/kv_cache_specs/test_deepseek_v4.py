@@ -4,7 +4,6 @@ Legend: B blocks, N rows per block, C bytes by size.
 """
 
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -28,9 +27,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 import tests.support.memory_store  # noqa: F401  (its scheme)
 from tests.support.models import DeepseekShape, make_model
+from tests.support.worker_steps import load_all, prompt_hashes
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.description import described, from_description
 from vllm_kvpool.layout.engine_shape import RankPlace
 from vllm_kvpool.scheduler.blocks import GroupTables, all_blocks
@@ -164,7 +163,7 @@ def test_its_caches_are_layer_groups(config: VllmConfig, cache_dtype: str, layou
 # What one engine stores another loads
 
 
-CHUNK, TOKENS, LIMIT_S = 256, 1024, 60.0
+CHUNK, TOKENS = 256, 1024
 
 
 def random_rows(shape: tuple[int, ...]) -> torch.Tensor:
@@ -224,14 +223,7 @@ class Engine:
     def load(self, hashes: Sequence[bytes], stop: int) -> list[JobPages]:
         pages = self.tables.of_load(self.ids, 0, stop)
         plan = LoadPlan(JobId(1), "r", 0, tuple(hashes), pages, 0, stop)
-        step = StepPlan(loads=(plan,), idle=True)
-        for part in self.sides:
-            part.worker.start_loads(step)
-        for part in self.sides:
-            deadline = time.monotonic() + LIMIT_S
-            while "r" not in (results := part.worker.finish_step(step, set())).loaded:
-                assert time.monotonic() < deadline, "the load did not end"
-            assert not results.invalid_blocks
+        assert not load_all(self.sides, plan)
         return list(pages)
 
     def close(self) -> None:
@@ -248,9 +240,7 @@ def test_a_hit_brings_what_the_next_token_needs(
     config: VllmConfig, cache_dtype: str, wrote: int, reads: int, stop: int
 ) -> None:
     """All complete latents, and the windows before the hit's end, byte for byte."""
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(range(TOKENS))
-    hashes = list(chain.hashes)
+    hashes = prompt_hashes(range(TOKENS), CHUNK)
     cache, store = groups_of(config, cache_dtype, "BLHNC"), f"memory://v4-{next(STORES)}"
     writer = Engine(config, cache, wrote, store)
     writer.save(hashes)
