@@ -151,6 +151,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         *(
             "router/ops/discovery.py",
             "router/ops/replicas.py",
+            "router/ops/tasks.py",
             "router/ops/tracing.py",
         ),
     ),

@@ -8,6 +8,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import closing
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -130,30 +132,33 @@ def bring(
     """Bring the cells of a prompt near, for at most `max_seconds` and about `max_bytes`.
 
     Returns what was done, and whether all calls have returned: if not, end the process by
-    `os._exit`. `report` is told on another thread what each batch has done. StoreError if the near
-    tier cannot be asked.
+    `os._exit`. `report` is told on another thread what each batch has done. Raises what that thread
+    has met: StoreError if the near tier cannot be asked.
     """
     mover = Mover(near, far, cells, max_bytes)
     deadline = time.monotonic() + max_seconds
-    done, failures = [Brought()], list[StoreError]()
+    done = [Brought()]
+    outcome = Future[None]()
 
     def work() -> None:
         try:
-            for now in mover.batches(lambda: time.monotonic() < deadline):
-                done[0] += now
-                report(now)
-        except StoreError as error:
-            failures.append(error)
-        mover.close()
+            with closing(mover):
+                for now in mover.batches(lambda: time.monotonic() < deadline):
+                    done[0] += now
+                    report(now)
+        except BaseException as error:  # the top of the thread
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
 
-    thread = threading.Thread(target=work, name="kvpool-prefetch", daemon=True)
-    thread.start()
-    thread.join(max_seconds + GRACE_S)
+    threading.Thread(target=work, name="kvpool-prefetch", daemon=True).start()
+    wait([outcome], max_seconds + GRACE_S)
     if time.monotonic() >= deadline:
         logger.warning("prefetch: stopped at --max-seconds=%g", max_seconds)
-    if failures:
-        raise failures[0]
-    return done[0], not thread.is_alive()
+    has_ended = outcome.done()
+    if has_ended:
+        outcome.result()  # raises the thread's error
+    return done[0], has_ended
 
 
 class Mover:

@@ -12,8 +12,8 @@ from tests.support.faults import Fault, FaultyStore
 from tests.support.memory_store import MemoryStore
 from vllm_kvpool import prefetch as mover_module
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.prefetch import BATCH_CELLS, MAX_CELL_BYTES, Brought, Mover, PromptCells
-from vllm_kvpool.storage.base import GetOutcome, Store
+from vllm_kvpool.prefetch import BATCH_CELLS, MAX_CELL_BYTES, Brought, Mover, PromptCells, bring
+from vllm_kvpool.storage.base import Buffer, GetOutcome, Store
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.contents.encryption import CellCipher
 
@@ -201,6 +201,48 @@ def test_a_near_tier_that_is_full_or_away() -> None:
     near.faults.inject(Fault.UNREACHABLE, "exists")
     with pytest.raises(StoreError):
         move(near, far, names)
+
+
+FAILURES = [  # what fails, how, and what `bring` raises
+    ("exists", Fault.UNREACHABLE, StoreError),
+    ("exists", Fault.CRASH, RuntimeError),
+    ("get", Fault.CRASH, RuntimeError),
+    ("put", Fault.CRASH, RuntimeError),
+    ("report", None, KeyboardInterrupt),
+]
+
+
+class RegisteringStore(FaultyStore):
+    """Counts the registered buffers."""
+
+    num_registered = 0
+
+    def register(self, buffer: Buffer) -> None:
+        super().register(buffer)
+        self.num_registered += 1
+
+    def unregister(self, buffer: Buffer) -> None:
+        super().unregister(buffer)
+        self.num_registered -= 1
+
+
+@pytest.mark.parametrize(("what", "fault", "raised"), FAILURES)
+def test_failure_of_the_thread_is_raised_and_its_memory_is_given_back(
+    what: str, fault: Fault | None, raised: type[BaseException]
+) -> None:
+    near, far = (RegisteringStore(MemoryStore("", 1 << 26)) for _ in range(2))
+    names = names_of(3)
+    fill(far, names)
+    if fault is not None:
+        (far if what == "get" else near).faults.inject(fault, what)
+
+    def report(done: Brought) -> None:
+        if what == "report":
+            raise KeyboardInterrupt
+
+    with pytest.raises(raised):
+        bring(near, [far], names, PLENTY, 60.0, report)
+    assert near.num_registered == far.num_registered == 0
 
 
 GOOD = names_of(2)

@@ -15,7 +15,6 @@ from vllm_kvpool.router.config import (
     controller_of,
     load_config,
     read_config,
-    replica_ids,
 )
 from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.states import MAX_REPLICAS
@@ -83,11 +82,6 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
         '[[replicas]]\nid = "x"\nurl = "http://a:1"\nrole = "decode"\n'
         '[[replicas]]\nid = "x"\nurl = "http://a:2"\nrole = "decode"\n',
         ("number 2", "'x'", "twice"),
-    ),
-    "an id that another one gets": (
-        '[[replicas]]\nid = "replica-2"\nurl = "http://a:1"\nrole = "decode"\n'
-        '[[replicas]]\nurl = "http://a:2"\nrole = "decode"\n',
-        ("number 2", "'replica-2'", "twice"),
     ),
     "an id of two words": (
         '[[replicas]]\nid = "my engine"\nurl = "http://a:1"\nrole = "decode"\n',
@@ -261,7 +255,7 @@ def test_defaults_will_do(tmp_path: Path) -> None:
     path.write_text(ENGINE)
     config = load_config(path)
     assert config.front == FrontConfig()
-    assert replica_ids(config) == ["replica-1"]
+    assert [each.id for each in config.replicas] == [""]
 
 
 def test_every_default_passes_its_own_checks() -> None:

@@ -5,19 +5,36 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.router.scenes import Scene
 from tests.support.router_rig import run
 from tests.support.server_process import free_ports
 from tests.support.waiting import until
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import RouterConfig, read_config
-from vllm_kvpool.router.control.events import Added, Event, Remove, ReplicaSpec, SetRole
-from vllm_kvpool.router.control.states import ReplicaId, Role
+from vllm_kvpool.router.control.events import (
+    Added,
+    Decode,
+    DecodeEnded,
+    Event,
+    Load,
+    Loaded,
+    Outcome,
+    Remove,
+    ReplicaSpec,
+    SetRole,
+)
+from vllm_kvpool.router.control.fleet import Fleet
+from vllm_kvpool.router.control.states import Goal, ReplicaId, Role
 from vllm_kvpool.router.ops.discovery import Discovery
 from vllm_kvpool.router.run import read_again
 
@@ -35,9 +52,49 @@ def added(name: str, url: str, role: Role = Role.DECODE) -> Added:
     return Added(spec=ReplicaSpec(replica_id=ReplicaId(name), url=url), role=role)
 
 
-def test_a_configuration_that_is_read_again_changes_its_own_replicas_alone() -> None:
-    events: list[Event] = []
-    discovery = Discovery(config("http://a:1", "http://b:1/"), events.append)
+class Bench:
+    """A controller whose engines load at once, and what it was told by a discovery."""
+
+    def __init__(self) -> None:
+        self.scene = Scene()
+        self.events: list[Event] = []
+        self.decodes: list[Decode] = []
+        """Requests that run."""
+
+    def discovery(self, given: RouterConfig, every_s: float = 60.0) -> Discovery:
+        return Discovery(given, self.scene.controller.state.fleet, self.post, every_s=every_s)
+
+    def post(self, event: Event) -> None:
+        self.step(event)
+        self.events.append(event)
+
+    def step(self, event: Event) -> None:
+        for action in self.scene.step(event):
+            if isinstance(action, Load):
+                self.step(Loaded(action.replica))
+            elif isinstance(action, Decode):
+                self.decodes.append(action)
+
+    def arrive(self, name: str) -> None:
+        """A request comes, which some replica decodes."""
+        self.decodes += [each for each in self.scene.arrived(name) if isinstance(each, Decode)]
+
+    def end(self, decode: Decode) -> None:
+        self.decodes.remove(decode)
+        self.step(
+            DecodeEnded(request_id=decode.request_id, replica=decode.replica, outcome=Outcome.OK)
+        )
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """The replicas' ids by URL."""
+        return {each.spec.url: each.replica_id for each in self.scene.controller.state.fleet}
+
+
+async def test_a_configuration_that_is_read_again_changes_its_own_replicas_alone() -> None:
+    bench = Bench()
+    events = bench.events
+    discovery = bench.discovery(config("http://a:1", "http://b:1/"))
     discovery.start()
     assert events == [added("replica-1", "http://a:1"), added("replica-2", "http://b:1")]
     discovery.reload(config("http://a:1", "http://b:1"))
@@ -52,20 +109,199 @@ def test_a_configuration_that_is_read_again_changes_its_own_replicas_alone() -> 
         SetRole(ReplicaId("replica-2"), Role.PREFILL),
         added("c", "http://c:1"),
     ]
+    await discovery.stop()
+
+
+A, B, C, D = (f"http://{name}:1" for name in "abcd")
+NAMED_A = {"url": A, "id": "replica-2"}
+NAMES: dict[str, tuple[list[str | dict[str, str]], list[str | dict[str, str]], dict[str, str]]] = {
+    # the entries of a file, those that it has later, and the ids that the replicas have then
+    "first goes, last comes": ([A, B], [B, C], {B: "replica-2", C: "replica-1"}),
+    "first comes": ([A, B], [C, A, B], {A: "replica-1", B: "replica-2", C: "replica-3"}),
+    "all change places": ([A, B, C], [C, A, B], {A: "replica-1", B: "replica-2", C: "replica-3"}),
+    "several come in front": (
+        [A, B],
+        [C, D, B, A],
+        {A: "replica-1", B: "replica-2", C: "replica-3", D: "replica-4"},
+    ),
+    "all are others": ([A, B], [C, D], {C: "replica-1", D: "replica-2"}),
+    "given id like a default": (
+        [B],
+        [NAMED_A, B, C],
+        {A: "replica-2", B: "replica-1", C: "replica-3"},
+    ),
+    "given id of a later place": ([NAMED_A, B], [NAMED_A, B], {A: "replica-2", B: "replica-1"}),
+    "default that a later one is given": (
+        [D],
+        [A, {"url": C, "id": "replica-1"}],
+        {A: "replica-2", C: "replica-1"},
+    ),
+    "mixed": ([{"url": A, "id": "a"}, B], [{"url": A, "id": "a"}, B], {A: "a", B: "replica-2"}),
+}
+
+
+def entries(of: Sequence[str | Mapping[str, object]]) -> RouterConfig:
+    """A configuration with these engines, by URL or by fields."""
+    fields = [{"url": each} if isinstance(each, str) else each for each in of]
+    return read_config({"replicas": [{"role": "decode", **each} for each in fields]})
+
+
+@pytest.mark.parametrize("case", NAMES)
+async def test_replica_without_an_id_keeps_its_name_and_a_new_one_gets_a_free_one(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, after, ids = NAMES[case]
+    bench = Bench()
+    discovery = bench.discovery(entries(before))
+    discovery.start()
+    discovery.reload(entries(after))
+    assert bench.ids == ids
+    num_events = len(bench.events)
+    discovery.reload(entries(after))
+    assert len(bench.events) == num_events
+    assert not caplog.messages
+    await discovery.stop()
+
+
+async def test_engine_that_is_refused_while_another_drains_is_added_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its id is that of an engine which still answers a request; no file or name is watched."""
+    bench = Bench()
+    discovery = bench.discovery(entries([{"url": A, "id": "d"}]), every_s=0.001)
+    discovery.start()
+    bench.arrive("r")
+    discovery.reload(entries([{"url": B, "id": "d"}]))
+    await asyncio.sleep(0.01)
+    assert bench.ids == {A: "d"}
+    assert caplog.text.count("engine d at http://b:1 is not added, and is tried again: d at") == 1
+    bench.end(*bench.decodes)
+    await until(lambda: bench.ids == {B: "d"})
+    await discovery.stop()
+
+
+@pytest.mark.parametrize(
+    ("changed", "names"),
+    [
+        ({"start": ["new"], "stop": ["old"]}, "start"),
+        ({"start": ["old"], "stop": ["new"]}, "stop"),
+        ({"start": ["new"], "stop": ["new"]}, "start and stop"),
+        ({"start": ["old"], "stop": ["old"], "id": "b"}, "id"),
+        ({"id": "b"}, "start and stop and id"),
+    ],
+)
+async def test_change_that_a_replica_cannot_take_is_named_once_until_it_is_taken_back(
+    changed: dict[str, object], names: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = {"url": A, "start": ["old"], "stop": ["old"]}
+    bench = Bench()
+    discovery = bench.discovery(entries([first]))
+    discovery.start()
+    warning = f"engine replica-1 at {A} keeps its {names}: take it out of its source"
+    for each, count in ((changed, 1), (changed, 1), (first, 1), (changed, 2)):
+        discovery.reload(entries([{"url": A, **each}]))
+        assert caplog.text.count(warning) == count
+    assert len(bench.events) == 1
+    discovery.reload(entries([B]))
+    discovery.reload(entries([{"url": A, **changed}, B]))
+    assert bench.ids[A] == changed.get("id", "replica-2")
+    assert len(caplog.messages) == 2
+    await discovery.stop()
+
+
+async def test_replica_that_a_person_has_added_under_a_known_id_is_left_alone() -> None:
+    bench = Bench()
+    discovery = bench.discovery(entries([{"url": A, "id": "x"}, B]))
+    discovery.start()
+    bench.step(Remove(ReplicaId("x")))
+    bench.step(added("x", C))
+    discovery.reload(entries([{"url": A, "id": "x", "role": "prefill"}, B]))
+    discovery.reload(entries([B]))
+    assert bench.ids == {B: "replica-2", C: "x"}
+    assert bench.events[2:] == []
+    await discovery.stop()
+
+
+URLS = (A, B, C, D)
+IDS = ("", "", "replica-2", "x")
+
+
+class Reloads(RuleBasedStateMachine):
+    """A configuration that changes while requests come and end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench = Bench()
+        self.discovery = self.bench.discovery(entries([A]))
+        self.wanted: dict[str, str] = {}
+        self.specs: set[ReplicaSpec] = set()
+        """Replicas that were there to stay after the last step."""
+        self.number = 0
+
+    @rule(
+        engines=st.lists(
+            st.tuples(st.sampled_from(URLS), st.sampled_from(IDS)),
+            min_size=1,
+            unique_by=(lambda each: each[0], lambda each: each[1] or each[0]),
+        )
+    )
+    def reload(self, engines: list[tuple[str, str]]) -> None:
+        self.wanted = dict(engines)
+        self.discovery.reload(entries([{"url": url, "id": name} for url, name in engines]))
+
+    @rule()
+    def arrive(self) -> None:
+        self.number += 1
+        self.bench.arrive(f"r{self.number}")
+
+    @precondition(lambda self: self.bench.decodes)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        self.bench.end(data.draw(st.sampled_from(self.bench.decodes)))
+
+    @rule()
+    def settle(self) -> None:
+        """Requests end, replicas leave, and refused engines are tried again."""
+        while self.bench.decodes:
+            self.bench.end(self.bench.decodes[0])
+        self.discovery._apply()
+        self.discovery._apply()
+        missing = self.wanted.keys() - self.bench.ids.keys()
+        # The id that the file gives it is another replica's, which stays.
+        others = {self.wanted[url] for url in missing}
+        assert "" not in others
+        assert others <= set(self.bench.ids.values())
+        assert self.bench.ids.keys() <= self.wanted.keys()
+
+    @invariant()
+    def ids_are_unique(self) -> None:
+        assert len(set(self.bench.ids.values())) == len(self.bench.ids)
+
+    @invariant()
+    def what_stays_in_the_file_stays_a_replica(self) -> None:
+        fleet = self.bench.scene.controller.state.fleet
+        specs = {each.spec for each in fleet if each.goal is not Goal.REMOVE}
+        assert all(each in specs for each in self.specs if each.url in self.wanted)
+        self.specs = specs
+
+
+TestReloads = Reloads.TestCase
+TestReloads.settings = settings(stateful_step_count=30)
 
 
 async def test_a_file_is_watched_and_one_that_is_wrong_changes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "engines.toml"
-    events: list[Event] = []
+    bench = Bench()
+    events = bench.events
 
     def write(text: str) -> None:
         new = tmp_path / "new"
         new.write_text(text)
         new.replace(path)
 
-    discovery = Discovery(config(file=str(path)), events.append, every_s=0.01)
+    discovery = bench.discovery(config(file=str(path)), every_s=0.01)
     discovery.start()
     await until(lambda: "discovery.file: " in caplog.text)
     write(entry("http://a:1", "prefill") + entry("http://b:1", name="b"))
@@ -92,10 +328,11 @@ async def test_a_file_is_watched_and_one_that_is_wrong_changes_nothing(
 async def test_a_file_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
     """A truncated one names fewer engines, or none, and is good TOML all the same."""
     path = tmp_path / "engines.toml"
-    events: list[Event] = []
+    bench = Bench()
+    events = bench.events
 
     path.write_text(entry("http://a:1") + entry("http://b:1"))
-    discovery = Discovery(config(file=str(path)), events.append, every_s=0.02)
+    discovery = bench.discovery(config(file=str(path)), every_s=0.02)
     discovery.start()
     await until(lambda: len(events) == 2)
     for number in range(20):
@@ -110,11 +347,12 @@ async def test_a_file_that_is_being_written_is_left_alone(tmp_path: Path) -> Non
 
 
 def test_each_address_of_a_name_is_an_engine(caplog: pytest.LogCaptureFixture) -> None:
-    events: list[Event] = []
+    bench = Bench()
+    events = bench.events
 
     async def main() -> None:
         given = config(prefill_dns="localhost:8100", decode_dns="no-such-name.invalid:8200")
-        discovery = Discovery(given, events.append, every_s=0.01)
+        discovery = bench.discovery(given, every_s=0.01)
         discovery.start()
         await until(lambda: "no-such-name.invalid:8200 cannot be resolved" in caplog.text)
         await until(lambda: events)
@@ -142,7 +380,7 @@ def test_what_cannot_be_added_is_tried_again(tmp_path: Path) -> None:
         nonlocal is_there
         path = tmp_path / "engines.toml"
         path.write_text(entry("http://a:1"))
-        discovery = Discovery(config(file=str(path)), post, every_s=0.01)
+        discovery = Discovery(config(file=str(path)), Fleet(), post, every_s=0.01)
         discovery.start()
         await until(lambda: num_refused > 1)
         is_there = False

@@ -215,6 +215,28 @@ async def test_a_load_after_a_rest_waits_for_the_sleep() -> None:
         assert core.sleep_level is None, "it would sleep now, and nobody would know"
 
 
+async def test_engine_with_a_request_to_sleep_is_not_sent_another_which_would_hide_the_first() -> (
+    None
+):
+    """The last load waited for the second request alone, and the first then put it to sleep."""
+    async with bench() as each:
+        each.watch.load()
+        await each.until(Loaded)
+        slow = Fault(kind=FaultKind.SLOW, seconds=0.5, paths=("/sleep",), times=1)
+        each.engine.fail(slow)
+        each.watch.rest(sleeps=True)
+        await each.so(lambda: each.engine.counts.received["/sleep"])
+        each.watch.load()
+        each.watch.rest(sleeps=True)
+        each.watch.load()
+        await each.until(Loaded)
+        core = each.engine.core
+        assert core is not None
+        await asyncio.sleep(0.5)
+        assert core.sleep_level is None
+        assert each.engine.counts.received["/sleep"] == 1
+
+
 async def save(each: Bench) -> EngineCore:
     """Load the engine and have it compute a prompt, whose chunks are then on their way."""
     await each.load()

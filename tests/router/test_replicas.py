@@ -1,16 +1,25 @@
 """The end of what looks after replicas, while replicas still come and go."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from tests.support.router_rig import run
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.control.events import Added, Load, ReplicaSpec, Retire, Warm
+from vllm_kvpool.router.control.fleet import Fleet
 from vllm_kvpool.router.control.states import ReplicaId, Role
+from vllm_kvpool.router.dataplane.data_plane import upstream_of
 from vllm_kvpool.router.ops import replicas as ops_replicas
+from vllm_kvpool.router.ops.replicas import Replicas
+from vllm_kvpool.router.ops.tasks import Tasks
 from vllm_kvpool.router.run import Router
 
 if TYPE_CHECKING:
@@ -119,7 +128,7 @@ async def test_engine_is_ended_once_its_saves_have_ended(ran: list[str]) -> None
         await asyncio.sleep(0)
         assert ran == []
         watch.saved.set()
-        await asyncio.gather(*router.replicas._tasks)
+        await router.replicas._tasks.join()
         assert ran == ["halt"]
 
 
@@ -129,7 +138,7 @@ async def test_engine_that_is_wanted_while_its_saves_end_is_not_ended(ran: list[
         await asyncio.sleep(0)
         router.replicas.perform(Load(FIRST, Role.DECODE))
         watch.saved.set()
-        await asyncio.gather(*router.replicas._tasks, return_exceptions=True)
+        await router.replicas._tasks.join()
         assert ran == []
         assert watch.begun == ["load", "rest", "load"]
 
@@ -152,3 +161,188 @@ async def test_engine_that_does_not_answer_is_started(
         assert watch.start is not None
         await watch.start()
         assert ran == commands
+
+
+class LoadingWatch:
+    """A monitor that starts its engine at a load, and whose engine saves until the test lets it."""
+
+    def __init__(self, may_end: asyncio.Event) -> None:
+        self.has_failed = False
+        self._may_end = may_end
+        self._tasks = Tasks("watch")
+
+    def start(self) -> None:
+        pass
+
+    def load(self, *, start: Callable[[], Awaitable[None]]) -> None:
+        async def load() -> None:
+            await start()
+
+        self._tasks.cancel("load")
+        self._tasks.start("load", load)
+
+    def rest(self, *, sleeps: bool) -> None:
+        assert not sleeps
+        self._tasks.cancel("load")
+
+    async def is_healthy(self) -> bool:
+        return False
+
+    async def await_saves(self) -> None:
+        await self._may_end.wait()
+
+    async def stop(self) -> None:
+        await self._tasks.stop()
+
+
+class Engines:
+    """Two replicas' ids, two engines, and the commands that start and end the engines."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fleet = Fleet()
+        self.may_end, self.may_go = asyncio.Event(), asyncio.Event()
+        self.up: set[str] = set()
+        config = read_config({"replicas": [{"url": "http://127.0.0.1:1", "role": "decode"}]})
+        self.upstream = upstream_of(config)
+        self.replicas = Replicas(config, self.fleet, self.upstream, lambda event: None)
+        monkeypatch.setattr(ops_replicas, "Monitor", lambda *_: LoadingWatch(self.may_end))
+        monkeypatch.setattr(ops_replicas, "run_command", self._run_command)
+
+    async def _run_command(self, _id: str, name: str, command: Sequence[str], _: float) -> None:
+        if name == "stop":
+            await self.may_go.wait()
+            self.up.discard(command[0])
+        else:
+            self.up.add(command[0])
+
+    def load(self, name: str, url: str) -> None:
+        """A replica is wanted, and added where it is not there."""
+        if ReplicaId(name) not in self.fleet:
+            if url in {each.spec.url for each in self.fleet}:
+                return
+            spec = ReplicaSpec(replica_id=ReplicaId(name), url=url, start=(url,), stop=(url,))
+            self.fleet.add(spec, 0.0)
+        self.replicas.perform(Load(ReplicaId(name), Role.DECODE))
+
+    def retire(self, name: str, *, forget: bool) -> None:
+        if ReplicaId(name) in self.fleet:
+            self.replicas.perform(Retire(ReplicaId(name), forget=forget))
+            if forget:
+                self.fleet.forget(ReplicaId(name))
+
+
+EXPIRED_REMOVED_ADDED = (
+    ("load", "x", "a"),
+    ("turn",),
+    ("retire", "x"),
+    ("turn",),
+    ("saved",),
+    ("turn",),
+    ("forget", "x"),
+    ("turn",),
+    ("load", "x", "a"),
+    ("turn",),
+)
+MOVED = (("load", "x", "a"), ("turn",), ("forget", "x"), ("load", "x", "b"))
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("load"), st.sampled_from("xy"), st.sampled_from("ab")),
+        st.tuples(st.sampled_from(["retire", "forget"]), st.sampled_from("xy")),
+        st.tuples(st.sampled_from(["turn", "turn", "saved", "saving", "stopped", "stopping"])),
+    ),
+    max_size=30,
+)
+
+
+@given(STEPS)
+@example(EXPIRED_REMOVED_ADDED)
+@example(MOVED)
+def test_engine_runs_in_the_end_if_and_only_if_its_last_order_was_to_load(
+    steps: Sequence[tuple[str, ...]],
+) -> None:
+    """Whatever runs when an order comes: saves, commands of earlier orders, another's engine."""
+
+    async def main() -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            engines = Engines(monkeypatch)
+            wanted: dict[str, str] = {}
+            orders: dict[str, Callable[..., None]] = {
+                "load": engines.load,
+                "retire": partial(engines.retire, forget=False),
+                "forget": partial(engines.retire, forget=True),
+                "saved": engines.may_end.set,
+                "saving": engines.may_end.clear,
+                "stopped": engines.may_go.set,
+                "stopping": engines.may_go.clear,
+            }
+            for what, *arguments in steps:
+                if what == "turn":
+                    for _ in range(3):
+                        await asyncio.sleep(0)
+                    continue
+                orders[what](*arguments)
+                if what == "load":
+                    found = engines.fleet.get(ReplicaId(arguments[0]))
+                    if found is not None:
+                        wanted[arguments[0]] = found.spec.url
+                elif what in ("retire", "forget"):
+                    wanted.pop(arguments[0], None)
+            engines.may_end.set()
+            engines.may_go.set()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert engines.up == set(wanted.values())
+            await engines.replicas.stop()
+            await engines.upstream.close()
+            assert len(asyncio.all_tasks()) == 1
+
+    run(main)
+
+
+async def test_task_that_fails_is_logged_and_its_name_is_free(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail() -> None:
+        raise KeyError("x")
+
+    tasks = Tasks("owner")
+    for count in (1, 2):
+        tasks.start("one", fail)
+        await tasks.join()
+        assert caplog.text.count("owner: the task 'one' has failed") == count
+        assert caplog.text.count("KeyError: 'x'") == count
+
+
+async def test_running_task_keeps_its_name_until_it_is_cancelled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ran: list[str] = []
+    may_end = asyncio.Event()
+
+    async def work(name: str) -> None:
+        ran.append(f"{name} begins")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await may_end.wait()  # as a command that is killed and waited for
+            ran.append(f"{name} ends")
+
+    caplog.set_level(logging.INFO)
+    tasks = Tasks("owner")
+    for name in ("first", "not at all"):
+        tasks.start("one", partial(work, name))
+        await asyncio.sleep(0)
+    tasks.cancel("one")
+    tasks.cancel("one")
+    tasks.start("one", partial(work, "second"))
+    await asyncio.sleep(0)
+    begun = list(ran)
+    may_end.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    tasks.start("one", partial(work, "not at all"))
+    await tasks.stop()
+    assert begun == ["first begins", "second begins"]
+    assert ran == [*begun, "first ends", "second ends"]
+    assert len(asyncio.all_tasks()) == 1
+    assert not caplog.messages

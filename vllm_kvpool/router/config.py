@@ -292,11 +292,6 @@ def listen_address(listen: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def replica_ids(config: RouterConfig) -> list[str]:
-    """Return the names of the configured replicas, in their order."""
-    return [each.id or f"replica-{number}" for number, each in enumerate(config.replicas, 1)]
-
-
 def _expand(value: Any, place: str, errors: list[str]) -> Any:
     def variable(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
@@ -460,15 +455,14 @@ def _check_replicas(config: RouterConfig) -> Iterator[str]:
         yield 'no engine decodes; give one of them the role "decode" or "both"'
     ids: set[str] = set()
     urls: set[str] = set()
-    for number, (name, replica) in enumerate(
-        zip(replica_ids(config), config.replicas, strict=True), 1
-    ):
+    for number, replica in enumerate(config.replicas, 1):
         place = f"[[replicas]] number {number}"
         url = replica.url.rstrip("/").lower()
-        if name in ids or url in urls:
-            twice = replica.url if url in urls else f"id {name!r}"
+        if replica.id in ids or url in urls:
+            twice = replica.url if url in urls else f"id {replica.id!r}"
             yield f"{place}: {twice} is there twice; take one out"
-        ids.add(name)
+        if replica.id:
+            ids.add(replica.id)
         urls.add(url)
 
 

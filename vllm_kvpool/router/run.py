@@ -100,7 +100,7 @@ class Router:
         self._upstream = upstream_of(config)
         fleet = self.controller.state.fleet
         self.replicas = Replicas(config, fleet, self._upstream, self.post)
-        self.discovery = Discovery(config, self.post)
+        self.discovery = Discovery(config, fleet, self.post)
         self._tenants = Tenants.of_file(config.front.keys_file, clock)
         self.data_plane = DataPlane(config, self, self._upstream, self._tenants, clock=clock)
         self.front_port = 0

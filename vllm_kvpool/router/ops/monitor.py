@@ -5,7 +5,8 @@ It sleeps until the next check is due, or `ask` wants one at once. An engine at 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.engine_metrics import sample
 from vllm_kvpool.router.dataplane.responses import BUSY_STATUSES, OK, EngineLost
 from vllm_kvpool.router.dataplane.upstream import EngineUnreached, Upstream
+from vllm_kvpool.router.ops.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +67,10 @@ class Monitor:
         self._config = config
         self._post = post
         self._asked = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loading: asyncio.Task[None] | None = None
-        self._sleeping: asyncio.Task[None] | None = None
+        self._tasks = Tasks(f"monitor of {replica}")
+        """By name: poll, load, warm, sleep."""
         self._is_asked_to_sleep = False
+        """True while the engine has the request to sleep."""
         self._saves_timeout_s = saves_timeout_s
         self._load_error = ""
         self._is_loaded = False
@@ -76,7 +78,7 @@ class Monitor:
         self._missed = 0
 
     def start(self) -> None:
-        self._run(self._poll())
+        self._tasks.start("poll", self._poll)
 
     def ask(self) -> None:
         """Check at once whether it is alive."""
@@ -88,25 +90,23 @@ class Monitor:
         `start`: starts its engine, or raises EngineLost. An engine that others start is woken, if
         it sleeps.
         """
-        self._stop_loading()
-        if self._sleeping is not None and not self._is_asked_to_sleep:
-            self._sleeping.cancel()  # it waits for saves, and is wanted again
+        self._cancel_steps()
         self._is_resting = self._is_loaded = self.has_failed = False
         self._missed = 0
-        self._loading = self._run(self._load(start))
+        self._tasks.start("load", partial(self._load, start))
         self.ask()
 
     def rest(self, *, sleeps: bool) -> None:
         """Stop checking it. `sleeps`: have it release its memory if it can sleep."""
-        self._stop_loading()
+        self._cancel_steps()
         self._is_resting = True
         if sleeps:
-            self._is_asked_to_sleep = False
-            self._sleeping = self._run(self._sleep())
+            self._tasks.start("sleep", self._sleep)
 
     def warm(self) -> None:
         """Send a request of one token; reports `Warmed` or `Failed`."""
-        self._run(self._warm())
+        self._tasks.cancel("warm")  # each order is answered, also one given while a task reports
+        self._tasks.start("warm", self._warm)
 
     async def await_saves(self) -> None:
         """Wait until the engine's saves have ended, at most `saves_timeout_s`; log what is left.
@@ -141,30 +141,13 @@ class Monitor:
         return found.pending_save_tokens or 0
 
     async def stop(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.stop()
 
-    def _stop_loading(self) -> None:
-        if self._loading is not None:
-            self._loading.cancel()
-            self._loading = None
-
-    def _run(self, what: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(what)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error(
-                "%s: its monitor has failed, so it is no longer watched",
-                self.replica,
-                exc_info=error,
-            )
+    def _cancel_steps(self) -> None:
+        """Cancel a load, and a sleep that waits for saves; a request to sleep goes on."""
+        self._tasks.cancel("load")
+        if not self._is_asked_to_sleep:
+            self._tasks.cancel("sleep")
 
     # While it serves
 
@@ -232,8 +215,7 @@ class Monitor:
         timeout_s = self._config.load_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                if self._sleeping is not None:
-                    await asyncio.wait({self._sleeping})
+                await self._tasks.wait("sleep")
                 if start is not None:
                     try:
                         await start()
@@ -279,7 +261,10 @@ class Monitor:
         await self.await_saves()
         self._is_asked_to_sleep = True
         try:
-            await self._order("/sleep?level=1")
+            try:
+                await self._order("/sleep?level=1")
+            finally:
+                self._is_asked_to_sleep = False
         except EngineLost as error:
             self._post(SleepFailed(self.replica, NO_SLEEP.format(error=error)))
 

@@ -5,9 +5,8 @@ Owned by the router's loop. What monitors see is posted as events.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from vllm_kvpool.router.config import RouterConfig
 from vllm_kvpool.router.control.events import (
@@ -25,6 +24,7 @@ from vllm_kvpool.router.dataplane.upstream import Upstream
 from vllm_kvpool.router.ops.commands import run_command
 from vllm_kvpool.router.ops.compatibility import Problem, problems
 from vllm_kvpool.router.ops.monitor import Monitor
+from vllm_kvpool.router.ops.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +43,16 @@ class Replicas:
         self._engines = engines
         self._post = post
         self._is_stopping = False
-        self._compatibility: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks("replicas")
+        """The compatibility watch, and the end of each engine that is ended by command."""
+        self._stops = Tasks("monitors")
+        """Stops of the monitors of removed replicas."""
         self._specs: dict[ReplicaId, ReplicaSpec] = {}
         """Specs of the monitored replicas."""
-        self._endings: dict[ReplicaId, asyncio.Task[None]] = {}
-        """Engines that are ended by command, once their saves have ended."""
 
     def start(self) -> None:
         """Watch whether engines differ from one another."""
-        self._compatibility = asyncio.create_task(self._watch_compatibility())
+        self._tasks.start("compatibility", self._watch_compatibility)
 
     def perform(self, action: Load | Warm | Probe | Retire) -> None:
         """Never waits; without effect once the router stops."""
@@ -72,12 +72,11 @@ class Replicas:
     async def stop(self) -> None:
         """Stop the monitors; engines go on, and commands that run are killed."""
         self._is_stopping = True
-        if self._compatibility is not None:
-            self._compatibility.cancel()
-        for ending in self._endings.values():
-            ending.cancel()
-        await asyncio.gather(*(monitor.stop() for monitor in self.monitors.values()))
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(
+            self._tasks.stop(),
+            self._stops.join(),
+            *(monitor.stop() for monitor in self.monitors.values()),
+        )
 
     async def _watch_compatibility(self) -> None:
         """Log engines that have begun, or ceased, to differ from the others; until cancelled."""
@@ -95,9 +94,8 @@ class Replicas:
 
     def _load(self, action: Load) -> None:
         replica_id = action.replica
-        if (ending := self._endings.pop(replica_id, None)) is not None:
-            ending.cancel()  # it is wanted again
         spec = self._specs[replica_id] = self._fleet[replica_id].spec
+        self._tasks.cancel(_end_of(spec))  # the engine is wanted again
         monitor = self.monitors.get(replica_id)
         if monitor is None:
             monitor = Monitor(replica_id, spec.url, self._engines, self._config.health, self._post)
@@ -135,20 +133,18 @@ class Replicas:
             return  # it has never been loaded
         spec = self._specs[replica_id]
         if spec.stop:
-            self._endings[replica_id] = self._run(self._end(spec, monitor))
+            self._tasks.start(_end_of(spec), partial(self._end, spec, monitor))
         monitor.rest(sleeps=not (spec.stop or forget))
         if forget:
             del self.monitors[replica_id], self._specs[replica_id]
-            self._run(monitor.stop())
+            self._stops.start(f"{spec.url} {id(monitor)}", monitor.stop)
 
     async def _end(self, spec: ReplicaSpec, monitor: Monitor) -> None:
         """End an engine; one that has saved something first ends its saves."""
         await monitor.await_saves()
         await self._stop(spec)
-        del self._endings[spec.replica_id]
 
-    def _run(self, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(what)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+
+def _end_of(spec: ReplicaSpec) -> str:
+    """The name of the task that ends an engine: an engine is its URL, whatever replica has it."""
+    return f"end of {spec.url}"
