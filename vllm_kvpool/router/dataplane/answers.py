@@ -35,7 +35,7 @@ from vllm_kvpool.router.dataplane.responses import (
     read_usage,
 )
 from vllm_kvpool.router.dataplane.resume.chunks import has_other_details, with_details
-from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
+from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode, stop_strings
 from vllm_kvpool.router.dataplane.resume.stream_resumer import (
     Finish,
     Refusal,
@@ -91,7 +91,10 @@ class OnePiece:
         if outcome_of(answer.status) is not Outcome.OK:
             return await self._failed(call, answer)
         is_read = not self._request.is_passed_on
-        counts = read_reply(answer.body) if is_read else read_usage(answer.body)
+        if is_read:
+            counts = read_reply(answer.body, stop_strings(self._request))
+        else:
+            counts = read_usage(answer.body)
         call.report(Outcome.OK, counts)
         if counts.details != UNKNOWN:
             await self._await_details()

@@ -16,6 +16,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.dataplane.responses import (
     UNKNOWN,
+    ChoiceEnd,
     Count,
     EngineLost,
     PromptDetails,
@@ -47,12 +48,10 @@ class Logprobs(msgspec.Struct):
     tokens: list[str] = []
 
 
-class Choice(msgspec.Struct):
+class Choice(ChoiceEnd):
     index: Count = 0
     text: str | None = None
     delta: Delta | None = None
-    finish_reason: str | None = None
-    stop_reason: Raw = Raw()
     token_ids: list[TokenId] | UnsetType | None = UNSET
     prompt_token_ids: Raw = Raw()
     logprobs: Logprobs | None = None

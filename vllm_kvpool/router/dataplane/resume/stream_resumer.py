@@ -23,6 +23,7 @@ from vllm_kvpool.router.dataplane.responses import (
     PromptDetails,
     PromptUsage,
     Usage,
+    check_end,
 )
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, Overlap, ResumePoint
 from vllm_kvpool.router.dataplane.resume.chunks import (
@@ -132,10 +133,6 @@ MAX_RESUMES = 8
 MAX_HELD_CHUNKS = 1024
 MORE_PAYLOADS = 64
 """Payloads of a sequence beside one for each token: its role, its end, what a parser held back."""
-_ABORTED = "abort"
-_RECOMPUTED, _RECOMPUTED_JSON = "recomputed", b'"recomputed"'
-"""The stop reason of vLLM-Ascend's `recompute_scheduler_enable`: a decoder short of blocks ends a
-request where other schedulers preempt it."""
 
 
 class StreamResumer:
@@ -154,7 +151,8 @@ class StreamResumer:
 
     def __init__(self, request: ClientRequest, prompt: PromptUsage | None = None) -> None:
         withholds = not request.value("include_stop_str_in_output")
-        self.answer = Answer(stop_strings(request), withholds)
+        self._stops = stop_strings(request)
+        self.answer = Answer(self._stops, withholds)
         self.answer.has_ids = request.trackable
         self.num_resumes = 0
         self.ended = False
@@ -173,7 +171,6 @@ class StreamResumer:
         """The client sees which tokens there are."""
         self._counts_chars = has_logprobs and not self._is_chat
         """Its chunks have a `text_offset`."""
-        self._may_be_given_back = _RECOMPUTED not in stop_strings(request)
         self._num_choices = request.n * max(1, request.num_prompts)
         self._most_tokens = request.most_tokens
         self._most_payloads = self._num_choices * (self._most_tokens + MORE_PAYLOADS)
@@ -238,11 +235,7 @@ class StreamResumer:
         for choice in chunk.choices:
             if choice.index >= self._num_choices:
                 raise EngineLost(f"the engine says choice {choice.index} of {self._num_choices}")
-            if choice.finish_reason == _ABORTED:
-                # Nobody but an operator or the router aborts: the engine is being stopped.
-                raise EngineLost("the engine has aborted the request")
-            if self._may_be_given_back and bytes(choice.stop_reason) == _RECOMPUTED_JSON:
-                raise EngineLost("the engine has given the request back for want of blocks")
+            check_end(choice, self._stops)
         if self.prompt.is_computing and not chunk.choices and self.engine_details != UNKNOWN:
             self._late_usage = payload, chunk
             return []
