@@ -297,7 +297,7 @@ async def answered(pieces: Sequence[bytes]) -> Answered:
     try:
         async with asyncio.timeout(10.0):
             response = await calling
-            assert await response.pump(lambda part: not body.extend(part))
+            assert await response.pump(body.extend)
     except EngineLost:
         status = 0 if calling.exception() is not None else calling.result().status
         return (status, bytes(body), False)

@@ -172,7 +172,7 @@ async def test_answer_that_comes_in_one_read_before_the_counts_of_prefill_is_tol
     def feed(answer: Resumed, call: AnswerCall, data: bytes) -> bool:
         read[id(call)] += data
         if b"[DONE]" not in read[id(call)]:
-            return True
+            return False
         return own_feed(answer, call, read.pop(id(call)))
 
     path, body = FORMS[form]

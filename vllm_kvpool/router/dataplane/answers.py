@@ -151,16 +151,16 @@ class PassedOn(OnePiece):
         return True
 
     def _feed(self, call: AnswerCall, data: bytes) -> bool:
-        """Send the client bytes of a stream; False while it takes no more."""
+        """Send the client bytes of a stream; True while it takes no more."""
         if call.is_aborted:
-            return True  # the request's task learns of the abort in the loop's next turn
+            return False  # the request's task learns of the abort in the loop's next turn
         if not call.num_payloads:
             call.note_begin()
         call.num_payloads += data.count(b"data:") or 1
         for payload in call.readable_events(data):
             if b'"usage"' in payload and (counts := read_usage(payload)).prompt_tokens:
                 call.counts = counts
-        return self._http.put(data, call.headers)
+        return not self._http.put(data, call.headers)
 
     async def lost(self, call: AnswerCall, outcome: Outcome) -> bool:
         """Break the client's stream off, if it has begun."""
@@ -229,28 +229,28 @@ class Resumed(OnePiece):
         raise EngineLost("its stream has no end")
 
     def _feed(self, call: AnswerCall, data: bytes) -> bool:
-        """Send the client an engine's bytes; False to stop reading. EngineLost.
+        """Send the client an engine's bytes; True to stop reading. EngineLost.
 
         Called by the engine's connection, also while the request's task is elsewhere.
         """
         if call.is_aborted:
-            return True  # the request's task learns of the abort in the loop's next turn
+            return False  # the request's task learns of the abort in the loop's next turn
         out, lost = self._read(call, data)
         if call.begins and not self._resumer.ended:
             call.note_begin()
         self._add_to_whole(out)
         if self._resumer.ended:
             call.last += out
-            return False
-        goes_on = True
+            return True
+        is_full = False
         if self._whole is None:
             # Comments keep proxies from closing a silent connection.
             data = frames(out) or call.events.take_comment()
             if data:
-                goes_on = self._http.put(data, call.headers)
+                is_full = not self._http.put(data, call.headers)
         if lost is not None:
             raise lost
-        return goes_on
+        return is_full
 
     def _read(self, call: AnswerCall, data: bytes) -> tuple[list[bytes], EngineLost | None]:
         """Read an engine's bytes; return the client's payloads, and why the engine is lost.

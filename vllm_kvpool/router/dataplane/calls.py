@@ -14,7 +14,15 @@ from multidict import CIMultiDict
 
 from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS
 from vllm_kvpool.router.config import FrontConfig
-from vllm_kvpool.router.control.events import ANSWERED, Decode, DecodeBegan, Outcome, Prefill
+from vllm_kvpool.router.control.events import (
+    ANSWERED,
+    Decode,
+    DecodeBegan,
+    DecodeEnded,
+    Outcome,
+    Prefill,
+    PrefillEnded,
+)
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.dataplane.control_plane import ControlPlane
 from vllm_kvpool.router.dataplane.headers import (
@@ -36,7 +44,6 @@ from vllm_kvpool.router.dataplane.responses import (
     EngineLost,
     PromptUsage,
     TokenCounts,
-    call_ended,
     outcome_of,
     read_reply,
 )
@@ -45,7 +52,6 @@ from vllm_kvpool.router.dataplane.sse import Events, frames
 from vllm_kvpool.router.dataplane.upstream import (
     EngineBroke,
     EngineResponse,
-    EngineUnreached,
     Upstream,
     UpstreamResponse,
 )
@@ -87,16 +93,8 @@ class Exchange:
         """Return the URL of a directive's replica for this request."""
         return self.control.url_of(directive.replica) + self.request.api_path.value
 
-    def report(
-        self,
-        directive: Prefill | Decode,
-        outcome: Outcome,
-        counts: TokenCounts,
-        *,
-        began: bool = False,
-    ) -> None:
+    def report(self, event: PrefillEnded | DecodeEnded) -> None:
         """Tell the controller and the log that a call has ended."""
-        event = call_ended(directive, outcome, counts, began=began)
         self.log.call_ended(event, self.clock())
         self.control.post(event)
 
@@ -147,7 +145,15 @@ class PromptCall:
         self.exchange.prompt_call, prompt.is_computing = None, False
         prompt.note(outcome, counts.details)
         prompt.notices = counts.notices
-        self.exchange.report(self.directive, outcome, counts)
+        event = PrefillEnded(
+            request_id=self.exchange.request_id,
+            replica=self.directive.replica,
+            outcome=outcome,
+            prompt_tokens=counts.prompt_tokens,
+            saved_tokens=counts.saved_tokens,
+            cached_tokens=counts.details.cached_tokens or 0,
+        )
+        self.exchange.report(event)
 
 
 @dataclass(slots=True, eq=False)
@@ -268,14 +274,12 @@ class AnswerCall:
         exchange.is_over |= outcome in ANSWERED
         if self.begins:
             exchange.log.decode_has_begun(exchange.clock())
-        exchange.report(self.directive, outcome, counts, began=self.begins)
-
-
-def outcome_of_error(error: EngineLost) -> Outcome:
-    """Return the outcome of a call whose engine has broken off or cannot be reached."""
-    match error:
-        case EngineUnreached():
-            return Outcome.UNREACHED
-        case EngineBroke():
-            return Outcome.LOST
-    return Outcome.FAILED
+        event = DecodeEnded(
+            request_id=exchange.request_id,
+            replica=self.directive.replica,
+            outcome=outcome,
+            prompt_tokens=counts.prompt_tokens,
+            output_tokens=counts.output_tokens,
+            began=self.begins,
+        )
+        exchange.report(event)

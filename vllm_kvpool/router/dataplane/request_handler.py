@@ -17,7 +17,6 @@ from vllm_kvpool.router.dataplane.calls import (
     AnswerCall,
     Exchange,
     PromptCall,
-    outcome_of_error,
 )
 from vllm_kvpool.router.dataplane.control_plane import Directive
 from vllm_kvpool.router.dataplane.headers import JSON, answer_headers
@@ -150,7 +149,7 @@ class RequestHandler:
         except EngineLost as error:
             replica, request_id = call.directive.replica, self._exchange.request_id
             log.info("%s: %s is lost: %s", request_id, replica, error)
-            outcome = outcome_of_error(error)
+            outcome = error.outcome
         except Exception:
             # The top of the prompt's lane, as `run` is of the request's.
             log.exception("%s has failed", self._exchange.request_id)
@@ -189,7 +188,7 @@ class RequestHandler:
         except EngineLost as error:
             replica = call.directive.replica
             log.info("%s: %s is lost: %s", exchange.request_id, replica, error)
-            return await answer.lost(call, outcome_of_error(error))
+            return await answer.lost(call, error.outcome)
 
     async def _refuse(self, directive: Refuse) -> None:
         exchange, failure = self._exchange, self._exchange.failure

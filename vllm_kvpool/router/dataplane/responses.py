@@ -9,7 +9,7 @@ from msgspec import Meta, Raw
 
 from vllm_kvpool.config import MAX_ENDPOINT_CHARS, MAX_NOTICES
 from vllm_kvpool.parsing import UNREADABLE
-from vllm_kvpool.router.control.events import Decode, DecodeEnded, Outcome, Prefill, PrefillEnded
+from vllm_kvpool.router.control.events import Outcome
 from vllm_kvpool.router.dataplane.request_body import error_body
 
 OK, BAD_REQUEST, SERVER_ERROR = 200, 400, 500
@@ -20,6 +20,9 @@ MAX_WHY_BYTES = 1024
 
 class EngineLost(Exception):
     """An engine does not answer as an engine does, or goes on with an answer in another way."""
+
+    outcome = Outcome.FAILED
+    """Outcome of the call."""
 
 
 def is_answer(status: int) -> bool:
@@ -113,29 +116,6 @@ class TokenCounts(msgspec.Struct, frozen=True, gc=False):
     saved_tokens: int = 0
     notices: tuple[str, ...] = ()
     """Endpoints at which the engine tells what it has stored of the prompt."""
-
-
-def call_ended(
-    call: Prefill | Decode, outcome: Outcome, counts: TokenCounts, *, began: bool = False
-) -> PrefillEnded | DecodeEnded:
-    """The event of its end. `began`: a decode has begun, and `DecodeBegan` was not posted."""
-    if isinstance(call, Decode):
-        return DecodeEnded(
-            request_id=call.request_id,
-            replica=call.replica,
-            outcome=outcome,
-            prompt_tokens=counts.prompt_tokens,
-            output_tokens=counts.output_tokens,
-            began=began,
-        )
-    return PrefillEnded(
-        request_id=call.request_id,
-        replica=call.replica,
-        outcome=outcome,
-        prompt_tokens=counts.prompt_tokens,
-        saved_tokens=counts.saved_tokens,
-        cached_tokens=counts.details.cached_tokens or 0,
-    )
 
 
 class CompletionDetails(msgspec.Struct):

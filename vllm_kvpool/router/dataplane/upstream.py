@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import httptools
 from multidict import CIMultiDict
 
+from vllm_kvpool.router.control.events import Outcome
 from vllm_kvpool.router.dataplane.headers import (
     MAX_HEAD_BYTES,
     MAX_HEADER_BYTES,
@@ -41,6 +42,8 @@ KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes a connection tha
 class EngineUnreached(EngineLost):
     """There is no connection to it, so it has been sent nothing."""
 
+    outcome = Outcome.UNREACHED
+
     def __init__(self, why: str, *, is_refused: bool) -> None:
         super().__init__(why)
         self.is_refused = is_refused
@@ -49,6 +52,8 @@ class EngineUnreached(EngineLost):
 
 class EngineBroke(EngineLost):
     """An engine was sent a request; then its connection ended, or was silent for too long."""
+
+    outcome = Outcome.LOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +123,29 @@ class Upstream:
         headers: Mapping[str, str],
         most_bytes: int,
         may_be_silent: "MayBeSilent | None" = None,
+        *,
+        method: str = "POST",
+        silence_s: float | None = None,
     ) -> "UpstreamResponse":
-        """POST, and return the response once its head is there; the caller closes it (`with`).
+        """Send a request, and return the response once its head is there; the caller closes it.
 
         Reading it raises EngineLost beyond `most_bytes`. While `may_be_silent` returns True, the
-        engine's silence does not count.
+        engine's silence does not count. Without `silence_s` the limit is that of streams.
         """
-        limit_s = self._silence_timeout_s
-        return await self._begin("POST", url, body, headers, limit_s, most_bytes, may_be_silent)
+        target = _target_of(url)
+        idle = self._idle[target.origin]
+        _abort_unused(idle)
+        while idle:
+            connection = idle.pop()
+            if connection.is_open:
+                break
+            connection.abort()
+        else:
+            connection = await self._connect(target.origin)
+        length = b"" if method == "GET" else b"Content-Length: %d\r\n" % len(body)
+        head = b"%b %b%b%b\r\n" % (method.encode(), target.head, encode_headers(headers), length)
+        limit_s = self._silence_timeout_s if silence_s is None else silence_s
+        return await connection.call(head, body, limit_s, most_bytes, may_be_silent)
 
     async def post(
         self,
@@ -163,38 +183,12 @@ class Upstream:
     ) -> EngineResponse:
         try:
             async with asyncio.timeout(timeout_s):
-                silence_s = float("inf")
-                with await self._begin(
-                    method, url, body, headers, silence_s, most_bytes
+                with await self.open(
+                    url, body, headers, most_bytes, method=method, silence_s=float("inf")
                 ) as response:
                     return await response.read()
         except TimeoutError:
             raise EngineBroke(f"no answer within {timeout_s:g} s") from None
-
-    async def _begin(
-        self,
-        method: str,
-        url: str,
-        body: bytes,
-        headers: Mapping[str, str],
-        silence_s: float,
-        most_bytes: int,
-        may_be_silent: "MayBeSilent | None" = None,
-    ) -> "UpstreamResponse":
-        """Send a request; return when the status and headers of the response have arrived."""
-        target = _target_of(url)
-        idle = self._idle[target.origin]
-        _abort_unused(idle)
-        while idle:
-            connection = idle.pop()
-            if connection.is_open:
-                break
-            connection.abort()
-        else:
-            connection = await self._connect(target.origin)
-        length = b"" if method == "GET" else b"Content-Length: %d\r\n" % len(body)
-        head = b"%b %b%b%b\r\n" % (method.encode(), target.head, encode_headers(headers), length)
-        return await connection.call(head, body, silence_s, most_bytes, may_be_silent)
 
     def keep(self, connection: "UpstreamConnection") -> None:
         """Its call has ended: it may serve the next one, for KEEP_ALIVE_S or little longer."""
@@ -254,8 +248,8 @@ class Upstream:
 
 
 MayBeSilent = Callable[[], bool]
-Take = Callable[[bytes], bool]
-"""Takes a part of a body; whether it takes more at once. What it raises comes out of `pump`."""
+Take = Callable[[bytes], object]
+"""Takes a part of a body; true if it is full for now. What it raises comes out of `pump`."""
 
 
 class UpstreamResponse:
@@ -276,7 +270,7 @@ class UpstreamResponse:
         self._has_left = False
         self._take: Take | None = None
         self._has_paused = False
-        """`_take` has returned False."""
+        """True if `_take` is full."""
         self._lost: EngineLost | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -296,8 +290,8 @@ class UpstreamResponse:
     async def pump(self, take: Take) -> bool:
         """Have `take` called with each part of the body, in the connection's callback.
 
-        Returns True at the body's end, and False when `take` has: then there is more, and `pump` is
-        called again once it can be taken. EngineLost where the body breaks off.
+        Returns True at the body's end, and False when `take` is full: then there is more, and
+        `pump` is called again once it can be taken. EngineLost where the body breaks off.
         """
         while self._parts or not self.is_complete:
             if not self._parts:
@@ -308,7 +302,7 @@ class UpstreamResponse:
                     self._take = None
                 if self._has_paused:
                     return False
-            elif not take(self._taken()):
+            elif take(self._taken()):
                 return False
         return True
 
@@ -322,13 +316,7 @@ class UpstreamResponse:
     async def read(self) -> EngineResponse:
         """The whole answer; EngineLost if it is larger than it may be."""
         body = bytearray()
-
-        def take(part: bytes) -> bool:
-            nonlocal body
-            body += part
-            return True
-
-        await self.pump(take)
+        await self.pump(body.extend)
         return EngineResponse(self.status, self.headers, bytes(body))
 
     def finish(self) -> None:
@@ -373,7 +361,7 @@ class UpstreamResponse:
             return
         if take is not None and self._parts:
             try:
-                self._has_paused = not take(self._taken())
+                self._has_paused = bool(take(self._taken()))
             except Exception as error:
                 waiter.set_exception(error)
                 return

@@ -209,9 +209,14 @@ class Monitor:
         self._post(Failed(self.replica, why))
 
     async def _check_health(self) -> None:
-        answer = await self._engines.get(f"{self.url}/health", self._config.timeout_s)
+        await self._get("/health")
+
+    async def _get(self, path: str) -> bytes:
+        """GET; raises EngineLost unless it is answered 200."""
+        answer = await self._engines.get(f"{self.url}{path}", self._config.timeout_s)
         if answer.status != OK:
-            raise EngineLost(f"/health answers {answer.status}")
+            raise EngineLost(f"{path} answers {answer.status}")
+        return answer.body
 
     async def _warm(self) -> None:
         try:
@@ -291,11 +296,9 @@ class Monitor:
             await self._order("/wake_up")
 
     async def _learn_models(self) -> None:
-        answer = await self._engines.get(f"{self.url}/v1/models", self._config.timeout_s)
-        if answer.status != OK:
-            raise EngineLost(f"/v1/models answers {answer.status}")
+        body = await self._get("/v1/models")
         try:
-            found = msgspec.json.decode(answer.body, type=_Models).data
+            found = msgspec.json.decode(body, type=_Models).data
         except UNREADABLE as error:
             raise EngineLost(f"/v1/models cannot be read: {error}") from None
         named = [(each.get("id"), each) for each in found[:MAX_MODELS]]
