@@ -127,7 +127,7 @@ RECOMPUTED = b'{"choices":[{"text":"x","finish_reason":"stop","stop_reason":"rec
 def test_an_answer_that_was_given_up_is_none(
     read: Callable[[bytes], TokenCounts], body: bytes
 ) -> None:
-    with pytest.raises(EngineLost, match="aborted|given the request back"):
+    with pytest.raises(EngineLost, match=r"aborted|given the request back"):
         read(body)
 
 
