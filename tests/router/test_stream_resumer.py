@@ -362,6 +362,29 @@ def test_a_stop_string_that_reads_like_a_request_given_back_ends_the_answer() ->
     assert resumer.ended
 
 
+@pytest.mark.parametrize("no", [False, "false", "False", "0", 0, 0.0, "off", "no", "n", "f"])
+def test_stop_strings_are_withheld_however_the_client_writes_false(no: object) -> None:
+    """With the text "false" the resumer took them to be part of the answer, and lost text."""
+    resumer = splice_of(COMPLETION, stop=["stop"], include_stop_str_in_output=no)
+    assert resumer.answer.withheld_chars == 3
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, "0", "0.0", " 0", False])
+def test_a_temperature_of_zero_is_greedy_however_the_client_writes_it(zero: object) -> None:
+    resumer = splice_of(COMPLETION, temperature=zero, presence_penalty=0.5)
+    feed(resumer, first())
+    step = resumer.lost()
+    assert isinstance(step, Resume)
+    assert step.mode is ResumeMode.REPLAY
+
+
+@pytest.mark.parametrize("no", [False, "false", 0, "0", "off"])
+def test_spaces_between_special_tokens_are_seen_however_the_client_writes_it(no: object) -> None:
+    resumer = splice_of(COMPLETION, temperature=1, spaces_between_special_tokens=no)
+    feed(resumer, first())
+    assert isinstance(resumer.lost(), Refusal)
+
+
 def test_an_error_of_the_clients_own_is_passed_on() -> None:
     resumer = splice_of(COMPLETION)
     error = b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}'

@@ -139,9 +139,9 @@ def resume_body(
     if max_tokens is not None:
         assert max_tokens > num_tokens
         fields["max_tokens"] = _raw(max_tokens - num_tokens)
-    if min_tokens := _whole(request.value("min_tokens")):
+    if isinstance(min_tokens := request.value("min_tokens"), int):
         fields["min_tokens"] = _raw(max(0, min_tokens - num_tokens))
-    if (seed := _whole(request.value("seed"))) is not None:
+    if isinstance(seed := request.value("seed"), int):
         fields["seed"] = _raw((seed + num_resumes) & _MAX_SEED)
     fields["return_token_ids"] = _raw(True)
     return msgspec.json.encode(fields)
@@ -161,11 +161,6 @@ def same_ids(one: bytes, other: bytes) -> bool:
 
 def _raw(value: Any) -> Raw:
     return Raw(msgspec.json.encode(value))
-
-
-def _whole(value: Any) -> int | None:
-    """Read a number as leniently as the engine has read it."""
-    return None if value is None else msgspec.convert(value, int, strict=False)
 
 
 class _Part(msgspec.Struct, gc=False):

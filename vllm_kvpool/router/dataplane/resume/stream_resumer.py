@@ -13,7 +13,7 @@ from vllm_kvpool.router.dataplane.request_body import (
     ClientRequest,
     count_ids,
     error_body,
-    scalar_of,
+    value_of,
 )
 from vllm_kvpool.router.dataplane.responses import (
     BAD_REQUEST,
@@ -494,7 +494,7 @@ class StreamResumer:
             payloads.append(end_chunk(self._head, self._is_chat, pending_text, ids))
         payloads += self.held_usage()
         options = request.members("stream_options")
-        asks_usage = "include_usage" in options and bool(scalar_of(options["include_usage"]))
+        asks_usage = bool(value_of(options, "include_usage"))
         has_usage = self._has_usage or self.holds_usage or self._has_error or not asks_usage
         if not has_usage and answer.has_ids and (prompt_tokens := self.prompt_tokens) is not None:
             details = self.prompt.details or UNKNOWN
