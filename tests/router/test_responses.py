@@ -13,6 +13,7 @@ from vllm_kvpool.router.dataplane.responses import (
     read_detokenized,
     read_reply,
     read_usage,
+    without_reserved,
 )
 
 
@@ -133,6 +134,21 @@ def test_an_answer_that_was_given_up_is_none(
 
 def test_a_stop_string_that_reads_like_a_request_given_back_ends_the_answer() -> None:
     assert read_reply(RECOMPUTED, ["recomputed"]) == TokenCounts()
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"a": 1.50,"kv_transfer_params":{"x":["y"]}}', b'{"a":1.50,"kv_transfer_params":null}'),
+        (b'{"ec_transfer_params": 5,"a":[{}]}', b'{"ec_transfer_params":null,"a":[{}]}'),
+        (b'{"a": 1, "kv_transfer_params":null}', b'{"a": 1, "kv_transfer_params":null}'),
+        (b'{"a":{"kv_transfer_params":1}}', b'{"a":{"kv_transfer_params":1}}'),
+        (b'{ "a":"kv_transfer_params" }', b'{ "a":"kv_transfer_params" }'),
+        (b'"kv_transfer_params": oops', b'"kv_transfer_params": oops'),
+    ],
+)
+def test_what_engines_tell_each_other_is_no_clients(body: bytes, told: bytes) -> None:
+    assert without_reserved(body) == told
 
 
 def test_the_text_of_tokens() -> None:

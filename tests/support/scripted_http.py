@@ -409,12 +409,14 @@ class Api:
             whole = msgspec.json.decode(answer.body)
             text = whole["choices"][0]["message"]["content"]
             finish_reason = whole["choices"][0]["finish_reason"]
+            transfer = {"kv_transfer_params": whole["kv_transfer_params"]}
             usage = {
                 "input_tokens": whole["usage"]["prompt_tokens"],
                 "output_tokens": whole["usage"]["completion_tokens"],
             }
             if not given.get("stream"):
-                return _json({"text": text, "usage": usage, **end_of(finish_reason, False)})
+                end = end_of(finish_reason, False)
+                return _json({"text": text, "usage": usage, **end, **transfer})
             response = web.StreamResponse(headers={**_SERVER, "Content-Type": _STREAM_TYPE})
             response.enable_chunked_encoding()
             await response.prepare(request)

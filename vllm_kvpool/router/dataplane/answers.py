@@ -33,6 +33,7 @@ from vllm_kvpool.router.dataplane.responses import (
     read_detokenized,
     read_reply,
     read_usage,
+    without_reserved,
 )
 from vllm_kvpool.router.dataplane.resume.chunks import has_other_details, with_details
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode, stop_strings
@@ -101,6 +102,8 @@ class OnePiece:
         body, details = answer.body, exchange.prompt.details
         if is_read and details is not None and has_other_details(counts.details, details):
             body = with_details(body, details)
+        if not exchange.config.trust_clients:
+            body = without_reserved(body)
         await self._http.send(answer.status, answer_headers(answer.headers), body)
         return True
 

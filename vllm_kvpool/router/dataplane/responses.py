@@ -10,7 +10,7 @@ from msgspec import Meta, Raw
 from vllm_kvpool.config import MAX_ENDPOINT_CHARS, MAX_NOTICES
 from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.events import Outcome
-from vllm_kvpool.router.dataplane.request_body import error_body
+from vllm_kvpool.router.dataplane.request_body import RESERVED_FIELDS, error_body
 
 OK, BAD_REQUEST, SERVER_ERROR = 200, 400, 500
 FIRST_STATUS, LAST_STATUS = 100, 599
@@ -221,6 +221,7 @@ class _Detokenized(msgspec.Struct):
     prompt: str
 
 
+_NULL = Raw(b"null")
 _decode = msgspec.json.Decoder(_Body).decode
 _decode_detokenized = msgspec.json.Decoder(_Detokenized).decode
 
@@ -269,6 +270,18 @@ def read_usage(body: bytes) -> TokenCounts:
         output_tokens=usage.output_tokens,
         details=PromptDetails(cached_tokens=cached),
     )
+
+
+def without_reserved(body: bytes) -> bytes:
+    """Return an answer in one piece without RESERVED_FIELDS, which may hold engines' addresses."""
+    if not any(b'"%b":' % name.encode() in body for name in RESERVED_FIELDS):
+        return body
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Raw])
+    except UNREADABLE:
+        return body
+    told = {name for name in RESERVED_FIELDS & fields.keys() if fields[name] != _NULL}
+    return msgspec.json.encode({**fields, **dict.fromkeys(told, _NULL)}) if told else body
 
 
 def read_detokenized(body: bytes) -> str:

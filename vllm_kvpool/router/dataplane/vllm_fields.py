@@ -12,7 +12,7 @@ class Trait(Flag):
     """A meaning of a field to the router."""
 
     RESERVED = auto()
-    """Only the router, or a client that is trusted, may send it to an engine."""
+    """Only the router, or a trusted client, may send it to an engine, or is told it by one."""
     PREFIX = auto()
     """Changes how the beginning of a prompt is rendered; its value is part of the prefix's hash."""
     RENDERED = auto()

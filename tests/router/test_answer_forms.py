@@ -1,13 +1,15 @@
-"""An engine that is put to sleep aborts its requests; no answer passes that on as its end."""
+"""What holds for every form of answer: an abort is no end, and engines' addresses stay inside."""
 
 import asyncio
+import json
 from typing import Any
 
 import aiohttp
 import pytest
 
 from tests.support.router_rig import Reply, RouterRig
-from vllm_kvpool.router.dataplane.request_body import READ, ApiPath
+from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, parse_request
+from vllm_kvpool.router.dataplane.resume.whole_answer import is_streamable
 
 TALK = [{"role": "user", "content": "hello"}]
 MOST = 600
@@ -70,7 +72,8 @@ async def test_an_aborted_answer_is_not_passed_on_as_its_end(
                 await ask_and_put_to_sleep(rig, body, path.value)
         else:
             reply = await ask_and_put_to_sleep(rig, body, path.value)
-            assert reply.chunks == direct.chunks
+            ((answer,), (expected,)) = (reply.chunks, direct.chunks)
+            assert answer == {**expected, "kv_transfer_params": None}
 
 
 async def test_an_aborted_prompt_is_not_computed() -> None:
@@ -85,3 +88,22 @@ async def test_an_aborted_prompt_is_not_computed() -> None:
         reply = await asked
         assert reply.text == direct.text
         assert rig.router.controller.state.rates.handed_tokens._total == 0
+
+
+@pytest.mark.parametrize("trusts", [False, True])
+@pytest.mark.parametrize(("path", "body", "stream"), [each for each in CASES if "False" in each.id])
+async def test_engines_addresses_are_told_to_trusted_clients_alone(
+    path: ApiPath, body: dict[str, Any], stream: bool, trusts: bool
+) -> None:
+    async with RouterRig(0, 1, config={"front": {"trust_clients": trusts}}) as rig:
+        reply = await rig.complete({**body, "max_tokens": 4, "stream": stream}, path.value)
+        assert reply.status == 200
+        (answer,) = reply.chunks
+        is_told = answer["kv_transfer_params"] is not None
+        assert is_told is (trusts and not is_assembled(path, body))
+
+
+def is_assembled(path: ApiPath, body: dict[str, Any]) -> bool:
+    """Return True if the router makes the answer of a stream, which has no parameters."""
+    asked = parse_request(path, json.dumps({"model": "scripted", **body}).encode())
+    return path in READ and is_streamable(asked)
