@@ -326,6 +326,23 @@ def test_several_choices_that_have_all_ended_have_ended() -> None:
     assert resumer.lost() == Finish((b"[DONE]",))
 
 
+USAGE_CHUNK = HEAD + b'"choices":[],"usage":{"prompt_tokens":2,"completion_tokens":3}}'
+
+
+@pytest.mark.parametrize(
+    "more", [{"n": 2}, {"prompt": ["a", "b"]}, {"echo": True}, {"prompt_embeds": "AA=="}]
+)
+def test_a_usage_that_is_asked_for_and_not_known_is_an_error(more: dict[str, Any]) -> None:
+    asks = {"stream_options": {"include_usage": True}}
+    num_choices = 2 if more.keys() & {"n", "prompt"} else 1
+    resumer = splice_of(COMPLETION, **asks, **more)
+    feed(resumer, *[said("", None, "stop")] * num_choices)
+    assert isinstance(resumer.lost(), Refusal)
+    resumer = splice_of(COMPLETION, **asks, **more)
+    feed(resumer, *[said("", None, "stop")] * num_choices, USAGE_CHUNK)
+    assert resumer.lost() == Finish((b"[DONE]",))
+
+
 @pytest.mark.parametrize(
     "payload",
     [

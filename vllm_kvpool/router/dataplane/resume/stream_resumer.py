@@ -243,6 +243,7 @@ class StreamResumer:
             self._num_finished += sum(bool(each.finish_reason) for each in chunk.choices)
             if self.prompt.details is not None and self._tells_other_details(chunk):
                 payload = with_details(payload, self.prompt.details)
+            self._has_usage |= not chunk.choices
             return self._tell(payload)
         if not self.answer.prompt_ids or self._stream.sent_ids:
             self._see_prompt(chunk)
@@ -485,8 +486,11 @@ class StreamResumer:
         body = resume_body(request, ids, num_tokens, self.num_resumes, most)
         return Resume(point.mode, body, num_tokens)
 
-    def _finish(self, pending_text: str | None = None) -> Finish:
-        """End the stream without an engine; `pending_text`: its last text, if it had no end."""
+    def _finish(self, pending_text: str | None = None) -> Finish | Refusal:
+        """End the stream without an engine; `pending_text`: its last text, if it had no end.
+
+        Refuse where the client is owed a usage that only the engine knew.
+        """
         request, answer = self._request, self.answer
         payloads: list[bytes] = []
         if pending_text is not None:
@@ -496,7 +500,9 @@ class StreamResumer:
         options = request.members("stream_options")
         asks_usage = bool(value_of(options, "include_usage"))
         has_usage = self._has_usage or self.holds_usage or self._has_error or not asks_usage
-        if not has_usage and answer.has_ids and (prompt_tokens := self.prompt_tokens) is not None:
+        if not has_usage:
+            if not answer.has_ids or (prompt_tokens := self.prompt_tokens) is None:
+                return self._refuse("the usage of its answer is not known")
             details = self.prompt.details or UNKNOWN
             chunk = usage_chunk(self._head, prompt_tokens, self._stream.num_tokens, details)
             payloads.append(chunk)
