@@ -402,6 +402,42 @@ def test_spaces_between_special_tokens_are_seen_however_the_client_writes_it(no:
     assert isinstance(resumer.lost(), Refusal)
 
 
+def scored(*tokens: str, text: str | None = None, end: str | None = None) -> bytes:
+    """A chunk without ids; `text`: what of the tokens' text it has, if not all."""
+    choice: dict[str, Any] = {"index": 0, "text": "".join(tokens) if text is None else text}
+    count = len(tokens)
+    choice |= {"logprobs": {"text_offset": [0] * count, "tokens": list(tokens)}}
+    choice["logprobs"] |= {"token_logprobs": [-1.0] * count, "top_logprobs": [None] * count}
+    choice |= {"finish_reason": end, "stop_reason": None, "token_ids": None}
+    return HEAD + b'"choices":[%b]}' % json.dumps(choice, separators=(",", ":")).encode()
+
+
+UNFINISHED = [("p", "a"), ("x", ""), ("y", ""), ("b", "xyb"), ("c", "c")]
+"""Tokens with the text that comes with each: two of them have begun a character."""
+WHOLE_TOKENS = [token for token, _ in UNFINISHED]
+
+
+@pytest.mark.parametrize("num_told", range(1, 5))
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_tokens_without_ids_have_each_logprob_once(num_told: int, step: int) -> None:
+    """Begun again, a chunk of known text was dropped with the entries of tokens without text."""
+
+    def chunks(size: int) -> list[bytes]:
+        parts = [UNFINISHED[at : at + size] for at in range(0, len(UNFINISHED), size)]
+        return [
+            scored(*(token for token, _ in part), text="".join(text for _, text in part))
+            for part in parts
+        ]
+
+    resumer = splice_of(COMPLETION, echo=True, logprobs=0, temperature=0)
+    told = feed(resumer, *chunks(1)[:num_told])
+    assert isinstance(resumer.lost(), Resume)
+    told += feed(resumer, *chunks(step), scored(end="stop"))
+    choices = [json.loads(each)["choices"][0] for each in told]
+    assert [token for each in choices for token in each["logprobs"]["tokens"]] == WHOLE_TOKENS
+    assert "".join(each["text"] for each in choices) == "axybc"
+
+
 def test_an_error_of_the_clients_own_is_passed_on() -> None:
     resumer = splice_of(COMPLETION)
     error = b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}'

@@ -42,10 +42,11 @@ class Delta(msgspec.Struct):
 
 
 class Logprobs(msgspec.Struct):
-    """Log-probabilities of a completion; a chat's have other fields."""
+    """Log-probabilities of a completion; a chat's have `content` alone."""
 
     text_offset: list[int] = []
     tokens: list[str] = []
+    content: list[Raw] | None = None
 
 
 class Choice(ChoiceEnd):
@@ -118,6 +119,12 @@ def text_ends(choice: Choice) -> list[int]:
         return []
     pairs = zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=False)
     return [offset + len(token) for offset, token in pairs]
+
+
+def num_logprobs(choice: Choice) -> int:
+    """Return the number of tokens whose log-probabilities a chunk has."""
+    found = choice.logprobs
+    return 0 if found is None else len(found.tokens or found.content or ())
 
 
 def head_of(payload: bytes) -> bytes:

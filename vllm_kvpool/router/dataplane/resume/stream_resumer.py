@@ -41,6 +41,7 @@ from vllm_kvpool.router.dataplane.resume.chunks import (
     is_only_for_ids,
     is_something,
     nulled,
+    num_logprobs,
     patched,
     pieces_of,
     prompt_ids_of,
@@ -361,7 +362,7 @@ class StreamResumer:
         if not isinstance(ids, list):
             # What a chat echoes has none at all; what is generated has, or they are not known.
             answer.has_ids &= ids is not None
-            return 0
+            return self._take_logprobs(choice)
         begin, skipped = stream.num_tokens, 0
         if self._tells_tokens and begin < answer.num_delivered:
             skipped = min(len(ids), answer.num_delivered - begin)
@@ -381,6 +382,13 @@ class StreamResumer:
             answer.num_reasoning_tokens += len(ids)
         return skipped
 
+    def _take_logprobs(self, choice: Choice) -> int:
+        """Count tokens without ids by their log-probabilities; returns as `_take_ids` does."""
+        num_told = max(0, self.answer.num_delivered - self._stream.num_tokens)
+        num_new = num_logprobs(choice)
+        self._stream.num_tokens += num_new
+        return min(num_told, num_new)
+
     def _catch_up(self) -> None:
         """Once the engine has said all that the client has, its tokens are the answer's."""
         stream, answer = self._stream, self.answer
@@ -397,7 +405,7 @@ class StreamResumer:
         if self._hides_ids and is_only_for_ids(choice, payload):
             self.answer.is_parsed = True
             return True
-        if isinstance(choice.token_ids, list) and stream.num_tokens > self.answer.num_delivered:
+        if stream.num_tokens > self.answer.num_delivered:
             return False
         return stream.goes_on and (bool(pieces) or stream.is_behind or stream.num_tokens > 0)
 
