@@ -362,7 +362,8 @@ class StreamResumer:
         if not isinstance(ids, list):
             # What a chat echoes has none at all; what is generated has, or they are not known.
             answer.has_ids &= ids is not None
-            return self._take_logprobs(choice)
+            # In a stream that has ids elsewhere, they alone count.
+            return 0 if self._request.trackable else self._take_logprobs(choice)
         begin, skipped = stream.num_tokens, 0
         if self._tells_tokens and begin < answer.num_delivered:
             skipped = min(len(ids), answer.num_delivered - begin)
