@@ -415,8 +415,8 @@ class Api:
                 "output_tokens": whole["usage"]["completion_tokens"],
             }
             if not given.get("stream"):
-                end = end_of(finish_reason, False)
-                return _json({"text": text, "usage": usage, **end, **transfer})
+                told = end_of(finish_reason, False)
+                return _json({"text": text, "usage": usage, **told, **transfer})
             response = web.StreamResponse(headers={**_SERVER, "Content-Type": _STREAM_TYPE})
             response.enable_chunked_encoding()
             await response.prepare(request)
