@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, parse_request
+from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, ClientRequest, parse_request
 from vllm_kvpool.router.dataplane.resume import whole_answer
-from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
+from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode, goes_on_elsewhere
 from vllm_kvpool.router.dataplane.resume.stream_resumer import (
     Refusal,
     Resume,
@@ -42,10 +42,16 @@ def chunk(kind: ApiPath, text: str, token: int) -> bytes:
     return json.dumps({"id": "1", "choices": [choice], "prompt_token_ids": [7]}).encode()
 
 
-def outcome(kind: ApiPath, fields: dict[str, Any], temperature: float) -> str:
-    body: dict[str, Any] = {"model": "m", "stream": True, "temperature": temperature}
+def asked(
+    kind: ApiPath, fields: dict[str, Any], temperature: float, *, stream: bool = True
+) -> ClientRequest:
+    body: dict[str, Any] = {"model": "m", "stream": stream, "temperature": temperature}
     body |= {"prompt": "p"} if kind is ApiPath.COMPLETION else {"messages": []}
-    request = parse_request(kind, json.dumps(body | fields).encode())
+    return parse_request(kind, json.dumps(body | fields).encode())
+
+
+def outcome(kind: ApiPath, fields: dict[str, Any], temperature: float) -> str:
+    request = asked(kind, fields, temperature)
     resumer = StreamResumer(request)
     for token, text in enumerate(TEXT):
         resumer.feed(chunk(kind, text, token))
@@ -63,6 +69,25 @@ def outcome(kind: ApiPath, fields: dict[str, Any], temperature: float) -> str:
 def test_the_table(kind: ApiPath, fields: str, greedy: str, sampled: str) -> None:
     read = json.loads(fields)
     assert (outcome(kind, read, 0), outcome(kind, read, 0.8)) == (greedy, sampled)
+
+
+@pytest.mark.parametrize(("kind", "fields", "greedy", "sampled"), rows())
+def test_a_drain_waits_for_what_the_table_calls_an_error(
+    kind: ApiPath, fields: str, greedy: str, sampled: str
+) -> None:
+    read = json.loads(fields)
+    for temperature, becomes in ((0.0, greedy), (0.8, sampled)):
+        # A stream with tools goes on as long as it has no tool call.
+        may_call = "tools" in read and "tool_choice" not in read
+        goes_on = becomes != "error" and not may_call
+        assert goes_on_elsewhere(asked(kind, read, temperature)) is goes_on
+        assert goes_on_elsewhere(asked(kind, read, temperature, stream=False))
+
+
+@pytest.mark.parametrize("kind", [each for each in ApiPath if each not in READ])
+def test_a_drain_waits_for_streams_that_are_passed_on(kind: ApiPath) -> None:
+    for stream in (True, False):
+        assert goes_on_elsewhere(asked(kind, {"input": "p"}, 0.0, stream=stream)) is not stream
 
 
 def test_named_bounds_exist() -> None:

@@ -244,6 +244,23 @@ def test_a_drain_does_not_send_away_what_nobody_else_can_take() -> None:
     assert steps.state("d") is State.SHUTTING_NULL
 
 
+def test_a_drain_waits_longer_for_what_nobody_else_can_go_on_with() -> None:
+    steps = Steps(Settings(drain_timeout_s=10.0, answer_timeout_s=60.0))
+    steps.fleet(decode="d")
+    steps.ask("movable", 20)
+    steps.ask("bound", 20, goes_on_elsewhere=False)
+    for request in ("movable", "bound"):
+        steps.began(request)
+    steps.serve("e", D)
+    steps.drain("d")
+    assert steps.tick(10.0) == [Abort("movable", "d")]
+    steps.decoded("movable", "d", Outcome.CANCELLED)
+    assert steps.tick(49.0) == []
+    assert steps.tick(1.0) == [Abort("bound", "d")]
+    steps.decoded("bound", "d", Outcome.HOPELESS)
+    assert steps.state("d") is State.SHUTTING_NULL
+
+
 @pytest.mark.parametrize("role", [P, D])
 def test_a_loading_replica_is_given_up(steps: Steps, role: Role) -> None:
     steps.step(Added(spec=spec("x"), role=role))

@@ -85,7 +85,7 @@ async def test_a_stream_that_breaks_off_breaks_off(path: str) -> None:
 
 @paths
 async def test_a_stream_that_a_drain_takes_too_long_for_breaks_off(path: str) -> None:
-    config = {"flow": {"drain_timeout_s": 0.1}}
+    config = {"flow": {"drain_timeout_s": 0.1}, "front": {"answer_timeout_s": 0.2}}
     spec = replace(FAST, step_base_s=0.02)
     async with RouterRig(0, 2, spec=spec, config=config) as rig:
         body = {**BODIES[path], "stream": True}

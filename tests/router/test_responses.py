@@ -1,5 +1,7 @@
 """What is read of engines' answers."""
 
+from collections.abc import Callable
+
 import pytest
 
 from vllm_kvpool.router.control.events import Outcome
@@ -11,6 +13,7 @@ from vllm_kvpool.router.dataplane.responses import (
     read_detokenized,
     read_reply,
     read_usage,
+    without_reserved,
 )
 
 
@@ -106,6 +109,46 @@ def test_counts_of_responses_and_messages(body: bytes, counts: TokenCounts) -> N
 def test_rubbish_is_no_answer(body: bytes) -> None:
     with pytest.raises(EngineLost, match="JSON"):
         read_reply(body)
+
+
+RECOMPUTED = b'{"choices":[{"text":"x","finish_reason":"stop","stop_reason":"recomputed"}]}'
+
+
+@pytest.mark.parametrize(
+    ("read", "body"),
+    [
+        (read_reply, b'{"choices":[{"finish_reason":"length"},{"finish_reason":"abort"}]}'),
+        (read_reply, RECOMPUTED),
+        (read_usage, b'{"type":"message","usage":{"input_tokens":3,"output_tokens":1}}'),
+        (read_usage, b'{"type":"message_delta","delta":{"stop_reason":null},"usage":{}}'),
+        (read_usage, b'{"status":"cancelled"}'),
+        (read_usage, b'{"type":"response.completed","response":{"status":"cancelled"}}'),
+    ],
+)
+def test_an_answer_that_was_given_up_is_none(
+    read: Callable[[bytes], TokenCounts], body: bytes
+) -> None:
+    with pytest.raises(EngineLost, match=r"aborted|given the request back"):
+        read(body)
+
+
+def test_a_stop_string_that_reads_like_a_request_given_back_ends_the_answer() -> None:
+    assert read_reply(RECOMPUTED, ["recomputed"]) == TokenCounts()
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"a": 1.50,"kv_transfer_params":{"x":["y"]}}', b'{"a":1.50,"kv_transfer_params":null}'),
+        (b'{"ec_transfer_params": 5,"a":[{}]}', b'{"ec_transfer_params":null,"a":[{}]}'),
+        (b'{"a": 1, "kv_transfer_params":null}', b'{"a": 1, "kv_transfer_params":null}'),
+        (b'{"a":{"kv_transfer_params":1}}', b'{"a":{"kv_transfer_params":1}}'),
+        (b'{ "a":"kv_transfer_params" }', b'{ "a":"kv_transfer_params" }'),
+        (b'"kv_transfer_params": oops', b'"kv_transfer_params": oops'),
+    ],
+)
+def test_what_engines_tell_each_other_is_no_clients(body: bytes, told: bytes) -> None:
+    assert without_reserved(body) == told
 
 
 def test_the_text_of_tokens() -> None:

@@ -326,6 +326,23 @@ def test_several_choices_that_have_all_ended_have_ended() -> None:
     assert resumer.lost() == Finish((b"[DONE]",))
 
 
+USAGE_CHUNK = HEAD + b'"choices":[],"usage":{"prompt_tokens":2,"completion_tokens":3}}'
+
+
+@pytest.mark.parametrize(
+    "more", [{"n": 2}, {"prompt": ["a", "b"]}, {"echo": True}, {"prompt_embeds": "AA=="}]
+)
+def test_a_usage_that_is_asked_for_and_not_known_is_an_error(more: dict[str, Any]) -> None:
+    asks = {"stream_options": {"include_usage": True}}
+    num_choices = 2 if more.keys() & {"n", "prompt"} else 1
+    resumer = splice_of(COMPLETION, **asks, **more)
+    feed(resumer, *[said("", None, "stop")] * num_choices)
+    assert isinstance(resumer.lost(), Refusal)
+    resumer = splice_of(COMPLETION, **asks, **more)
+    feed(resumer, *[said("", None, "stop")] * num_choices, USAGE_CHUNK)
+    assert resumer.lost() == Finish((b"[DONE]",))
+
+
 @pytest.mark.parametrize(
     "payload",
     [
@@ -360,6 +377,65 @@ def test_a_stop_string_that_reads_like_a_request_given_back_ends_the_answer() ->
     end = said("", [2], "stop").replace(b'"stop_reason":null', b'"stop_reason":"recomputed"')
     assert len(feed(resumer, end, b"[DONE]")) == 2
     assert resumer.ended
+
+
+@pytest.mark.parametrize("no", [False, "false", "False", "0", 0, 0.0, "off", "no", "n", "f"])
+def test_stop_strings_are_withheld_however_the_client_writes_false(no: object) -> None:
+    """With the text "false" the resumer took them to be part of the answer, and lost text."""
+    resumer = splice_of(COMPLETION, stop=["stop"], include_stop_str_in_output=no)
+    assert resumer.answer.withheld_chars == 3
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, "0", "0.0", " 0", False])
+def test_a_temperature_of_zero_is_greedy_however_the_client_writes_it(zero: object) -> None:
+    resumer = splice_of(COMPLETION, temperature=zero, presence_penalty=0.5)
+    feed(resumer, first())
+    step = resumer.lost()
+    assert isinstance(step, Resume)
+    assert step.mode is ResumeMode.REPLAY
+
+
+@pytest.mark.parametrize("no", [False, "false", 0, "0", "off"])
+def test_spaces_between_special_tokens_are_seen_however_the_client_writes_it(no: object) -> None:
+    resumer = splice_of(COMPLETION, temperature=1, spaces_between_special_tokens=no)
+    feed(resumer, first())
+    assert isinstance(resumer.lost(), Refusal)
+
+
+def scored(*tokens: str, text: str | None = None, end: str | None = None) -> bytes:
+    """A chunk without ids; `text`: what of the tokens' text it has, if not all."""
+    choice: dict[str, Any] = {"index": 0, "text": "".join(tokens) if text is None else text}
+    count = len(tokens)
+    choice |= {"logprobs": {"text_offset": [0] * count, "tokens": list(tokens)}}
+    choice["logprobs"] |= {"token_logprobs": [-1.0] * count, "top_logprobs": [None] * count}
+    choice |= {"finish_reason": end, "stop_reason": None, "token_ids": None}
+    return HEAD + b'"choices":[%b]}' % json.dumps(choice, separators=(",", ":")).encode()
+
+
+UNFINISHED = [("p", "a"), ("x", ""), ("y", ""), ("b", "xyb"), ("c", "c")]
+"""Tokens with the text that comes with each: two of them have begun a character."""
+WHOLE_TOKENS = [token for token, _ in UNFINISHED]
+
+
+@pytest.mark.parametrize("num_told", range(1, 5))
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_tokens_without_ids_have_each_logprob_once(num_told: int, step: int) -> None:
+    """Begun again, a chunk of known text was dropped with the entries of tokens without text."""
+
+    def chunks(size: int) -> list[bytes]:
+        parts = [UNFINISHED[at : at + size] for at in range(0, len(UNFINISHED), size)]
+        return [
+            scored(*(token for token, _ in part), text="".join(text for _, text in part))
+            for part in parts
+        ]
+
+    resumer = splice_of(COMPLETION, echo=True, logprobs=0, temperature=0)
+    told = feed(resumer, *chunks(1)[:num_told])
+    assert isinstance(resumer.lost(), Resume)
+    told += feed(resumer, *chunks(step), scored(end="stop"))
+    choices = [json.loads(each)["choices"][0] for each in told]
+    assert [token for each in choices for token in each["logprobs"]["tokens"]] == WHOLE_TOKENS
+    assert "".join(each["text"] for each in choices) == "axybc"
 
 
 def test_an_error_of_the_clients_own_is_passed_on() -> None:

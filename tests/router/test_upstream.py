@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -11,6 +13,7 @@ from tests.support.player import player
 from tests.support.router_rig import FAST
 from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.transport import FakeTransport
 from tests.support.upstreams import quick_upstream
 from tests.support.waiting import until
 from vllm_kvpool.config import MAX_ENDPOINT_CHARS, MAX_NOTICES
@@ -19,7 +22,12 @@ from vllm_kvpool.router.dataplane import upstream
 from vllm_kvpool.router.dataplane.engine_metrics import read_sample, sample
 from vllm_kvpool.router.dataplane.request_body import MAX_ANSWER_BYTES
 from vllm_kvpool.router.dataplane.responses import EngineLost
-from vllm_kvpool.router.dataplane.upstream import EngineBroke, EngineUnreached, Upstream
+from vllm_kvpool.router.dataplane.upstream import (
+    EngineBroke,
+    EngineUnreached,
+    Upstream,
+    UpstreamConnection,
+)
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 FINE = (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",)
@@ -159,6 +167,52 @@ async def test_a_connection_is_used_again_after_a_stream() -> None:
                 while not response.is_complete:  # until the last chunk has come
                     await asyncio.sleep(0.001)
         assert (len(heard.heads), heard.num_connections) == (5, 1)
+
+
+class ScriptedClock:
+    """Time and timers of a loop, which a test moves on."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self._now
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> SimpleNamespace:
+        self._timers.append((self._now + delay_s, callback))
+        return SimpleNamespace(cancel=self._timers.clear)
+
+    def advance(self, until_s: float) -> None:
+        while self._timers and (first := min(self._timers))[0] <= until_s:
+            self._timers.remove(first)
+            self._now = first[0]
+            first[1]()
+        self._now = until_s
+
+
+@pytest.mark.parametrize("prompt_s", [0.0, 0.4, 0.9, 1.0, 1.3, 1.9, 2.0, 2.4, 3.7])
+@pytest.mark.parametrize(("wait_s", "is_lost"), [(0.1, False), (0.9, False), (1.1, True)])
+async def test_silence_counts_from_the_end_of_what_is_waited_for(
+    prompt_s: float, wait_s: float, is_lost: bool
+) -> None:
+    clock = ScriptedClock()
+    connection = UpstreamConnection(quick_upstream(), ("http", "e", 1))
+    connection._loop = cast("asyncio.AbstractEventLoop", clock)
+    transport = FakeTransport(connection)
+    connection.connection_made(transport)
+    call = connection.call(b"", b"", 1.0, MAX_ANSWER_BYTES, lambda: min(clock.time(), prompt_s))
+    asked = asyncio.ensure_future(call)
+    await asyncio.sleep(0)
+    clock.advance(prompt_s + wait_s)
+    assert transport.closed is is_lost
+    if is_lost:
+        with pytest.raises(EngineBroke, match="said nothing"):
+            await asked
+    else:
+        connection.data_received(FINE[0])
+        assert (await asked).status == 200
+    transport.abort()
 
 
 async def test_the_callers_own_errors_are_not_the_engines() -> None:

@@ -372,13 +372,17 @@ class Api:
         return await self._generate(request, ChatForm, read_chat)
 
     async def _responses(self, request: web.BaseRequest) -> web.StreamResponse:
-        return await self._generate_plainly(request, "input", "max_output_tokens")
+        return await self._generate_plainly(request, "input", "max_output_tokens", _response_end)
 
     async def _messages(self, request: web.BaseRequest) -> web.StreamResponse:
-        return await self._generate_plainly(request, "messages", "max_tokens")
+        return await self._generate_plainly(request, "messages", "max_tokens", _message_end)
 
     async def _generate_plainly(
-        self, request: web.BaseRequest, prompt: str, most: str
+        self,
+        request: web.BaseRequest,
+        prompt: str,
+        most: str,
+        end_of: Callable[[str, bool], dict[str, Any]],
     ) -> web.StreamResponse:
         """An answer of another form than a chat's: one text, named events, `input_tokens`."""
         data = await request.read()
@@ -404,12 +408,15 @@ class Api:
             assert isinstance(answer.body, bytes)
             whole = msgspec.json.decode(answer.body)
             text = whole["choices"][0]["message"]["content"]
+            finish_reason = whole["choices"][0]["finish_reason"]
+            transfer = {"kv_transfer_params": whole["kv_transfer_params"]}
             usage = {
                 "input_tokens": whole["usage"]["prompt_tokens"],
                 "output_tokens": whole["usage"]["completion_tokens"],
             }
             if not given.get("stream"):
-                return _json({"text": text, "usage": usage})
+                told = end_of(finish_reason, False)
+                return _json({"text": text, "usage": usage, **told, **transfer})
             response = web.StreamResponse(headers={**_SERVER, "Content-Type": _STREAM_TYPE})
             response.enable_chunked_encoding()
             await response.prepare(request)
@@ -417,7 +424,7 @@ class Api:
                 piece = msgspec.json.encode({"word": word})
                 await response.write(b"event: word\ndata: %b\n\n" % piece)
                 await asyncio.sleep(self._spec.step_base_s)
-            end = msgspec.json.encode({"usage": usage})
+            end = msgspec.json.encode({"usage": usage, **end_of(finish_reason, True)})
             await response.write(b"event: end\ndata: %b\n\n" % end)
             return response
         finally:
@@ -535,3 +542,19 @@ class Api:
 
 def _generation_error() -> Refusal:
     return Refusal(500, "InternalServerError", "Internal server error")
+
+
+def _response_end(finish_reason: str, is_stream: bool) -> dict[str, Any]:
+    """How /v1/responses tells the end of an answer: in the object, or in the stream's last one."""
+    status = {"abort": "cancelled", "length": "incomplete"}.get(finish_reason, "completed")
+    if is_stream:
+        return {"type": "response.completed", "response": {"status": status}}
+    return {"object": "response", "status": status}
+
+
+def _message_end(finish_reason: str, is_stream: bool) -> dict[str, Any]:
+    """How /v1/messages tells it: without a reason where the engine has aborted the request."""
+    reason = {"stop": "end_turn", "length": "max_tokens"}.get(finish_reason)
+    if is_stream:
+        return {"type": "message_delta", "delta": {"stop_reason": reason}}
+    return {"type": "message", **({"stop_reason": reason} if reason else {})}

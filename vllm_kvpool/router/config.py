@@ -472,7 +472,9 @@ def _check_replicas(config: RouterConfig) -> Iterator[str]:
 def controller_of(config: RouterConfig) -> Controller:
     """A controller that does as the configuration says; ConfigError where it cannot."""
     return Controller(
-        Settings(**msgspec.structs.asdict(config.flow)),
+        Settings(
+            **msgspec.structs.asdict(config.flow), answer_timeout_s=config.front.answer_timeout_s
+        ),
         planner=config.planner,
         overload=config.overload,
         health=config.health,

@@ -238,14 +238,16 @@ class Lifecycle:
     def _drain_on(self, replica: Replica) -> None:
         """Let a replica go once it has no work, and others have what it has computed."""
         state = self._state
-        is_late = state.now - replica.since >= state.settings.drain_timeout_s
+        drained_s = state.now - replica.since
+        is_late = drained_s >= state.settings.drain_timeout_s
         source = replica.replica_id
         if not replica.work and (is_late or all(each.source != source for each in state.migration)):
             self._drained(replica)
         elif is_late and state.servers():
-            # Each goes on elsewhere where it stopped; so no drain takes for ever.
+            # Each goes on elsewhere where it stopped, or ends; so no drain takes for ever.
+            ends = drained_s >= state.settings.answer_timeout_s
             for request_id, active in replica.work.active.items():
-                if not active.is_sent_away:
+                if not active.is_sent_away and (active.goes_on_elsewhere or ends):
                     active.is_sent_away = True
                     self._emit(Abort(request_id, source))
 

@@ -727,7 +727,11 @@ class Dispatcher:
         counts_sources = replica.sample.expected is not None and source != replica.replica_id
         blocks = placement.blocks_for(request.tokens, replica)
         active = ActiveRequest(
-            blocks, is_handed, num_sequences=ask.num_sequences, awaits_prompt=awaits
+            blocks,
+            is_handed,
+            goes_on_elsewhere=ask.goes_on_elsewhere,
+            num_sequences=ask.num_sequences,
+            awaits_prompt=awaits,
         )
         replica.work.begin_decode(request_id, active, state.now)
         if request.attempts == 0 and request.first_token is None:

@@ -42,6 +42,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Tokens that one entry of `prefix` stands for."""
     hands_over: bool = True
     """True if one replica may compute the prompt and another one decode."""
+    goes_on_elsewhere: bool = True
+    """True if another replica can go on with the answer, once it has begun."""
     priority: int = 0
     """Lower goes first, as in vLLM."""
     deadline: float = float("inf")

@@ -23,7 +23,7 @@ class FlowConfig(Section, frozen=True, kw_only=True):
     max_lost: int = 2
     """Replicas that may fail with a request before its first token: it may be the cause."""
     drain_timeout_s: float = 120.0
-    """After so long, what a draining replica still decodes goes on elsewhere, if it can."""
+    """After so long, answers of a draining replica go on elsewhere, as far as they can."""
     hands_over: bool = True
     """True if prompts are computed on prefill replicas at all."""
 
@@ -41,6 +41,9 @@ class Settings(FlowConfig, frozen=True, kw_only=True):
     """Seconds for which a replica that has refused work is left alone."""
     retry_pause_s: float = 1.0
     """Seconds for which a replica that has failed is left alone before it is tried again."""
+    answer_timeout_s: float = 1800.0
+    """The option of [front]. After so long a draining replica gives up answers that cannot go on
+    elsewhere."""
     stale_after_s: float = 10.0
     """Metrics older than that say nothing of the pool or the load."""
 

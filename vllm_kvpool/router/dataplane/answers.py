@@ -33,9 +33,10 @@ from vllm_kvpool.router.dataplane.responses import (
     read_detokenized,
     read_reply,
     read_usage,
+    without_reserved,
 )
 from vllm_kvpool.router.dataplane.resume.chunks import has_other_details, with_details
-from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
+from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode, stop_strings
 from vllm_kvpool.router.dataplane.resume.stream_resumer import (
     Finish,
     Refusal,
@@ -91,13 +92,18 @@ class OnePiece:
         if outcome_of(answer.status) is not Outcome.OK:
             return await self._failed(call, answer)
         is_read = not self._request.is_passed_on
-        counts = read_reply(answer.body) if is_read else read_usage(answer.body)
+        if is_read:
+            counts = read_reply(answer.body, stop_strings(self._request))
+        else:
+            counts = read_usage(answer.body)
         call.report(Outcome.OK, counts)
         if counts.details != UNKNOWN:
             await self._await_details()
         body, details = answer.body, exchange.prompt.details
         if is_read and details is not None and has_other_details(counts.details, details):
             body = with_details(body, details)
+        if not exchange.config.trust_clients:
+            body = without_reserved(body)
         await self._http.send(answer.status, answer_headers(answer.headers), body)
         return True
 

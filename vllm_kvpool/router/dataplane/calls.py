@@ -78,6 +78,8 @@ class Exchange:
     prompt: PromptUsage = field(default_factory=PromptUsage)
     prompt_call: "PromptCall | None" = None
     """The prompt's call, while it runs."""
+    prompt_ended_s: float = 0.0
+    """Time of the loop at which that call has ended; 0 if there was none."""
     most_bytes: int = field(init=False)
     """Limit of the bytes of each engine's answer."""
     failure: EngineResponse | None = None
@@ -143,6 +145,7 @@ class PromptCall:
         """Report the end of the call."""
         prompt = self.exchange.prompt
         self.exchange.prompt_call, prompt.is_computing = None, False
+        self.exchange.prompt_ended_s = asyncio.get_running_loop().time()
         prompt.note(outcome, counts.details)
         prompt.notices = counts.notices
         event = PrefillEnded(
@@ -242,12 +245,15 @@ class AnswerCall:
         """Ask the engine for a stream. Raises EngineLost."""
         exchange, url = self.exchange, self.exchange.url(self.directive)
         return await exchange.upstream.open(
-            url, body, exchange.headers, exchange.most_bytes, self._awaits_prompt
+            url, body, exchange.headers, exchange.most_bytes, self._silent_until
         )
 
-    def _awaits_prompt(self) -> bool:
-        """Return True while the engine that is to answer may wait for the prompt's."""
-        return self.exchange.prompt.is_computing and not self.num_payloads
+    def _silent_until(self) -> float:
+        """Return until when the engine that is to answer has waited for the prompt's."""
+        if self.num_payloads:
+            return 0.0
+        is_computing = self.exchange.prompt.is_computing
+        return asyncio.get_running_loop().time() if is_computing else self.exchange.prompt_ended_s
 
     # Reports
 

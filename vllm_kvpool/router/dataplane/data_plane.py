@@ -47,6 +47,7 @@ from vllm_kvpool.router.dataplane.request_body import (
 )
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
 from vllm_kvpool.router.dataplane.responses import OK, EngineLost, is_answer
+from vllm_kvpool.router.dataplane.resume.policy import goes_on_elsewhere
 from vllm_kvpool.router.dataplane.upstream import EngineResponse, EngineUnreached, Upstream
 from vllm_kvpool.router.ops.request_log import access_log
 from vllm_kvpool.router.ops.tenants import Denied, Tenant, Tenants, TenantSalts
@@ -94,6 +95,7 @@ def ask_of(
         prefix=request.prefix,
         prefix_tokens=request.prefix_tokens(tokens_per_byte),
         hands_over=request.wants_handoff,
+        goes_on_elsewhere=goes_on_elsewhere(request),
         priority=min(max(-MAX_PRIORITY, request.priority), MAX_PRIORITY),
         deadline=deadline,
     )

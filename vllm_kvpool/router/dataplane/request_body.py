@@ -24,7 +24,7 @@ from msgspec import Raw
 from vllm_kvpool.config import MAX_ENGINE_CHARS
 from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES
-from vllm_kvpool.router.dataplane.vllm_fields import Trait, fields_with
+from vllm_kvpool.router.dataplane.vllm_fields import Scalar, Trait, fields_with, read_scalar
 
 MEDIA_TOKENS = 1024
 """Tokens that an image inside a message counts as, before an engine has seen it."""
@@ -53,8 +53,6 @@ MAX_STOP_BYTES = 16 << 10
 """JSON bytes of the stop strings with which an answer can go on at another engine."""
 MAX_MEDIA = 1024
 """Images and the like that are told from a prompt's text; further ones count as text."""
-_YES = ("true", "1", "1.0", "yes", "y", "on", "t")
-_NO = ("false", "0", "0.0", "no", "n", "off", "f")
 
 
 class ApiPath(Enum):
@@ -171,8 +169,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         return ANSWER_BYTES + prompt_bytes + self.num_sequences * tokens * token_bytes
 
     def value(self, name: str) -> "Scalar | Undecoded":
-        """A field as `scalar_of` reads it; None where it is missing."""
-        return _value(self.fields, name)
+        """A field as `value_of` reads it; None where it is missing."""
+        return value_of(self.fields, name)
 
     def members(self, name: str) -> dict[str, Raw]:
         """The fields of an object; empty where there is none."""
@@ -289,9 +287,6 @@ RESERVED_XARGS = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """vLLM reads these there as well."""
 
 
-Scalar = bool | int | float | str | None
-
-
 class Undecoded(msgspec.Struct, frozen=True, gc=False):
     """A list, an object or a long text that has not been decoded: true unless it is empty."""
 
@@ -401,7 +396,7 @@ def parse_forwarded(
     """
     raw, fields = _permitted(raw, is_trusted, salt)
     num_sequences = max(1, _num_prompts(fields["input"])) if "input" in fields else 1
-    return raw, _model(_value(fields, "model")), num_sequences
+    return raw, _model(value_of(fields, "model")), num_sequences
 
 
 def most_forwarded_bytes(body: bytes, num_sequences: int) -> int:
@@ -424,7 +419,7 @@ def _permitted(raw: bytes, is_trusted: bool, salt: Salt | None) -> tuple[bytes, 
 
 
 def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw], tenant: str) -> ClientRequest:
-    model = _model(_value(fields, "model"))
+    model = _model(value_of(fields, "model"))
     if kind is ApiPath.RESPONSES:
         _refuse_kept(fields)
     prompts, num_prompts = _prompts(kind, fields)
@@ -432,7 +427,7 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw], tenant: str) -> 
     media = [] if kind is ApiPath.COMPLETION else _media(text)
     single_ids = num_prompts == 1 and text.startswith(b"[")
     num_choices = _whole(fields, "n") or 1
-    has_echo = kind is ApiPath.COMPLETION and bool(_value(fields, "echo"))
+    has_echo = kind is ApiPath.COMPLETION and bool(value_of(fields, "echo"))
     is_single = num_choices == 1 and num_prompts == 1
     return ClientRequest(
         api_path=kind,
@@ -450,7 +445,7 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw], tenant: str) -> 
         prompt_ids=prompts[0] if kind is ApiPath.COMPLETION and single_ids else None,
         prefix=_prefix(fields, text if num_prompts == 1 else text[1:].lstrip()),
         wants_handoff=kind in READ and _wants_handoff(fields, num_prompts),
-        asks_token_ids=bool(_value(fields, "return_token_ids")),
+        asks_token_ids=bool(value_of(fields, "return_token_ids")),
         trackable=is_single and "prompt_embeds" not in fields and not has_echo,
         tenant=tenant,
     )
@@ -458,14 +453,14 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw], tenant: str) -> 
 
 def _num_sequences(fields: Mapping[str, Raw], num_choices: int) -> int:
     """Return the sequences of each prompt."""
-    best_of = _value(fields, "best_of") if "best_of" in fields else 1
+    best_of = value_of(fields, "best_of") if "best_of" in fields else 1
     most = max(1, num_choices, best_of if isinstance(best_of, int) else 1)
     return min(most, MAX_SEQUENCES)
 
 
 def _num_logprobs(fields: Mapping[str, Raw]) -> int:
     """Log-probabilities that an engine may say of each token."""
-    numbers = [_value(fields, name) for name in _LOGPROBS]
+    numbers = [value_of(fields, name) for name in _LOGPROBS]
     most = max((each for each in numbers if isinstance(each, int)), default=0)
     is_all = any(isinstance(each, int) and each < 0 for each in numbers)
     return MAX_LOGPROBS if is_all or "logprob_token_ids" in fields else min(most, MAX_LOGPROBS)
@@ -474,7 +469,7 @@ def _num_logprobs(fields: Mapping[str, Raw]) -> int:
 def _given_salt(fields: Mapping[str, Raw]) -> str:
     """A client's `cache_salt`; "" without one. BadRequest for what is none to vLLM."""
     try:
-        given = _value(fields, CACHE_SALT)
+        given = value_of(fields, CACHE_SALT)
     except UNREADABLE:
         given = 0
     if given is None:
@@ -518,37 +513,27 @@ def kvpool_options(params: Mapping[str, Raw]) -> dict[str, Raw] | None:
     return _members(params, "kvpool")
 
 
-def _value(fields: Mapping[str, Raw], name: str) -> Scalar | Undecoded:
+def value_of(fields: Mapping[str, Raw], name: str) -> Scalar | Undecoded:
+    """A field as vLLM reads it, of a request or of `stream_options`; None where it is missing."""
     raw = fields.get(name)
-    return None if raw is None else scalar_of(raw)
-
-
-# Both as leniently as vLLM reads them: forms and scripts write numbers as texts.
+    if raw is None:
+        return None
+    value = scalar_of(raw)
+    return value if isinstance(value, Undecoded) else read_scalar(name, value)
 
 
 def _truth(fields: Mapping[str, Raw], name: str) -> bool:
-    if name not in fields:
-        return False
-    value = _value(fields, name)
-    text = str(value).lower() if isinstance(value, str | int | float) else value
-    if text is None or text in _NO:
-        return False
-    if text in _YES:
-        return True
+    value = value_of(fields, name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
     raise BadRequest(f"`{name}` must be true or false.", name)
 
 
 def _whole(fields: Mapping[str, Raw], name: str) -> int | None:
-    if name not in fields:
-        return None
-    value = _value(fields, name)
-    if value is None or type(value) is int:
+    value = value_of(fields, name)
+    if value is None or isinstance(value, int):
         return value
-    try:
-        number = int(value) if isinstance(value, bool) else value
-        return msgspec.convert(number, int, strict=False)
-    except msgspec.ValidationError:
-        raise BadRequest(f"`{name}` must be a whole number.", name) from None
+    raise BadRequest(f"`{name}` must be a whole number.", name)
 
 
 _decode_single = msgspec.json.Decoder(tuple[Raw]).decode
@@ -560,7 +545,7 @@ _KEPT_RESPONSE = fields_with(Trait.KEPT_RESPONSE)
 def _refuse_kept(fields: Mapping[str, Raw]) -> None:
     """Responses that an engine would keep: the next request may go to another one."""
     for name in _KEPT_RESPONSE:
-        if _value(fields, name):
+        if value_of(fields, name):
             raise BadRequest(
                 f"`{name}` needs a response that one engine keeps, and the router has several "
                 "engines: send the whole conversation as `input`.",
@@ -668,18 +653,18 @@ def _wants_handoff(fields: Mapping[str, Raw], num_prompts: int) -> bool:
     if _HAND_OVER.isdisjoint(fields):
         return num_prompts == 1
     params = _members(fields, "kv_transfer_params")
-    if params is None and _value(fields, "kv_transfer_params") is not None:
+    if params is None and value_of(fields, "kv_transfer_params") is not None:
         raise BadRequest("`kv_transfer_params` must be an object.", "kv_transfer_params")
     options = kvpool_options(params or {}) or {}
-    if _value(options, "save") is False or _value(options, "load") is False:
+    if _FALSE in (options.get("save"), options.get("load")):
         return False
     # Somebody else has planned this request's transfers.
     if set(params or ()) - {"kvpool", "prompt_token_ids"}:
         return False
     # An engine that scores the prompt computes all of it, whatever is cached.
-    if _value(fields, "prompt_logprobs") is not None or _value(fields, "echo"):
+    if value_of(fields, "prompt_logprobs") is not None or value_of(fields, "echo"):
         return False
     # How far it is cut off depends on how many tokens are asked for.
-    if _value(fields, "truncate_prompt_tokens") == -1:
+    if value_of(fields, "truncate_prompt_tokens") == -1:
         return False
-    return num_prompts == 1 and not _value(fields, "use_beam_search")
+    return num_prompts == 1 and not value_of(fields, "use_beam_search")

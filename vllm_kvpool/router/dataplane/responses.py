@@ -1,15 +1,16 @@
 """Readers of engines' answers (pure)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Raw
 
 from vllm_kvpool.config import MAX_ENDPOINT_CHARS, MAX_NOTICES
 from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.events import Outcome
-from vllm_kvpool.router.dataplane.request_body import error_body
+from vllm_kvpool.router.dataplane.request_body import RESERVED_FIELDS, error_body
 
 OK, BAD_REQUEST, SERVER_ERROR = 200, 400, 500
 FIRST_STATUS, LAST_STATUS = 100, 599
@@ -146,8 +147,34 @@ class _Transfer(msgspec.Struct):
     kvpool: _Saved | None = None
 
 
+class ChoiceEnd(msgspec.Struct):
+    """The end of an answer's choice: its reasons, if it has ended."""
+
+    finish_reason: str | None = None
+    stop_reason: Raw = Raw()
+
+
+_ABORTED = "abort"
+_RECOMPUTED, _RECOMPUTED_JSON = "recomputed", b'"recomputed"'
+"""The stop reason of vLLM-Ascend's `recompute_scheduler_enable`: a decoder short of blocks ends a
+request where other schedulers preempt it."""
+
+
+def check_end(choice: ChoiceEnd, stops: Sequence[str] = ()) -> None:
+    """Raise EngineLost if the engine has given up a choice. `stops`: the request's stop strings."""
+    if choice.finish_reason == _ABORTED:
+        raise _aborted()
+    if bytes(choice.stop_reason) == _RECOMPUTED_JSON and _RECOMPUTED not in stops:
+        raise EngineLost("the engine has given the request back for want of blocks")
+
+
+def _aborted() -> EngineLost:
+    # Nobody but an operator or the router aborts: the engine is being stopped.
+    return EngineLost("the engine has aborted the request")
+
+
 class _Body(msgspec.Struct):
-    choices: list[msgspec.Raw]
+    choices: list[ChoiceEnd]
     usage: Usage | None = None
     kv_transfer_params: _Transfer | None = None
 
@@ -166,8 +193,23 @@ class _OtherUsage(msgspec.Struct):
     cache_creation_input_tokens: Count | None = None
 
 
-class _OtherBody(msgspec.Struct):
+class _OtherEnd(msgspec.Struct):
+    stop_reason: str | None = None
+    status: str | None = None
+
+
+class _OtherBody(_OtherEnd):
+    type: str | None = None
     usage: _OtherUsage | None = None
+    delta: _OtherEnd | None = None
+
+    def check_end(self) -> None:
+        """Raise EngineLost if the engine has aborted a response, or a message."""
+        ends = {"message": self, "message_delta": self.delta or self}
+        end = ends.get(self.type or "")
+        # vLLM leaves the reason out where its own is "abort".
+        if self.status == "cancelled" or (end is not None and end.stop_reason is None):
+            raise _aborted()
 
 
 class _OtherEvent(_OtherBody):
@@ -179,16 +221,19 @@ class _Detokenized(msgspec.Struct):
     prompt: str
 
 
+_NULL = Raw(b"null")
 _decode = msgspec.json.Decoder(_Body).decode
 _decode_detokenized = msgspec.json.Decoder(_Detokenized).decode
 
 
-def read_reply(body: bytes) -> TokenCounts:
-    """The counts of an answer in one piece; raises EngineLost."""
+def read_reply(body: bytes, stops: Sequence[str] = ()) -> TokenCounts:
+    """The counts of an answer in one piece; raises EngineLost. `stops` is as in `check_end`."""
     try:
         reply = _decode(body)
     except UNREADABLE as error:
         raise EngineLost(f"answers what is not its JSON: {error}") from None
+    for choice in reply.choices:
+        check_end(choice, stops)
     usage, transfer = reply.usage or Usage(), reply.kv_transfer_params
     saved = (transfer.kvpool if transfer else None) or _Saved()
     return TokenCounts(
@@ -203,12 +248,16 @@ def read_reply(body: bytes) -> TokenCounts:
 def read_usage(body: bytes) -> TokenCounts:
     """Return the counts of /v1/responses or /v1/messages; zero where there are none.
 
-    `body` is an answer in one piece, or an event of a stream.
+    `body` is an answer in one piece, or an event of a stream. Raises EngineLost if the engine has
+    aborted the answer.
     """
     try:
         event = msgspec.json.decode(body, type=_OtherEvent)
     except UNREADABLE:
         return TokenCounts()
+    for each in (event, event.response):
+        if each is not None:
+            each.check_end()
     told = (each.usage for each in (event, event.response, event.message) if each is not None)
     usage = next((each for each in told if each is not None), _OtherUsage())
     details, cached = usage.input_tokens_details, usage.cache_read_input_tokens
@@ -221,6 +270,18 @@ def read_usage(body: bytes) -> TokenCounts:
         output_tokens=usage.output_tokens,
         details=PromptDetails(cached_tokens=cached),
     )
+
+
+def without_reserved(body: bytes) -> bytes:
+    """Return an answer in one piece without RESERVED_FIELDS, which may hold engines' addresses."""
+    if not any(b'"%b":' % name.encode() in body for name in RESERVED_FIELDS):
+        return body
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Raw])
+    except UNREADABLE:
+        return body
+    told = {name for name in RESERVED_FIELDS & fields.keys() if fields[name] != _NULL}
+    return msgspec.json.encode({**fields, **dict.fromkeys(told, _NULL)}) if told else body
 
 
 def read_detokenized(body: bytes) -> str:

@@ -122,15 +122,15 @@ class Upstream:
         body: bytes,
         headers: Mapping[str, str],
         most_bytes: int,
-        may_be_silent: "MayBeSilent | None" = None,
+        silent_until: "SilentUntil | None" = None,
         *,
         method: str = "POST",
         silence_s: float | None = None,
     ) -> "UpstreamResponse":
         """Send a request, and return the response once its head is there; the caller closes it.
 
-        Reading it raises EngineLost beyond `most_bytes`. While `may_be_silent` returns True, the
-        engine's silence does not count. Without `silence_s` the limit is that of streams.
+        Reading it raises EngineLost beyond `most_bytes`. The engine's silence does not count before
+        the time that `silent_until` returns. Without `silence_s` the limit is that of streams.
         """
         target = _target_of(url)
         idle = self._idle[target.origin]
@@ -145,7 +145,7 @@ class Upstream:
         length = b"" if method == "GET" else b"Content-Length: %d\r\n" % len(body)
         head = b"%b %b%b%b\r\n" % (method.encode(), target.head, encode_headers(headers), length)
         limit_s = self._silence_timeout_s if silence_s is None else silence_s
-        return await connection.call(head, body, limit_s, most_bytes, may_be_silent)
+        return await connection.call(head, body, limit_s, most_bytes, silent_until)
 
     async def post(
         self,
@@ -247,7 +247,8 @@ class Upstream:
         return connection
 
 
-MayBeSilent = Callable[[], bool]
+SilentUntil = Callable[[], float]
+"""Returns the last time of the loop, up to now, at which an engine has owed nothing."""
 Take = Callable[[bytes], object]
 """Takes a part of a body; true if it is full for now. What it raises comes out of `pump`."""
 
@@ -385,7 +386,7 @@ class UpstreamConnection(asyncio.Protocol):
         """The response of the present call; None while the connection is idle."""
         self._is_paused = False
         self._silence_s = float("inf")
-        self._may_be_silent: MayBeSilent | None = None
+        self._silent_until: SilentUntil | None = None
         self._last_s = 0.0
         """When something has last come."""
         self._timer: asyncio.TimerHandle | None = None
@@ -401,7 +402,7 @@ class UpstreamConnection(asyncio.Protocol):
         body: bytes,
         silence_s: float,
         most_bytes: int,
-        may_be_silent: MayBeSilent | None = None,
+        silent_until: SilentUntil | None = None,
     ) -> UpstreamResponse:
         """Send a request; returns once the head of its answer has come."""
         if self._transport is None:
@@ -409,7 +410,7 @@ class UpstreamConnection(asyncio.Protocol):
         response = self._response = UpstreamResponse(self, most_bytes)
         self._head_bytes = 0
         self._silence_s, self._last_s = silence_s, self._loop.time()
-        self._may_be_silent = may_be_silent
+        self._silent_until = silent_until
         if self._timer is None:
             self._check_silence()
         if len(body) > COPIED_BYTES:
@@ -481,12 +482,10 @@ class UpstreamConnection(asyncio.Protocol):
         if self._silence_s == float("inf"):
             return
         now = self._loop.time()
-        if (
-            self._is_paused
-            or self._response is None
-            or (self._may_be_silent is not None and self._may_be_silent())
-        ):
+        if self._is_paused or self._response is None:
             self._last_s = now
+        elif self._silent_until is not None:
+            self._last_s = max(self._last_s, self._silent_until())
         left_s = self._last_s + self._silence_s - now
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._check_silence)
@@ -533,7 +532,7 @@ class UpstreamConnection(asyncio.Protocol):
         if response is None or not response.status:
             return  # 100 Continue, and the like
         response.is_complete = True
-        self._response = self._may_be_silent = None
+        self._response = self._silent_until = None
         if self._parser.should_keep_alive() and not self._is_paused:
             self.idle_since = self._loop.time()
             self._upstream.keep(self)

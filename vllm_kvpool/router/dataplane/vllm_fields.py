@@ -4,7 +4,7 @@ A field of a request without a row goes to the engine as it came. A chunk with a
 row cannot be assembled to a whole answer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum, Flag, auto
 
 
@@ -12,7 +12,7 @@ class Trait(Flag):
     """A meaning of a field to the router."""
 
     RESERVED = auto()
-    """Only the router, or a client that is trusted, may send it to an engine."""
+    """Only the router, or a trusted client, may send it to an engine, or is told it by one."""
     PREFIX = auto()
     """Changes how the beginning of a prompt is rendered; its value is part of the prefix's hash."""
     RENDERED = auto()
@@ -33,12 +33,18 @@ class Trait(Flag):
     """The engine looks at the tokens of one answer, which a resumed request has as its prompt."""
     KEPT_RESPONSE = auto()
     """Needs a response that one engine keeps."""
+    TRUTH = auto()
+    """A boolean."""
+    WHOLE = auto()
+    """A whole number. With TRUTH: a number in one API, a boolean in another."""
+    NUMBER = auto()
+    """A number."""
 
 
 _T = Trait
 FIELDS: Mapping[str, Trait] = {
     # The prompt
-    "add_special_tokens": _T.PREFIX,
+    "add_special_tokens": _T.PREFIX | _T.TRUTH,
     "cache_salt": _T.PREFIX,
     "chat_template": _T.PREFIX,
     "chat_template_kwargs": _T.PREFIX,
@@ -52,74 +58,132 @@ FIELDS: Mapping[str, Trait] = {
     "system": _T.PREFIX | _T.RENDERED,
     "tool_choice": _T.PREFIX,
     "tools": _T.PREFIX | _T.RENDERED,
-    "truncate_prompt_tokens": _T.PROMPT_ONLY | _T.HAND_OVER,
+    "truncate_prompt_tokens": _T.PROMPT_ONLY | _T.HAND_OVER | _T.WHOLE,
     "truncation_side": _T.PROMPT_ONLY,
     # Sampling
     "allowed_token_ids": _T.ANSWER_ONLY,
     "bad_words": _T.ANSWER_ONLY | _T.WATCHES_ANSWER,
-    "best_of": _T.ANSWER_ONLY | _T.PROMPT_ONLY,
+    "best_of": _T.ANSWER_ONLY | _T.PROMPT_ONLY | _T.WHOLE,
     "early_stopping": _T.ANSWER_ONLY,
-    "frequency_penalty": _T.ANSWER_ONLY | _T.WATCHES_ANSWER,
-    "ignore_eos": _T.ANSWER_ONLY,
-    "include_stop_str_in_output": _T.ANSWER_ONLY,
-    "length_penalty": _T.ANSWER_ONLY,
+    "frequency_penalty": _T.ANSWER_ONLY | _T.WATCHES_ANSWER | _T.NUMBER,
+    "ignore_eos": _T.ANSWER_ONLY | _T.TRUTH,
+    "include_stop_str_in_output": _T.ANSWER_ONLY | _T.TRUTH,
+    "length_penalty": _T.ANSWER_ONLY | _T.NUMBER,
     "logit_bias": _T.ANSWER_ONLY,
     "logits_processors": _T.WATCHES_ANSWER,
-    "min_p": _T.ANSWER_ONLY,
-    "min_tokens": _T.ANSWER_ONLY,
-    "n": _T.ANSWER_ONLY | _T.PROMPT_ONLY,
-    "parallel_tool_calls": _T.ANSWER_ONLY,
-    "presence_penalty": _T.ANSWER_ONLY | _T.WATCHES_ANSWER,
+    "min_p": _T.ANSWER_ONLY | _T.NUMBER,
+    "min_tokens": _T.ANSWER_ONLY | _T.WHOLE,
+    "n": _T.ANSWER_ONLY | _T.PROMPT_ONLY | _T.WHOLE,
+    "parallel_tool_calls": _T.ANSWER_ONLY | _T.TRUTH,
+    "presence_penalty": _T.ANSWER_ONLY | _T.WATCHES_ANSWER | _T.NUMBER,
     "repetition_detection": _T.ANSWER_ONLY | _T.WATCHES_ANSWER,
-    "repetition_penalty": _T.ANSWER_ONLY,
-    "seed": _T.ANSWER_ONLY,
+    "repetition_penalty": _T.ANSWER_ONLY | _T.NUMBER,
+    "seed": _T.ANSWER_ONLY | _T.WHOLE,
     "stop": _T.ANSWER_ONLY,
     "stop_token_ids": _T.ANSWER_ONLY,
     "structured_outputs": _T.ANSWER_ONLY,
-    "thinking_token_budget": _T.ANSWER_ONLY,
-    "top_k": _T.ANSWER_ONLY,
-    "top_p": _T.ANSWER_ONLY,
-    "use_beam_search": _T.ANSWER_ONLY | _T.HAND_OVER | _T.NOT_STREAMED,
+    "thinking_token_budget": _T.ANSWER_ONLY | _T.WHOLE,
+    "top_k": _T.ANSWER_ONLY | _T.WHOLE,
+    "top_p": _T.ANSWER_ONLY | _T.NUMBER,
+    "use_beam_search": _T.ANSWER_ONLY | _T.HAND_OVER | _T.NOT_STREAMED | _T.TRUTH,
     "vllm_xargs": _T.WATCHES_ANSWER,
-    "watermarking": _T.ANSWER_ONLY,
+    "watermarking": _T.ANSWER_ONLY | _T.TRUTH,
+    "max_completion_tokens": _T.WHOLE,
+    "max_output_tokens": _T.WHOLE,
+    "max_tokens": _T.WHOLE,
+    "temperature": _T.NUMBER,
     # The answer's form
     "echo": (
-        _T.ANSWER_ONLY
+        _T.TRUTH
+        | _T.ANSWER_ONLY
         | _T.PROMPT_ONLY
         | _T.HAND_OVER
         | _T.RETURNS_PROMPT
         # Log-probabilities of the prompt
         | _T.NOT_STREAMED
     ),
+    "include_usage": _T.TRUTH,  # within `stream_options`
     "logprob_token_ids": _T.ANSWER_ONLY | _T.LOGPROBS,
-    "logprobs": _T.ANSWER_ONLY | _T.LOGPROBS,
+    "logprobs": _T.ANSWER_ONLY | _T.LOGPROBS | _T.WHOLE | _T.TRUTH,
     "prompt_logprobs": (
-        _T.ANSWER_ONLY
+        _T.WHOLE
+        | _T.ANSWER_ONLY
         | _T.PROMPT_ONLY
         | _T.HAND_OVER
         | _T.RETURNS_PROMPT
         | _T.LOGPROBS
         | _T.NOT_STREAMED
     ),
-    "return_prompt_text": _T.ANSWER_ONLY | _T.PROMPT_ONLY,
-    "return_token_ids": _T.ANSWER_ONLY,
-    "return_tokens_as_token_ids": _T.ANSWER_ONLY,
-    "routed_experts_prompt_start": _T.ANSWER_ONLY | _T.RETURNS_PROMPT | _T.NOT_STREAMED,
-    "stream_interval": _T.ANSWER_ONLY,
+    "return_prompt_text": _T.ANSWER_ONLY | _T.PROMPT_ONLY | _T.TRUTH,
+    "return_token_ids": _T.ANSWER_ONLY | _T.TRUTH,
+    "return_tokens_as_token_ids": _T.ANSWER_ONLY | _T.TRUTH,
+    "routed_experts_prompt_start": _T.ANSWER_ONLY | _T.RETURNS_PROMPT | _T.NOT_STREAMED | _T.WHOLE,
+    "spaces_between_special_tokens": _T.TRUTH,
+    "stream": _T.TRUTH,
+    "stream_interval": _T.ANSWER_ONLY | _T.WHOLE,
     "stream_options": _T.ANSWER_ONLY | _T.NOT_STREAMED,  # engines refuse them without a stream
-    "top_logprobs": _T.ANSWER_ONLY | _T.LOGPROBS,
+    "top_logprobs": _T.ANSWER_ONLY | _T.LOGPROBS | _T.WHOLE,
     # Engines' orders
-    "background": _T.KEPT_RESPONSE,
+    "background": _T.KEPT_RESPONSE | _T.TRUTH,
     "ec_transfer_params": _T.RESERVED | _T.NOT_STREAMED,
     "kv_transfer_params": _T.RESERVED | _T.HAND_OVER | _T.NOT_STREAMED,
     "previous_response_id": _T.KEPT_RESPONSE,
-    "priority": _T.RESERVED,
+    "priority": _T.RESERVED | _T.WHOLE,
 }
 
 
 def fields_with(trait: Trait) -> frozenset[str]:
     """Return the names of the fields that have a trait."""
     return frozenset(name for name, traits in FIELDS.items() if trait in traits)
+
+
+Scalar = bool | int | float | str | None
+_TRUTHS = {
+    **dict.fromkeys(("true", "1", "yes", "y", "on", "t"), True),
+    **dict.fromkeys(("false", "0", "no", "n", "off", "f"), False),
+}
+
+
+def _truth(value: int | float | str) -> bool:
+    if isinstance(value, str):
+        return _TRUTHS[value.lower()]
+    if value not in (0, 1):
+        raise ValueError(value)
+    return bool(value)
+
+
+def _whole(value: int | float | str) -> int:
+    if isinstance(value, str):
+        digits, _, zeros = value.strip().partition(".")
+        return int(digits if not zeros.strip("0") else value)
+    if value != int(value):
+        raise ValueError(value)
+    return int(value)
+
+
+_READERS: Mapping[str, tuple[Callable[[int | float | str], Scalar], ...]] = {
+    name: tuple(
+        reader
+        for trait, reader in ((_T.WHOLE, _whole), (_T.TRUTH, _truth), (_T.NUMBER, float))
+        if trait in traits
+    )
+    for name, traits in FIELDS.items()
+}
+
+
+def read_scalar(name: str, value: Scalar) -> Scalar:
+    """Return a field's value as vLLM's pydantic reads it: forms and scripts send texts.
+
+    What pydantic refuses comes back as it is. KeyError for a field without a row.
+    """
+    readers = _READERS[name]
+    if value is not None:
+        for reader in readers:
+            try:
+                return reader(value)
+            except (ValueError, KeyError, OverflowError):
+                continue
+    return value
 
 
 class Rule(Enum):

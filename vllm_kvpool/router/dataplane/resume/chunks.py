@@ -16,6 +16,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.dataplane.responses import (
     UNKNOWN,
+    ChoiceEnd,
     Count,
     EngineLost,
     PromptDetails,
@@ -41,18 +42,17 @@ class Delta(msgspec.Struct):
 
 
 class Logprobs(msgspec.Struct):
-    """Log-probabilities of a completion; a chat's have other fields."""
+    """Log-probabilities of a completion; a chat's have `content` alone."""
 
     text_offset: list[int] = []
     tokens: list[str] = []
+    content: list[Raw] | None = None
 
 
-class Choice(msgspec.Struct):
+class Choice(ChoiceEnd):
     index: Count = 0
     text: str | None = None
     delta: Delta | None = None
-    finish_reason: str | None = None
-    stop_reason: Raw = Raw()
     token_ids: list[TokenId] | UnsetType | None = UNSET
     prompt_token_ids: Raw = Raw()
     logprobs: Logprobs | None = None
@@ -119,6 +119,12 @@ def text_ends(choice: Choice) -> list[int]:
         return []
     pairs = zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=False)
     return [offset + len(token) for offset, token in pairs]
+
+
+def num_logprobs(choice: Choice) -> int:
+    """Return the number of tokens whose log-probabilities a chunk has."""
+    found = choice.logprobs
+    return 0 if found is None else len(found.tokens or found.content or ())
 
 
 def head_of(payload: bytes) -> bytes:

@@ -98,12 +98,28 @@ def why_not_resumed(request: ClientRequest) -> str | None:
         return "a structured output is followed from its beginning"
     if request.value("spaces_between_special_tokens") is False:
         return "spaces between special tokens depend on the token before"
-    if request.api_path is ApiPath.CHAT:
-        if request.value("tools") and request.value("tool_choice") != "none":
-            return "tool calls are looked for from the beginning"
-        if _has_media(bytes(request.fields["messages"])):
-            return "token ids do not say what media the messages have"
+    if _may_call_tools(request):
+        return "tool calls are looked for from the beginning"
+    if request.api_path is ApiPath.CHAT and _has_media(bytes(request.fields["messages"])):
+        return "token ids do not say what media the messages have"
     return None
+
+
+def goes_on_elsewhere(request: ClientRequest) -> bool:
+    """Return True if another engine can go on with the answer, once the client has a part of it.
+
+    False where that depends on the answer: it may come to have tool calls.
+    """
+    if not request.stream:
+        return True  # the client has nothing, so it is begun again
+    if request.is_passed_on or why_not_continued(request) or _may_call_tools(request):
+        return False
+    return is_greedy(request) or (request.trackable and why_not_resumed(request) is None)
+
+
+def _may_call_tools(request: ClientRequest) -> bool:
+    is_chat = request.api_path is ApiPath.CHAT
+    return is_chat and bool(request.value("tools")) and request.value("tool_choice") != "none"
 
 
 def resume_body(
@@ -139,9 +155,9 @@ def resume_body(
     if max_tokens is not None:
         assert max_tokens > num_tokens
         fields["max_tokens"] = _raw(max_tokens - num_tokens)
-    if min_tokens := _whole(request.value("min_tokens")):
+    if isinstance(min_tokens := request.value("min_tokens"), int):
         fields["min_tokens"] = _raw(max(0, min_tokens - num_tokens))
-    if (seed := _whole(request.value("seed"))) is not None:
+    if isinstance(seed := request.value("seed"), int):
         fields["seed"] = _raw((seed + num_resumes) & _MAX_SEED)
     fields["return_token_ids"] = _raw(True)
     return msgspec.json.encode(fields)
@@ -161,11 +177,6 @@ def same_ids(one: bytes, other: bytes) -> bool:
 
 def _raw(value: Any) -> Raw:
     return Raw(msgspec.json.encode(value))
-
-
-def _whole(value: Any) -> int | None:
-    """Read a number as leniently as the engine has read it."""
-    return None if value is None else msgspec.convert(value, int, strict=False)
 
 
 class _Part(msgspec.Struct, gc=False):

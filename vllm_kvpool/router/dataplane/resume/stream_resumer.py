@@ -13,7 +13,7 @@ from vllm_kvpool.router.dataplane.request_body import (
     ClientRequest,
     count_ids,
     error_body,
-    scalar_of,
+    value_of,
 )
 from vllm_kvpool.router.dataplane.responses import (
     BAD_REQUEST,
@@ -23,6 +23,7 @@ from vllm_kvpool.router.dataplane.responses import (
     PromptDetails,
     PromptUsage,
     Usage,
+    check_end,
 )
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, Overlap, ResumePoint
 from vllm_kvpool.router.dataplane.resume.chunks import (
@@ -40,6 +41,7 @@ from vllm_kvpool.router.dataplane.resume.chunks import (
     is_only_for_ids,
     is_something,
     nulled,
+    num_logprobs,
     patched,
     pieces_of,
     prompt_ids_of,
@@ -132,10 +134,6 @@ MAX_RESUMES = 8
 MAX_HELD_CHUNKS = 1024
 MORE_PAYLOADS = 64
 """Payloads of a sequence beside one for each token: its role, its end, what a parser held back."""
-_ABORTED = "abort"
-_RECOMPUTED, _RECOMPUTED_JSON = "recomputed", b'"recomputed"'
-"""The stop reason of vLLM-Ascend's `recompute_scheduler_enable`: a decoder short of blocks ends a
-request where other schedulers preempt it."""
 
 
 class StreamResumer:
@@ -154,7 +152,8 @@ class StreamResumer:
 
     def __init__(self, request: ClientRequest, prompt: PromptUsage | None = None) -> None:
         withholds = not request.value("include_stop_str_in_output")
-        self.answer = Answer(stop_strings(request), withholds)
+        self._stops = stop_strings(request)
+        self.answer = Answer(self._stops, withholds)
         self.answer.has_ids = request.trackable
         self.num_resumes = 0
         self.ended = False
@@ -173,7 +172,6 @@ class StreamResumer:
         """The client sees which tokens there are."""
         self._counts_chars = has_logprobs and not self._is_chat
         """Its chunks have a `text_offset`."""
-        self._may_be_given_back = _RECOMPUTED not in stop_strings(request)
         self._num_choices = request.n * max(1, request.num_prompts)
         self._most_tokens = request.most_tokens
         self._most_payloads = self._num_choices * (self._most_tokens + MORE_PAYLOADS)
@@ -238,11 +236,7 @@ class StreamResumer:
         for choice in chunk.choices:
             if choice.index >= self._num_choices:
                 raise EngineLost(f"the engine says choice {choice.index} of {self._num_choices}")
-            if choice.finish_reason == _ABORTED:
-                # Nobody but an operator or the router aborts: the engine is being stopped.
-                raise EngineLost("the engine has aborted the request")
-            if self._may_be_given_back and bytes(choice.stop_reason) == _RECOMPUTED_JSON:
-                raise EngineLost("the engine has given the request back for want of blocks")
+            check_end(choice, self._stops)
         if self.prompt.is_computing and not chunk.choices and self.engine_details != UNKNOWN:
             self._late_usage = payload, chunk
             return []
@@ -250,6 +244,7 @@ class StreamResumer:
             self._num_finished += sum(bool(each.finish_reason) for each in chunk.choices)
             if self.prompt.details is not None and self._tells_other_details(chunk):
                 payload = with_details(payload, self.prompt.details)
+            self._has_usage |= not chunk.choices
             return self._tell(payload)
         if not self.answer.prompt_ids or self._stream.sent_ids:
             self._see_prompt(chunk)
@@ -367,7 +362,8 @@ class StreamResumer:
         if not isinstance(ids, list):
             # What a chat echoes has none at all; what is generated has, or they are not known.
             answer.has_ids &= ids is not None
-            return 0
+            # In a stream that has ids elsewhere, they alone count.
+            return 0 if self._request.trackable else self._take_logprobs(choice)
         begin, skipped = stream.num_tokens, 0
         if self._tells_tokens and begin < answer.num_delivered:
             skipped = min(len(ids), answer.num_delivered - begin)
@@ -387,6 +383,13 @@ class StreamResumer:
             answer.num_reasoning_tokens += len(ids)
         return skipped
 
+    def _take_logprobs(self, choice: Choice) -> int:
+        """Count tokens without ids by their log-probabilities; returns as `_take_ids` does."""
+        num_told = max(0, self.answer.num_delivered - self._stream.num_tokens)
+        num_new = num_logprobs(choice)
+        self._stream.num_tokens += num_new
+        return min(num_told, num_new)
+
     def _catch_up(self) -> None:
         """Once the engine has said all that the client has, its tokens are the answer's."""
         stream, answer = self._stream, self.answer
@@ -403,7 +406,7 @@ class StreamResumer:
         if self._hides_ids and is_only_for_ids(choice, payload):
             self.answer.is_parsed = True
             return True
-        if isinstance(choice.token_ids, list) and stream.num_tokens > self.answer.num_delivered:
+        if stream.num_tokens > self.answer.num_delivered:
             return False
         return stream.goes_on and (bool(pieces) or stream.is_behind or stream.num_tokens > 0)
 
@@ -492,8 +495,11 @@ class StreamResumer:
         body = resume_body(request, ids, num_tokens, self.num_resumes, most)
         return Resume(point.mode, body, num_tokens)
 
-    def _finish(self, pending_text: str | None = None) -> Finish:
-        """End the stream without an engine; `pending_text`: its last text, if it had no end."""
+    def _finish(self, pending_text: str | None = None) -> Finish | Refusal:
+        """End the stream without an engine; `pending_text`: its last text, if it had no end.
+
+        Refuse where the client is owed a usage that only the engine knew.
+        """
         request, answer = self._request, self.answer
         payloads: list[bytes] = []
         if pending_text is not None:
@@ -501,9 +507,11 @@ class StreamResumer:
             payloads.append(end_chunk(self._head, self._is_chat, pending_text, ids))
         payloads += self.held_usage()
         options = request.members("stream_options")
-        asks_usage = "include_usage" in options and bool(scalar_of(options["include_usage"]))
+        asks_usage = bool(value_of(options, "include_usage"))
         has_usage = self._has_usage or self.holds_usage or self._has_error or not asks_usage
-        if not has_usage and answer.has_ids and (prompt_tokens := self.prompt_tokens) is not None:
+        if not has_usage:
+            if not answer.has_ids or (prompt_tokens := self.prompt_tokens) is None:
+                return self._refuse("the usage of its answer is not known")
             details = self.prompt.details or UNKNOWN
             chunk = usage_chunk(self._head, prompt_tokens, self._stream.num_tokens, details)
             payloads.append(chunk)
