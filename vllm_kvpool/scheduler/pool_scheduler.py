@@ -172,16 +172,21 @@ class PoolScheduler:
         """Take what a lookup has found so far: it is not saved, and a load of it may go on."""
         found = answer.found_chunks
         # What is stored need not be saved, unless a load of it has failed, or it is pinned: a put
-        # pins what is stored already. vLLM offers a state that it has loaded.
-        pins = bool(state.retention.pinned_until_ns)
-        known = 0 if pins else max(found, answer.attention_chunks)
+        # pins what is stored already. vLLM offers a state that it has loaded. Of a prompt that is
+        # handed over only stores count: host memory is this engine's alone.
+        kept = found, answer.attention_chunks
+        if state.retention.pinned_until_ns:
+            kept = 0, 0
+        elif state.view.options.hand_over:
+            kept = answer.stored
+        known = max(kept)
         tail = answer.tail
         if tail is not None and known > tail.position:
             known = tail.position
             stop = known * self._shape.chunk_tokens + tail.tokens
             state.has_saved_end |= tail.is_end and stop == state.view.num_prompt_tokens
-        if found and not pins:
-            state.saved_states.add(found * self._shape.chunk_tokens)
+        if kept[0]:
+            state.saved_states.add(kept[0] * self._shape.chunk_tokens)
         if state.limit_tokens is not None:
             known = min(known, state.limit_tokens // self._shape.chunk_tokens)
         state.next_save = max(state.next_save, known)
