@@ -21,6 +21,7 @@ from tests.support.seeds import seeds
 from tests.support.server_process import free_ports
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.network.allowed_peers import Allowed, Refused
+from vllm_kvpool.storage.base import Store
 
 WHOLE_CHUNKS = 6
 CHUNKS = WHOLE_CHUNKS + 1  # with the prompt's end
@@ -432,4 +433,50 @@ def test_requests_over_shared_prefixes_are_told_as_stored_only_with_what_the_sto
             assert stored == ended
             assert stored == whole or fails or num_blocks < max(NUM_BLOCKS)
         told.last.clear()
+    check_nothing_leaked(rig)
+
+
+ALL_MODELS = {**MODELS, "states": FakeModel(layers=4, states=(0, 2))}
+
+
+def lose_nothing(store: Store, rig: Rig) -> None:
+    """The store has no chunk yet."""
+
+
+def lose_all(store: Store, rig: Rig) -> None:
+    assert store.remove_namespace(rig.pool._service.core._names.namespace)
+
+
+@pytest.mark.parametrize("model", ["plain", "states"])
+@pytest.mark.parametrize(("policy", "lose"), [("back", lose_nothing), ("through", lose_all)])
+@pytest.mark.parametrize("keeps_blocks", [False, True])
+def test_prompt_that_host_memory_alone_has_is_loaded_by_the_engine_it_is_handed_to(
+    workshop: Workshop,
+    model: str,
+    policy: str,
+    lose: Callable[[Store, Rig], None],
+    *,
+    keeps_blocks: bool,
+) -> None:
+    """The engine that hands it over loads it from there, or has it in its own cache."""
+    url, spec = (
+        workshop.memory(),
+        replace(SPEC, model=ALL_MODELS[model], num_blocks=max(NUM_BLOCKS)),
+    )
+    rig = workshop.rig(replace(spec, options={"write_policy": policy}), ["host://4MiB", url])
+    rig.add(PROMPT, 1)
+    rig.run(LIMIT_S)
+    rig.settle()
+    lose(workshop.plain_store(url), rig)
+    if not keeps_blocks:
+        rig.reset()
+    request = rig.add(PROMPT, 1, hand_over=True)
+    rig.run(LIMIT_S)
+    rig.settle()
+    params = rig.answers[request].params
+    assert params is not None
+    decode = workshop.rig(spec, url, "decode")
+    decode.add(PROMPT, 2, **params["kvpool"])
+    decode.run(LIMIT_S)
+    assert decode.count("kvpool_hit_tokens") >= WHOLE_CHUNKS * CHUNK
     check_nothing_leaked(rig)

@@ -42,7 +42,7 @@ class Lookup:
     request has failed, so all cells of what is found are asked for. `seeks_end`: `tokens` are a
     prompt whose end, a partial chunk, is looked for as well. `seeks_tail`: aliases are read, so
     that the hit may end inside a chunk. `seeks_stored`: stores are asked for the chunks in host
-    memory, too, and every lookup of that kind is exact: its answer is told to other engines.
+    memory, too.
     """
 
     lookup_id: int

@@ -454,7 +454,6 @@ class LookupCore:
         hashes = chain.hashes if end is None else [*chain.hashes, end]
         # The producer puts cells of several chunks at once: a later one may come first.
         is_exact = lookup.exact or lookup.expect_tokens > 0 or self._loses_cells
-        is_exact |= lookup.seeks_stored
         exact, num_tokens = self._exact_chunks if is_exact else 0, len(lookup.tokens)
         groups, sizes = names.layer_groups, (self._chunk_tokens, self._block)
         make_search = partial(HitSearch, chunks, groups, *sizes, exact, num_tokens=num_tokens)
