@@ -341,7 +341,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take the block pool, in which saves hold references."""
-        self._pins.bind(gpu_block_pool)
+        self._pins.use_pool(gpu_block_pool)
 
     def _own_cache_was_reset(self, is_empty: bool) -> None:
         weights_version.own_cache_was_reset()

@@ -149,8 +149,8 @@ class VisionEngine:
     def side(self) -> EmbedsWorker:
         """The worker's side."""
         assert isinstance(self.worker, KVPoolECConnector)
-        assert self.worker._worker_side is not None
-        return self.worker._worker_side
+        assert self.worker._worker_part is not None
+        return self.worker._worker_part
 
     @property
     def endpoint(self) -> str:

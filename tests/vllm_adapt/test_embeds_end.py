@@ -24,8 +24,8 @@ def test_counters_that_cannot_be_written_keep_no_connection_open(tmp_path: Path)
     connector._closed = False
     connector._pid = os.getpid()
     connector._stats_file = StatsFile(tmp_path / "no directory" / "stats", MetricsRegistry())
-    connector._worker_side = None
-    connector._scheduler_side = SimpleNamespace(  # type: ignore[assignment]
+    connector._worker_part = None
+    connector._scheduler_part = SimpleNamespace(  # type: ignore[assignment]
         close=lambda: ends.append("scheduler")
     )
     connector.shutdown()
@@ -39,8 +39,8 @@ def test_a_copy_of_an_engines_process_does_not_end_the_engines_pool(kind: Any) -
     ends: list[str] = []
     connector = object.__new__(kind)
     connector._closed, connector._pid, connector._stats_file = False, os.getpid(), None
-    connector._worker_side = SimpleNamespace(close=lambda: ends.append("worker"))
-    connector._scheduler_side = SimpleNamespace(close=lambda: ends.append("scheduler"))
+    connector._worker_part = SimpleNamespace(close=lambda: ends.append("worker"))
+    connector._scheduler_part = SimpleNamespace(close=lambda: ends.append("scheduler"))
     pid = os.fork()
     if pid == 0:
         connector.shutdown()
@@ -69,7 +69,7 @@ def test_numbers_of_media_go_to_no_other_engine() -> None:
     connector = object.__new__(KVPoolECConnector)
     connector._is_producer = True
     connector._connector_metadata = KVPoolECMetadata(StepMeta())
-    connector._worker_side = SimpleNamespace(  # type: ignore[assignment]
+    connector._worker_part = SimpleNamespace(  # type: ignore[assignment]
         produced=lambda mm_hash, *_: kept.append(mm_hash)
     )
     for name in names:
@@ -90,7 +90,7 @@ def test_engines_that_step_together_never_rest(engines: int, rests: bool) -> Non
     connector._vllm_config = SimpleNamespace(  # type: ignore[assignment]
         parallel_config=SimpleNamespace(data_parallel_size=engines)
     )
-    connector._scheduler_side = SimpleNamespace(plan=plan)  # type: ignore[assignment]
+    connector._scheduler_part = SimpleNamespace(plan=plan)  # type: ignore[assignment]
     for tokens in (0, 1):
         output: Any = SimpleNamespace(total_num_scheduled_tokens=tokens, free_encoder_mm_hashes=())
         connector.build_connector_meta(output)

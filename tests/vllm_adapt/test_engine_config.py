@@ -408,7 +408,7 @@ class FakeBlockPool:
 
 def test_a_reset_of_the_prefix_cache_is_told_whether_it_succeeds_or_not() -> None:
     block_pool, told = FakeBlockPool(), list[bool]()
-    engine_config.PoolPins(told.append).bind(cast("Any", block_pool))
+    engine_config.PoolPins(told.append).use_pool(cast("Any", block_pool))
     block_pool.answers = [True, False, True]
     assert [block_pool.reset_prefix_cache() for _ in range(3)] == [True, False, True] == told
     assert block_pool.reset_prefix_cache.__doc__ == "As vLLM's."
@@ -428,7 +428,7 @@ def test_blocks_that_are_forgotten_are_found_no_more_and_stay_their_requests() -
         block.set_block_hash(name)
         pool.cached_block_hash_to_block.insert(name, block)
     pins = engine_config.PoolPins([].append)
-    pins.bind(pool)
+    pins.use_pool(pool)
     pins.evict([block.block_id for block in blocks[1:]])
     found = [pool.get_cached_block(BlockHash(bytes([i])), [0]) for i in range(3)]
     assert found == [[blocks[0]], None, None]

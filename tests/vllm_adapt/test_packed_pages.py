@@ -1,4 +1,4 @@
-"""Packed pages of GPUs on worker sides, in host memory: what one engine has written, engines of
+"""Packed pages of GPUs in worker parts, in host memory: what one engine has written, engines of
 every other tensor parallelism read, in their own form. What kernels write where is in
 `tests/layout/test_packed_formats.py`.
 

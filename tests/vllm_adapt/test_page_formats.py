@@ -1,4 +1,4 @@
-"""Written in one page format, read in another, byte for byte: vLLM's own pages, whole worker sides.
+"""Written in one page format, read in another, byte for byte: vLLM's own pages, whole worker parts.
 
 All of a reader's memory is compared, so that a byte beside the tokens is found as well as one lost.
 """

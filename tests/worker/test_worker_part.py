@@ -1,4 +1,4 @@
-"""Whole worker sides over one store: ranks of any TP and PP write, ranks of any other read.
+"""Whole worker parts over one store: ranks of any TP and PP write, ranks of any other read.
 
 Everything is the package's own but the engine: topology, planner, keys, lanes, copiers, store.
 """

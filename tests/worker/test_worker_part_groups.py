@@ -1,4 +1,4 @@
-"""Whole worker sides of a model with several kinds of layers, or whose tokens are dealt out.
+"""Whole worker parts of a model with several kinds of layers, or whose tokens are dealt out.
 
 What one engine writes another reads whose tensor parallelism, block sizes and KV cache groups are
 others. Everything is the package's own but the engine.

@@ -1,4 +1,4 @@
-"""vLLM's entry for embeddings: chooses a side by role and forwards; it has no logic of its own.
+"""vLLM's entry for embeddings: chooses a part by role and forwards; it has no logic of its own.
 
 The scheduler's process has an `EmbedsScheduler`; every worker that sends or receives has an
 `EmbedsWorker` once its model is loaded. The process's main loop thread calls all hooks. Step
@@ -68,22 +68,22 @@ class KVPoolECConnector(ECConnectorBase):
         AllowedPeers(self._config.allowed_peers, self._config.peers)  # ConfigError before a start
         self._endpoints = adapt.endpoints_of(vllm_config, self._config)
         check_advertised(self._endpoints.advertised[0])
-        self._scheduler_side: EmbedsScheduler | None = None
-        self._worker_side: EmbedsWorker | None = None
-        self._stats_file: StatsFile | None = None  # of the scheduler side
+        self._scheduler_part: EmbedsScheduler | None = None
+        self._worker_part: EmbedsWorker | None = None
+        self._stats_file: StatsFile | None = None  # of the scheduler part
         self._views: dict[str, EmbedsRequest] = {}
         self._closed = False
         if role is ECConnectorRole.SCHEDULER:
             adapt.warn_of_numbers(vllm_config)
             self._base = adapt.base_fingerprint(vllm_config, self._config)
-            self._scheduler_side = self._make_scheduler()
+            self._scheduler_part = self._make_scheduler()
             rank = vllm_config.parallel_config.data_parallel_index
             self._stats_file = open_stats_file(
-                self._config.stats_file, f"ec.scheduler.{rank}", self._scheduler_side.registry
+                self._config.stats_file, f"ec.scheduler.{rank}", self._scheduler_part.registry
             )
             weights_version.install()
-            weights_version.watch(self._scheduler_side, vllm_config)
-            weights_version.watch_encoder_cache(self._scheduler_side, vllm_config.model_config)
+            weights_version.watch(self._scheduler_part, vllm_config)
+            weights_version.watch_encoder_cache(self._scheduler_part, vllm_config.model_config)
             self._resolver = adapt.metadata_resolver(vllm_config)
         self._pid = os.getpid()
         atexit.register(self.shutdown)
@@ -108,12 +108,12 @@ class KVPoolECConnector(ECConnectorBase):
         channel = WorkerChannel(local, tokens, keys, heartbeats)
         return EmbedsScheduler(channel, engine, partial(adapt.fingerprint_with, self._base))
 
-    # Worker side
+    # The worker part
 
     @property
     def worker_card(self) -> WorkerCard | None:
         """The card of this rank for the engine's scheduler; None without a control port."""
-        worker = self._worker_side
+        worker = self._worker_part
         if worker is None:
             return None
         return WorkerCard(worker.rank, worker.scheduler_token, host_name())
@@ -123,7 +123,7 @@ class KVPoolECConnector(ECConnectorBase):
         assert self.role is ECConnectorRole.WORKER
         place = rank_place(self._vllm_config)
         # Only the first stage of a pipeline gathers embeddings.
-        if place.pp_rank or self._worker_side is not None:
+        if place.pp_rank or self._worker_part is not None:
             return
         identity = WorkerIdentity(
             role=_ROLES[self.is_producer, self.is_consumer],
@@ -138,27 +138,27 @@ class KVPoolECConnector(ECConnectorBase):
             ranks_on_host=min(place.ranks_on_host, len(self._endpoints.listen)),
         )
         if identity.sends or identity.receives:
-            self._worker_side = EmbedsWorker(self._config, identity)
+            self._worker_part = EmbedsWorker(self._config, identity)
 
     def start_save_caches(self, **kwargs: Any) -> None:
         """A step begins: send what the engine's cache has and consumers wait for."""
         encoder_cache = kwargs.get("encoder_cache")
-        if self._worker_side is not None and encoder_cache:
-            self._worker_side.cached(encoder_cache, self._step().weights)
+        if self._worker_part is not None and encoder_cache:
+            self._worker_part.cached(encoder_cache, self._step().weights)
 
     def save_caches(
         self, encoder_cache: "dict[str, torch.Tensor]", mm_hash: str, **kwargs: Any
     ) -> None:
         """The encoder has computed an item."""
-        if self._worker_side is not None and self.is_producer and adapt.is_name(mm_hash):
-            self._worker_side.produced(mm_hash, encoder_cache[mm_hash], self._step().weights)
+        if self._worker_part is not None and self.is_producer and adapt.is_name(mm_hash):
+            self._worker_part.produced(mm_hash, encoder_cache[mm_hash], self._step().weights)
 
     def start_load_caches(self, encoder_cache: "dict[str, torch.Tensor]", **kwargs: Any) -> None:
         """Put the step's items into the engine's cache."""
-        if self._worker_side is None:
+        if self._worker_part is None:
             return
         for load in self._step().loads:
-            tensor = self._worker_side.take(load.name)
+            tensor = self._worker_part.take(load.name)
             if tensor is None:
                 raise RuntimeError(f"kvpool: item {load.name} was reported ready and is not here")
             encoder_cache[load.mm_hash] = adapt.on_device(tensor, self._vllm_config)
@@ -168,7 +168,7 @@ class KVPoolECConnector(ECConnectorBase):
         assert isinstance(metadata, KVPoolECMetadata)
         return metadata.step
 
-    # Scheduler side
+    # The scheduler part
 
     def has_cache_item(self, identifier: str) -> bool:
         """Return True if an item can be loaded in this step."""
@@ -209,9 +209,9 @@ class KVPoolECConnector(ECConnectorBase):
 
     def get_ec_connector_stats(self) -> adapt.EmbedsStats | None:
         """Samples since the last call; the workers' samples come to the scheduler."""
-        if self._scheduler_side is None:
+        if self._scheduler_part is None:
             return None
-        numbers = self._scheduler_side.take_samples()
+        numbers = self._scheduler_part.take_samples()
         return adapt.EmbedsStats(numbers) if numbers else None
 
     @classmethod
@@ -242,10 +242,10 @@ class KVPoolECConnector(ECConnectorBase):
 
     @property
     def _side(self) -> EmbedsScheduler:
-        assert self._scheduler_side is not None
-        return self._scheduler_side
+        assert self._scheduler_part is not None
+        return self._scheduler_part
 
-    # Both sides
+    # Both parts
 
     def shutdown(self) -> None:
         """End everything within a bounded time.
@@ -256,10 +256,10 @@ class KVPoolECConnector(ECConnectorBase):
             return
         self._closed = True
         atexit.unregister(self.shutdown)
-        if self._worker_side is not None:
-            self._worker_side.close()
-        if self._scheduler_side is not None:
-            self._scheduler_side.close()
+        if self._worker_part is not None:
+            self._worker_part.close()
+        if self._scheduler_part is not None:
+            self._scheduler_part.close()
         if self._stats_file is not None:
             self._stats_file.close()
 

@@ -330,10 +330,10 @@ class SaveManager:
             self._context.scheduler.finish(op)
         else:
             copy.outcome = outcome
-            if (tier := tier_of(op)) != HOST and outcome is not CellOutcome.CANCELLED:
+            if outcome is not CellOutcome.CANCELLED:
                 for each in each_of(outcome, copy.slab.num_cells):
                     if each not in STORED:
-                        self._context.drops[tier, each] += 1
+                        self._context.drops[tier_of(op), each] += 1
             self._context.scheduler.fail(op)
         self.finish_if_done(copy)
 

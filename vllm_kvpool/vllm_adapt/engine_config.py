@@ -394,7 +394,7 @@ class PoolPins:
         self._on_reset = on_reset
         self._before_reset = before_reset
 
-    def bind(self, pool: "BlockPool") -> None:
+    def use_pool(self, pool: "BlockPool") -> None:
         """Take vLLM's pool, and watch its resets."""
         self._pool = pool
         reset = pool.reset_prefix_cache

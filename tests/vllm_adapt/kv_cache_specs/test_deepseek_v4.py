@@ -1,4 +1,4 @@
-"""DeepSeek V4's groups by vLLM's own rules, and its rows through worker sides, in host memory.
+"""DeepSeek V4's groups by vLLM's own rules, and its rows through worker parts, in host memory.
 
 Legend: B blocks, N rows per block, C bytes by size.
 """
