@@ -1,6 +1,7 @@
 """What a prefill engine tells of a prompt that it hands over: never more than is stored, and where
 it ends, whatever befalls it."""
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -12,12 +13,15 @@ from tests.faults.audit import check_nothing_leaked
 from tests.faults.model import FakeModel
 from tests.faults.rank import pool_in
 from tests.faults.rig import CHUNK, Rig, RigSpec
+from tests.faults.scene import tokens
 from tests.faults.workshop import Workshop
 from tests.handover.clients import LOST, Client, Heard, wait_for
 from tests.support.faults import Fault
+from tests.support.seeds import seeds
 from tests.support.server_process import free_ports
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.network.allowed_peers import Allowed, Refused
+from vllm_kvpool.storage.base import Store
 
 WHOLE_CHUNKS = 6
 CHUNKS = WHOLE_CHUNKS + 1  # with the prompt's end
@@ -335,3 +339,144 @@ def test_models_with_windows_tell_the_whole_prompt(workshop: Workshop) -> None:
         rig.settle()
         while (heard := client.hears()) != (topic, CHUNKS, CHUNKS):
             assert heard[0] == topic
+
+
+ROUNDS = 8
+NUM_BLOCKS = (96, 384)  # of the few, saves may pin too few for several prompts at once
+SHARED = (  # prompts that begin alike, by chunks, and end inside a chunk, at its end or earlier
+    PROMPT,
+    PROMPT[: 4 * CHUNK + 9],
+    PROMPT[: 4 * CHUNK],
+    PROMPT[: 3 * CHUNK] + tokens(1, 2 * CHUNK + 20),
+    PROMPT[: 3 * CHUNK] + tokens(2, CHUNK + 3),
+    tokens(3, 2 * CHUNK + 11),
+)
+MODELS = {"plain": FakeModel(), "windows": FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0))}
+
+
+class Told:
+    """Each notice of an engine's only rank, held against the store when it is told."""
+
+    def __init__(self, workshop: Workshop, rig: Rig, url: str, patch: pytest.MonkeyPatch) -> None:
+        self.store = workshop.plain_store(url)
+        self.names = rig.pool._service.core._names
+        self.hashes: dict[bytes, list[bytes]] = {}
+        for prompt in SHARED:
+            chain = ChunkChain(CHUNK, RequestIdentity())
+            chain.extend(prompt)
+            topic, end = chain.topic(prompt), chain.end(prompt)
+            assert topic is not None
+            self.hashes[topic] = chain.hashes + ([end] if end else [])
+        self.topics = list(self.hashes)
+        self.last: dict[bytes, tuple[int, int | None]] = {}
+        self.wrong: list[str] = []
+        (rank,) = rig.ranks
+        patch.setattr(rank.part._notices, "tell", self._tell)  # type: ignore[union-attr]
+
+    def keys_of(self, chunk_hash: bytes) -> list[str]:
+        return list(self.names.of_chunk(chunk_hash, self.names.anchor))
+
+    def _tell(self, topic: bytes, stored: int, ended: int | None) -> None:
+        """Engine thread."""
+        has = [all(self.store.exists(self.keys_of(each))) for each in self.hashes[topic]]
+        if not all(has[:stored]):
+            self.wrong.append(f"told {stored} of {has}")
+        self.last[topic] = stored, ended
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("host", [[], ["host://1MiB"]], ids=["no host tier", "host tier"])
+@pytest.mark.parametrize("policy", ["through", "back"])
+@pytest.mark.parametrize("seed", seeds(4, 24))
+def test_requests_over_shared_prefixes_are_told_as_stored_only_with_what_the_store_has(
+    workshop: Workshop,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    policy: str,
+    host: list[str],
+    model: str,
+) -> None:
+    """Some requests are handed over and some are not, at once and one after the other, while the
+    store loses chunks, the engine its own cache, and puts fail. Without a failed put, and
+    with enough blocks, every prompt is stored whole."""
+    rng, url = random.Random(seed), workshop.memory()
+    num_blocks, options = rng.choice(NUM_BLOCKS), {"write_policy": policy}
+    spec = replace(SPEC, model=MODELS[model], num_blocks=num_blocks, options=options)
+    rig = workshop.rig(spec, [*host, url], "prefill")
+    told = Told(workshop, rig, url, monkeypatch)
+    for _ in range(ROUNDS):
+        if rng.random() < 0.6:
+            rig.reset()
+        for chunk_hash in dict.fromkeys(each for hashes in told.hashes.values() for each in hashes):
+            if rng.random() < 0.3:
+                told.store.remove(told.keys_of(chunk_hash))
+        fails = rng.random() < 0.3
+        if fails:
+            workshop.faults.inject(Fault.FULL, "put", times=rng.randrange(1, 12))
+        handed_over = set()
+        for _ in range(rng.randrange(1, 4)):
+            number, is_handed_over = rng.randrange(len(SHARED)), rng.random() < 0.6
+            rig.add(SHARED[number], rng.randrange(1, 3), hand_over=is_handed_over)
+            if is_handed_over:
+                handed_over.add(told.topics[number])
+            for _ in range(rng.randrange(3)):
+                rig.step()
+        rig.run(LIMIT_S)
+        rig.settle()
+        rig.step()
+        rig.settle()
+        workshop.faults.heal()
+        assert not told.wrong
+        for topic in handed_over:
+            stored, ended = told.last[topic]
+            whole = len(told.hashes[topic])
+            assert stored == ended
+            assert stored == whole or fails or num_blocks < max(NUM_BLOCKS)
+        told.last.clear()
+    check_nothing_leaked(rig)
+
+
+ALL_MODELS = {**MODELS, "states": FakeModel(layers=4, states=(0, 2))}
+
+
+def lose_nothing(store: Store, rig: Rig) -> None:
+    """The store has no chunk yet."""
+
+
+def lose_all(store: Store, rig: Rig) -> None:
+    assert store.remove_namespace(rig.pool._service.core._names.namespace)
+
+
+@pytest.mark.parametrize("model", ["plain", "states"])
+@pytest.mark.parametrize(("policy", "lose"), [("back", lose_nothing), ("through", lose_all)])
+@pytest.mark.parametrize("keeps_blocks", [False, True])
+def test_prompt_that_host_memory_alone_has_is_loaded_by_the_engine_it_is_handed_to(
+    workshop: Workshop,
+    model: str,
+    policy: str,
+    lose: Callable[[Store, Rig], None],
+    *,
+    keeps_blocks: bool,
+) -> None:
+    """The engine that hands it over loads it from there, or has it in its own cache."""
+    url, spec = (
+        workshop.memory(),
+        replace(SPEC, model=ALL_MODELS[model], num_blocks=max(NUM_BLOCKS)),
+    )
+    rig = workshop.rig(replace(spec, options={"write_policy": policy}), ["host://4MiB", url])
+    rig.add(PROMPT, 1)
+    rig.run(LIMIT_S)
+    rig.settle()
+    lose(workshop.plain_store(url), rig)
+    if not keeps_blocks:
+        rig.reset()
+    request = rig.add(PROMPT, 1, hand_over=True)
+    rig.run(LIMIT_S)
+    rig.settle()
+    params = rig.answers[request].params
+    assert params is not None
+    decode = workshop.rig(spec, url, "decode")
+    decode.add(PROMPT, 2, **params["kvpool"])
+    decode.run(LIMIT_S)
+    assert decode.count("kvpool_hit_tokens") >= WHOLE_CHUNKS * CHUNK
+    check_nothing_leaked(rig)

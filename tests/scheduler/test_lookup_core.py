@@ -15,7 +15,13 @@ from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import CellKey, make_namespace
 from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
 from vllm_kvpool.scheduler import lookup_core
-from vllm_kvpool.scheduler.lookup import Lookup, LookupOutcome, LookupResult
+from vllm_kvpool.scheduler.lookup import (
+    NOTHING_STORED,
+    Lookup,
+    LookupOutcome,
+    LookupResult,
+    StoredChunks,
+)
 from vllm_kvpool.scheduler.lookup_core import POLL_MAX_S, QUICK_SHARE, LookupCore, Present, TierCall
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch, HostCacheIndex, Tail
 from vllm_kvpool.scheduler.tiered_search import TieredSearch
@@ -99,10 +105,19 @@ class World:
             for layer_group in range(len(self.names.layer_groups)):
                 self.tiers[tier].keys.update(self.names.of_chunk(HASHES[chunk], layer_group)[cells])
 
-    def ask(self, lookup_id: int = 1, *, expect: int = 0, expect_s: float = 0.0) -> None:
+    def ask(
+        self,
+        lookup_id: int = 1,
+        *,
+        expect: int = 0,
+        expect_s: float = 0.0,
+        seeks_stored: bool = False,
+    ) -> None:
         until = self.now + expect_s
+        times = until, until + 0.9 * TIMEOUT_S
         lookup = Lookup(
-            lookup_id, RequestIdentity, TOKENS, True, expect * CHUNK, until, until + 0.9 * TIMEOUT_S
+            *(lookup_id, RequestIdentity, TOKENS, True, expect * CHUNK, *times),
+            seeks_stored=seeks_stored,
         )
         self.core.open(lookup, chain_of(), self.now)
         self.turn()
@@ -211,6 +226,49 @@ def test_host_memory_waits_for_nobody() -> None:
     assert world.answer() == (NUM_CHUNKS, ANSWERED, 0)
     world.host.apply(0, HostCacheChange((), (PLAIN.chunk_id(HASHES[7]),)))
     assert world.answer(2) == (7, ANSWERED, pytest.approx(0.9 * TIMEOUT_S))
+
+
+@pytest.mark.parametrize("seeks_stored", [False, True])
+@pytest.mark.parametrize(
+    ("in_host", "in_tiers", "stored"),
+    [
+        (NUM_CHUNKS, [], 0),
+        (NUM_CHUNKS, [range(5)], 5),
+        (NUM_CHUNKS, [range(5), range(3, NUM_CHUNKS)], NUM_CHUNKS),
+        (NUM_CHUNKS, [[*range(4), *range(5, NUM_CHUNKS)]], 4),
+        (3, [range(7)], 7),
+        (0, [range(7)], 7),
+        (None, [range(7)], 7),
+    ],
+)
+def test_what_stores_have_is_told_apart_from_what_host_memory_has(
+    seeks_stored: bool, in_host: int | None, in_tiers: list[Iterable[int]], stored: int
+) -> None:
+    world = World([Tier() for _ in in_tiers] or [Tier()], host_ranks=int(in_host is not None))
+    added = tuple(PLAIN.chunk_id(each) for each in HASHES[: in_host or 0])
+    if added:
+        world.host.apply(0, HostCacheChange(added, ()))
+    for tier, chunks in enumerate(in_tiers):
+        world.hold(tier, chunks)
+    world.ask(seeks_stored=seeks_stored)
+    world.run(lambda: 1 in world.results)
+    result, _ = world.results[1]
+    assert result.found_chunks == max(in_host or 0, stored)
+    assert result.stored == (StoredChunks(stored, stored) if seeks_stored else NOTHING_STORED)
+    asks_nobody = in_host == NUM_CHUNKS and not seeks_stored
+    assert asks_nobody is not any(tier.num_calls for tier in world.tiers)
+
+
+def test_a_store_that_does_not_answer_in_time_has_nothing_of_what_host_memory_has() -> None:
+    world = World([Tier(delays=[10.0])], host_ranks=1)
+    world.host.apply(0, HostCacheChange(tuple(map(PLAIN.chunk_id, HASHES)), ()))
+    world.hold(0, range(NUM_CHUNKS))
+    world.ask(seeks_stored=True)
+    began = world.now
+    world.run(lambda: 1 in world.results)
+    result, at = world.results[1]
+    assert (result.found_chunks, result.stored) == (NUM_CHUNKS, NOTHING_STORED)
+    assert at - began == pytest.approx(0.9 * TIMEOUT_S)
 
 
 def test_a_tier_behind_a_slow_one_is_asked_in_time() -> None:

@@ -32,6 +32,7 @@ from vllm_kvpool.transfer.ops import (
     CellOutcome,
     DropSaves,
     Flush,
+    HandOverProgress,
     HostCacheChange,
     JobId,
     JobPages,
@@ -139,9 +140,13 @@ def load_job(
     return LoadJob(plan, planned, timeout_s)
 
 
-def save_job(job: int, cells: str, *, stored: bool = True, apart: bool = False) -> SaveJob:
-    plan = SavePlan(JobId(job), f"r{job}", 0, (), ())
-    return SaveJob(plan, slabs_of(job, cells, stored=stored, apart=apart))
+def save_job(
+    job: int, cells: str, *, stored: bool = True, apart: bool = False, topic: bytes = b""
+) -> SaveJob:
+    slabs = slabs_of(job, cells, stored=stored, apart=apart)
+    hashes = (b"",) * len({slab.chunk.id for slab in slabs}) if topic else ()
+    plan = SavePlan(JobId(job), f"r{job}", 0, hashes, (), topic=topic)
+    return SaveJob(plan, slabs)
 
 
 def keys_of(batch: Batch) -> list[str]:
@@ -184,6 +189,8 @@ def in_words(action: Action) -> str:
             return f"returns {member}: {' '.join(map(str, loans))}"
         case SavesDropped(generation):
             return f"dropped {generation}"
+        case HandOverProgress(topic, stored, ended):
+            return f"told {topic.decode()}: {stored} {ended}"
 
 
 class Bench:
@@ -249,6 +256,10 @@ class Bench:
 
     def save(self, job: int, cells: str, *, stored: bool = True) -> list[str]:
         return self.step(save_job(job, cells, stored=stored, apart=self.apart))
+
+    def hand_over(self, job: int, cells: str) -> list[str]:
+        """A save of a prompt that another engine goes on with."""
+        return self.step(save_job(job, cells, apart=self.apart, topic=b"t%d" % job))
 
     def prefetch(self, job: int, cells: str) -> list[str]:
         slabs = tuple(slab._replace(pages=()) for slab in slabs_of(job, cells, apart=self.apart))

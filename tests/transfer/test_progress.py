@@ -114,6 +114,15 @@ def test_later_save_of_a_request_counts_no_chunk_of_an_earlier_one() -> None:
     assert saves.record(first, 1) == (3, None)
 
 
+def test_lost_chunk_behind_a_gap_makes_no_chunk_of_the_gap_stored() -> None:
+    """A prompt's end is planned while the chunks before it wait for blocks."""
+    saves, first, end = Saves(), job(0, 1), job(3, 4)
+    saves.plan(first)
+    saves.plan(end)
+    saves.record(first, 0)
+    assert saves.record(end, 3, is_stored=False) == (1, 3)
+
+
 def test_lost_chunk_ends_the_hand_over_before_those_in_front_are_stored() -> None:
     saves, saved = Saves(), job(0, 4)
     saves.plan(saved)

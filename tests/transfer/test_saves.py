@@ -116,6 +116,22 @@ def test_a_cell_that_is_on_its_way_already_is_not_saved_again() -> None:
     assert bench.is_clean
 
 
+@pytest.mark.parametrize("keep", [0, 4])
+@pytest.mark.parametrize("outcome", [DONE, FAILED])
+def test_a_cell_that_is_being_fetched_is_saved_from_its_pages(
+    keep: int, outcome: CellOutcome
+) -> None:
+    bench = Bench(DISK, keep=keep, slots=6)
+    bench.load(1, "a")
+    assert bench.save(2, "a") == ["1 gather a"]
+    bench.ends(0, outcome)
+    told = bench.run()
+    assert "put-0 a" in told
+    assert "saved 2: 1 done" in told
+    assert bench.cells() == ("a" if keep and outcome is DONE else "")
+    assert bench.is_clean
+
+
 def test_what_another_rank_stores_is_kept_in_host_memory_alone() -> None:
     bench = Bench(DISK, keep=2, slots=4)
     bench.save(1, "a", stored=False)

@@ -10,6 +10,7 @@ from tests.transfer.engine_bench import (
     MEMORY,
     UNREACHABLE,
     Bench,
+    words,
 )
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
 from vllm_kvpool.transfer.context import Tier
@@ -251,3 +252,67 @@ def test_many_dirty_cells_do_not_keep_clean_ones_from_leaving() -> None:
         bench.run()
     assert bench.host_cache.num_dirty == count
     assert bench.host_cache.num_idle == 3 * count
+
+
+# Prompts that are handed over
+
+
+def test_hand_over_puts_a_dirty_cell_that_then_is_clean() -> None:
+    bench = back(DISK, FAR)
+    bench.save(1, "a b")
+    bench.run()
+    assert bench.cells() == "a* b*"
+    told = [*words(bench.hand_over(2, "a b c")), *bench.run()]
+    assert [each for each in told if each.startswith(("gather ", "put"))] == [
+        *("gather c", "put-0 a b", "put-1 a b", "put-0 c", "put-1 c"),
+    ]
+    assert bench.cells() == "a b c"
+    assert fate(bench, "stored") == 0, "it did not leave"
+    assert bench.is_clean
+
+
+def test_hand_over_whose_put_fails_leaves_the_cell_dirty() -> None:
+    bench = back()
+    bench.save(1, "a")
+    bench.run()
+    bench.hand_over(2, "a")
+    told = bench.run(lambda lane, key: FULL if lane.tier == 0 else DONE)
+    assert "told t2: 0 0" in told
+    assert bench.cells() == "a*"
+    assert fate(bench, "lost") == 0
+    assert bench.is_clean
+
+
+def test_hand_over_puts_a_cell_that_another_save_brings() -> None:
+    bench = back()
+    bench.save(1, "a")
+    assert bench.hand_over(2, "a") == ["gathered 2", "told t2: 0 None"]
+    assert bench.run() == [
+        *("gathered 1", "saved 1: 1 done", "host +a", "seal a", "put-0 a"),
+        *("saved 2: 1 done", "told t2: 1 None"),
+    ]
+    assert bench.cells() == "a"
+    assert bench.is_clean
+
+
+def test_hand_over_ends_where_the_save_that_brings_its_cell_fails() -> None:
+    bench = back()
+    bench.save(1, "a")
+    bench.hand_over(2, "a")
+    told = bench.run(lambda lane, key: FAILED)
+    assert "told t2: 0 0" in told
+    assert "saved 2: 1 failed" in told
+    assert bench.cells() == ""
+    assert bench.is_clean
+
+
+def test_hand_over_without_a_tier_to_write_to_keeps_the_cell_and_ends() -> None:
+    bench = back()
+    bench.save(1, "a")
+    bench.run()
+    bench.health(0, up=False)
+    told = ["gathered 2", "saved 2: 1 done", "told t2: 0 None", "told t2: 0 0"]
+    assert bench.hand_over(2, "a") == told
+    assert bench.cells() == "a*"
+    assert bench.saved[-1].missed == (0,)
+    assert bench.is_clean

@@ -3,9 +3,23 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.scheduler.prefix_search import Tail
+
+
+class StoredChunks(NamedTuple):
+    """The chunks that stores have by their own answers, whatever host memory has.
+
+    `attention`: the chunks that could be loaded from stores if there were no recurrent states.
+    """
+
+    chunks: int = 0
+    attention: int = 0
+
+
+NOTHING_STORED = StoredChunks()
 
 
 class LookupOutcome(Enum):
@@ -27,7 +41,8 @@ class Lookup:
     with what is known. Chunks from `stop_chunk` on are not looked for. `exact`: a load of the
     request has failed, so all cells of what is found are asked for. `seeks_end`: `tokens` are a
     prompt whose end, a partial chunk, is looked for as well. `seeks_tail`: aliases are read, so
-    that the hit may end inside a chunk.
+    that the hit may end inside a chunk. `seeks_stored`: stores are asked for the chunks in host
+    memory, too.
     """
 
     lookup_id: int
@@ -43,6 +58,7 @@ class Lookup:
     exact: bool = False
     seeks_end: bool = False
     seeks_tail: bool = False
+    seeks_stored: bool = False
     notices: tuple[str, ...] = ()
     """Endpoints of the producer, one of each rank, that tell which chunks are stored."""
     request_id: str = ""
@@ -77,6 +93,8 @@ class LookupResult:
     weights_version: str = ""
     miss_reason: LookupOutcome = LookupOutcome.ANSWERED
     attention_chunks: int = 0
+    stored: StoredChunks = NOTHING_STORED
+    """Nothing unless the lookup seeks it."""
     lacks_expected: bool = False
     """True if the lookup ended without all chunks that the request expects."""
     tail: Tail | None = None
@@ -95,7 +113,7 @@ class LookupResult:
         return tail.position * chunk_tokens + tail.tokens
 
     def without_hit(self) -> "LookupResult":
-        return replace(self, found_chunks=0, attention_chunks=0)
+        return replace(self, found_chunks=0, attention_chunks=0, stored=NOTHING_STORED)
 
     @property
     def whole_chunks(self) -> int:

@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 
 from vllm_kvpool.identity.chunk_hash import ChunkChain
 from vllm_kvpool.identity.keys import CellKey, Namespace, alias_prefix
-from vllm_kvpool.scheduler.lookup import Lookup, LookupOutcome, LookupResult
+from vllm_kvpool.scheduler.lookup import (
+    NOTHING_STORED,
+    Lookup,
+    LookupOutcome,
+    LookupResult,
+    StoredChunks,
+)
 from vllm_kvpool.scheduler.prefix_search import (
     CellNames,
     HitSearch,
@@ -114,7 +120,9 @@ class _OpenLookup:
     expected: int  # chunks that the lookup waits for
     expected_attention: int  # or so many of attention, with states or without
     new_search: Callable[[Sequence[int]], TieredSearch]  # of these tiers
+    new_stores: Callable[[Sequence[int]], TieredSearch] | None  # the same, without host memory
     search: TieredSearch
+    stores: TieredSearch | None
     began: float
     answer_by: float
     defer_at: float
@@ -128,15 +136,33 @@ class _OpenLookup:
     tail: _OpenTail | None = None  # once the whole chunks are known
 
     @property
-    def asking(self) -> TieredSearch:
-        """The search that asks for cells now."""
+    def asking(self) -> list[TieredSearch]:
+        """The searches that ask for cells now."""
         tail = None if self.tail is None else self.tail.search
-        return self.search if tail is None else tail
+        searches = [self.search if tail is None else tail]
+        return searches if self.stores is None else [*searches, self.stores]
 
     @property
     def waits_for(self) -> list[int]:
         """Tiers whose answers are missing."""
-        return [*self.asking.waits_for, *(self.tail.unread if self.tail is not None else ())]
+        tiers = [tier for search in self.asking for tier in search.waits_for]
+        return [*tiers, *(self.tail.unread if self.tail is not None else ())]
+
+    def stored(self, found: int) -> StoredChunks:
+        """Return which of the `found` chunks stores have, if the lookup seeks them."""
+        search, stores = self.search, self.stores
+        if not self.lookup.seeks_stored:
+            return NOTHING_STORED
+        if stores is None:
+            return StoredChunks(found, search.attention)
+        # A chunk inside which the hit ends is not asked of stores again.
+        chunks, attention = (search.found, stores.found), (search.attention, stores.attention)
+        return StoredChunks(min(chunks), min(attention))
+
+    @property
+    def has_stored(self) -> bool:
+        """True unless stores have still to say what they have of the chunks in host memory."""
+        return self.stores is None or self.stores.done
 
     @property
     def has_expected(self) -> bool:
@@ -236,11 +262,18 @@ class LookupCore:
             return
         names = self._names_of(lookup.weights_version)
         num_chunks, expected, attention = self._wanted_chunks(lookup, chain, end)
-        new_search = self._new_search(lookup, chain, end, names, num_chunks)
+        has_host = self._host.num_ranks > 0
+        new_searches = partial(self._new_search, lookup, chain, end, names, num_chunks)
+        new_search = new_searches(has_host=has_host)
+        seeks_more = has_host and lookup.seeks_stored
+        new_stores = new_searches(has_host=False) if seeks_more else None
+        tiers = self._usable(now)
         opened = _OpenLookup(
             *(lookup, chain, end, names, expected, attention),
             new_search=new_search,
-            search=new_search(self._usable(now)),
+            new_stores=new_stores,
+            search=new_search(tiers),
+            stores=None if new_stores is None else new_stores(tiers),
             began=now,
             answer_by=lookup.answer_by,
             defer_at=now + self._timeout_s * PUT_OFF_SHARE,
@@ -261,7 +294,9 @@ class LookupCore:
         `done` is called on the lookup thread: whether every store has confirmed it.
         """
         for opened in list(self._open.values()):  # cells that it has found may be removed by now
-            opened.search = opened.new_search(self._usable(now))
+            tiers = self._usable(now)
+            opened.search = opened.new_search(tiers)
+            opened.stores = None if opened.new_stores is None else opened.new_stores(tiers)
             opened.tail = None
             self._advance(opened, now)
         namespaces = tuple(self._names.with_weights(each).namespace for each in weights_versions)
@@ -319,7 +354,9 @@ class LookupCore:
         opened.poll_at = math.inf
         opened.is_hinted = False
         opened.looks_left -= 1
-        opened.search.restart(self._usable(now))
+        for search in (opened.search, opened.stores):
+            if search is not None:
+                search.restart(self._usable(now))
 
     def returned(self, call: TierCall, value: Value, now: float) -> None:
         """A call has returned."""
@@ -401,9 +438,19 @@ class LookupCore:
         return num_chunks, usable, told if usable < told else never
 
     def _new_search(
-        self, lookup: Lookup, chain: ChunkChain, end: bytes | None, names: CellNames, chunks: int
+        self,
+        lookup: Lookup,
+        chain: ChunkChain,
+        end: bytes | None,
+        names: CellNames,
+        chunks: int,
+        *,
+        has_host: bool,
     ) -> Callable[[Sequence[int]], TieredSearch]:
-        """Return what makes a search of the given tiers for the first chunks of a lookup."""
+        """Return what makes a search of the given tiers for the first chunks of a lookup.
+
+        `has_host`: of host memory, too.
+        """
         hashes = chain.hashes if end is None else [*chain.hashes, end]
         # The producer puts cells of several chunks at once: a later one may come first.
         is_exact = lookup.exact or lookup.expect_tokens > 0 or self._loses_cells
@@ -411,7 +458,8 @@ class LookupCore:
         groups, sizes = names.layer_groups, (self._chunk_tokens, self._block)
         make_search = partial(HitSearch, chunks, groups, *sizes, exact, num_tokens=num_tokens)
         keys_of = partial(self._keys_of, names, hashes)
-        has_host = self._host.num_ranks > 0
+        if not has_host:
+            keys_of = partial(names.of_questions, hashes=hashes)
         return partial(TieredSearch, chunks, make_search, keys_of, has_host=has_host)
 
     def _keys_of(
@@ -419,8 +467,6 @@ class LookupCore:
     ) -> tuple[list[CellKey], list[int]]:
         """The cells of questions that are not in host memory; see `TieredSearch`."""
         host = self._host
-        if not host.num_ranks:
-            return names.of_questions(questions, hashes)
         keys: list[CellKey] = []
         ends: list[int] = []
         for question in questions:
@@ -510,7 +556,7 @@ class LookupCore:
                 has_host=self._host.num_ranks > 0,
             )
         search = tail.search
-        if search.done:
+        if search.done and opened.has_stored:
             if not search.has_failed and search.num_tiers == len(self._tiers):
                 for each in tail.candidates[: tail.num_missing]:
                     self.useless_aliases += each.alias_keys
@@ -518,8 +564,8 @@ class LookupCore:
 
     def _answer(self, opened: _OpenLookup) -> None:
         """Answer a lookup whose searches have ended."""
-        search = opened.search
-        for tier in search.answered:
+        search, stores = opened.search, opened.stores
+        for tier in search.answered | (set() if stores is None else stores.answered):
             self._tiers[tier].pace.in_time()
         self._finish(opened, self._outcome(search), self._miss_reason(search))
 
@@ -555,7 +601,8 @@ class LookupCore:
             # The tier that is asked instead may be late as well.
             is_late = bool(opened.waits_for)
             opened.defer_at = now + self._timeout_s * PUT_OFF_SHARE if is_late else math.inf
-            opened.asking.defer()
+            for search in opened.asking:
+                search.defer()
             self._advance(opened, now)
 
     def _advance(self, opened: _OpenLookup, now: float) -> None:
@@ -566,7 +613,7 @@ class LookupCore:
             return
         expects_more = opened.expects_more(now)
         if search.done and not expects_more:
-            if not self._begin_tail(opened, now):
+            if not self._begin_tail(opened, now) and opened.has_stored:
                 self._answer(opened)
             return
         if 0 < opened.expected <= search.found:
@@ -648,6 +695,7 @@ class LookupCore:
             opened.lookup.weights_version,
             miss_reason,
             opened.search.attention if is_answered else 0,
+            opened.stored(found) if is_answered else NOTHING_STORED,
             lacks_expected=not opened.has_expected,
             tail=tail,
             is_final=is_final,
@@ -669,10 +717,10 @@ class LookupCore:
         for opened in self._open.values():
             if len(keys) >= MAX_KEYS_PER_ROUND:
                 break
-            search = opened.asking
-            if wanted := search.take_wanted(number):
-                keys += wanted
-                asked.append((opened, search, len(wanted)))
+            for search in opened.asking:
+                if wanted := search.take_wanted(number):
+                    keys += wanted
+                    asked.append((opened, search, len(wanted)))
         if not keys:
             return None
         returned = partial(self._exists_returned, number, asked)
@@ -714,5 +762,5 @@ class LookupCore:
             else:
                 search.take_answer(number, present[start:stop])
             start = stop
-            if opened.asking is search and opened.lookup.lookup_id in self._open:
+            if search in opened.asking and opened.lookup.lookup_id in self._open:
                 self._advance(opened, now)

@@ -171,17 +171,17 @@ class PoolScheduler:
     def _note_found(self, state: RequestState, answer: LookupResult) -> None:
         """Take what a lookup has found so far: it is not saved, and a load of it may go on."""
         found = answer.found_chunks
-        # What is stored need not be saved, unless a load of it has failed, or it is pinned: a put
-        # pins what is stored already. vLLM offers a state that it has loaded.
-        pins = bool(state.retention.pinned_until_ns)
-        known = 0 if pins else max(found, answer.attention_chunks)
+        # What is stored need not be saved, unless a load of it has failed. vLLM offers a state that
+        # it has loaded.
+        kept, attention = self._kept_chunks(state, answer)
+        known = max(kept, attention)
         tail = answer.tail
         if tail is not None and known > tail.position:
             known = tail.position
             stop = known * self._shape.chunk_tokens + tail.tokens
             state.has_saved_end |= tail.is_end and stop == state.view.num_prompt_tokens
-        if found and not pins:
-            state.saved_states.add(found * self._shape.chunk_tokens)
+        if kept:
+            state.saved_states.add(kept * self._shape.chunk_tokens)
         if state.limit_tokens is not None:
             known = min(known, state.limit_tokens // self._shape.chunk_tokens)
         state.next_save = max(state.next_save, known)
@@ -190,6 +190,19 @@ class PoolScheduler:
         if load is not None and load.landed_stop is not None:
             is_final = answer.is_final or not self._validity.finds(answer.weights_version)
             self._loads.land(load, found, is_final, is_urgent=answer.has_lost_producer)
+
+    @staticmethod
+    def _kept_chunks(state: RequestState, answer: LookupResult) -> tuple[int, int]:
+        """Return the chunks found that need not be saved, with states and in attention alone.
+
+        None if they are pinned: a put pins what is stored already. Of a prompt that is handed over
+        those in stores: host memory is this engine's alone.
+        """
+        if state.retention.pinned_until_ns:
+            return 0, 0
+        if state.view.options.hand_over:
+            return answer.stored
+        return answer.found_chunks, answer.attention_chunks
 
     def _chunks_to_offer(self, state: RequestState, num_computed: int) -> int | None:
         """Return how many chunks to offer a request now; None if it waits for its lookup.
@@ -301,8 +314,8 @@ class PoolScheduler:
     def _stores_own(self, state: RequestState, num_computed: int) -> bool:
         """Return True if the own cache's state after so many tokens is to be stored."""
         is_known = state.may_load and state.answer.outcome is LookupOutcome.ANSWERED
-        found = state.answer.found_chunks * self._shape.chunk_tokens
-        is_lacking = is_known and found < num_computed
+        kept, _ = self._kept_chunks(state, state.answer)
+        is_lacking = is_known and kept * self._shape.chunk_tokens < num_computed
         return is_lacking or bool(state.retention.pinned_until_ns)
 
     def wanted_boundary(self, request_id: str, own_boundary: int = 0) -> int:

@@ -64,6 +64,8 @@ class RequestLookups:
             seeks_end=self._expects_end(state, expect_tokens),
             # A load that has failed counts whole chunks, and so does one of expected tokens.
             seeks_tail=self._shape.alias_step > 0 and not (has_failed or expect_tokens),
+            # Another engine that goes on with the prompt reads stores alone.
+            seeks_stored=options.hand_over and state.may_save,
             notices=options.notices if expect_tokens else (),
         )
         state.lookup = RequestLookup(

@@ -130,9 +130,14 @@ class HostCache:
             self._expire()
         return self._index.get(slab_id)
 
-    def add(self, slab: Slab) -> CacheEntry:
-        """A new entry for a slab that will arrive; the caller holds its first pin."""
-        entry = self._index[slab.id] = CacheEntry(slab._replace(pages=()) if slab.pages else slab)
+    def add(self, slab: Slab, *, indexed: bool = True) -> CacheEntry:
+        """A new entry for a slab that will arrive; the caller holds its first pin.
+
+        One that is not indexed is freed with its last pin.
+        """
+        entry = CacheEntry(slab._replace(pages=()) if slab.pages else slab, indexed=indexed)
+        if indexed:
+            self._index[slab.id] = entry
         return entry
 
     def assign_slots(self, entry: CacheEntry, use: SlotUse) -> bool:

@@ -35,7 +35,8 @@ class _Request:
     @property
     def stored(self) -> int:
         first_open = next(iter(self.open), self.planned)
-        return min(first_open, self.planned if self.lost is None else self.lost)
+        first_lost = self.planned if self.lost is None else self.lost  # perhaps behind a gap
+        return min(self.planned, first_open, first_lost)
 
     @property
     def ended(self) -> int | None:

@@ -154,30 +154,38 @@ class SaveManager:
         self._context.scheduler.add(save.owner, None, marker, after=save.gathers, always=True)
 
     def _gather(self, save: _Save, slabs: Sequence[Slab]) -> None:
-        """Gather, seal and put slabs that are not in host memory."""
+        """Gather, seal and put slabs that are not in host memory.
+
+        Slabs there are sealed and put as well if another engine goes on with the prompt: that a
+        slab is in host memory says nothing of stores.
+        """
         context, plan = self._context, save.job.plan
         save.num_open += len(slabs)
         up = context.tiers_writable()
         hits: dict[str, None] = {}  # chunks
         for slab in slabs:
             there = context.host_cache.get(slab.id)
-            if there is not None:  # present or arriving
+            # A fetch may fail, and the slab is in the pages now: it is gathered into other slots.
+            is_apart = bool(slab.stored and up) and there is not None and _is_fetched(there)
+            if there is not None and not is_apart:  # present, or a save brings it
                 hits[slab.chunk.id] = None
+                is_put = bool(plan.topic) and slab.stored
                 if slab.chunk.retention.pinned_until_ns:
-                    self._pin(there, slab, up)
-                self._record(save, slab, CellOutcome.EXISTED)
-                # An earlier save has put it, or is putting it.
-                self._note_progress(save, slab, is_stored=True)
+                    self._pin(there, slab, () if is_put else up)
+                if is_put:
+                    self._put_there(save, there, up)
+                else:
+                    self._record(save, slab, CellOutcome.EXISTED)
                 continue
-            is_dirty = self._stays_dirty(slab, plan)
+            is_dirty = not is_apart and self._stays_dirty(slab, plan)
             tiers = up if slab.stored and not is_dirty else ()
             if slab.stored and context.tiers and not (up or is_dirty):
                 context.drops[HOST, CellOutcome.UNREACHABLE] += slab.num_cells
             if not tiers and not context.host_cache.capacity:
                 self._record(save, slab, CellOutcome.UNREACHABLE)
-                self._note_progress(save, slab, is_stored=False)
+                self._note_progress(save, slab, None)
                 continue
-            entry = context.host_cache.add(slab)
+            entry = context.host_cache.add(slab, indexed=not is_apart)
             copy = Copy(slab, entry, saves=self, save=save, dirty=is_dirty)
             self._copies[copy] = None
             gather = entry.op = self._add(save.owner, self._gathers, copy, save.fence)
@@ -185,6 +193,15 @@ class SaveManager:
             self._add_puts(save.owner, copy, tiers, (gather,))
         for chunk_id in hits:
             context.host_cache.hit(chunk_id, context.now_ns)
+
+    def _put_there(self, save: _Save, entry: CacheEntry, tiers: Sequence[int]) -> None:
+        """Put a slab that is in host memory, or on its way there, for a save; its pages are not
+        read."""
+        self._context.host_cache.pin(entry)
+        copy = Copy(entry.slab, entry, saves=self, save=save)
+        self._copies[copy] = None
+        self._add_puts(save.owner, copy, tiers, () if entry.op is None else (entry.op,))
+        self.finish_if_done(copy)
 
     def _add(self, owner: Owner, lane: Lane, copy: Copy, after: Sequence[Op]) -> Op:
         """Add an op of a copy."""
@@ -338,14 +355,14 @@ class SaveManager:
         tier = _nearest_tier(copy)
         self._report(copy, copy.outcome or CellOutcome.DONE, tier)
         if copy.save is not None:
-            self._note_progress(copy.save, copy.slab, is_stored=tier is not None)
+            self._note_progress(copy.save, copy.slab, tier)
         if copy.save is None and copy.entry.dirty:
-            stored = any(op.state is OpState.DONE for op in copy.ops[1:])
-            fate = "stored" if stored else "lost"
+            fate = "lost" if tier is None else "stored"
             num_cells = copy.slab.num_cells
             if not copy.ops:
                 self._context.drops[HOST, CellOutcome.UNREACHABLE] += num_cells
             self._context.count("kvpool_evicted_cells", num_cells, tier="host", fate=fate)
+        if copy.save is None or tier is not None:
             self._context.host_cache.cleaned(copy.entry)
         self._context.host_cache.unpin(copy.entry)
 
@@ -356,6 +373,7 @@ class SaveManager:
             copy.reported = True
             has_room = self._context.host_cache.capacity > 0
             is_kept = has_room and copy.entry.state is CacheEntryState.PRESENT
+            is_kept &= copy.entry.indexed
             self._record(copy.save, copy.slab, outcome, tier, is_kept=is_kept)
 
     def _record(
@@ -378,9 +396,13 @@ class SaveManager:
         save.num_open -= 1
         self._finish(save)
 
-    def _note_progress(self, save: _Save, slab: Slab, *, is_stored: bool) -> None:
-        """Note that all puts of a slab have ended. Which stores others read is not known here."""
+    def _note_progress(self, save: _Save, slab: Slab, tier: int | None) -> None:
+        """Note that all puts of a slab have ended, and the nearest tier whose store has it.
+
+        Which stores others read is not known here.
+        """
         if save.job.plan.topic:
+            is_stored = tier is not None
             self._context.progress += self.progress.recorded(save.job, slab, is_stored=is_stored)
 
     def hand_over_ends(self, end: HandOverEnd) -> None:
@@ -422,8 +444,8 @@ class SaveManager:
         copy.outcome = outcome
         for op in copy.ops:
             self._context.scheduler.cancel(op)
-        is_arriving = copy.entry.state is CacheEntryState.ARRIVING
-        if is_arriving and copy.ops[0].state is OpState.CANCELLED:
+        gather = copy.entry.op  # perhaps another copy's
+        if gather is copy.ops[0] and gather.state is OpState.CANCELLED:
             self._context.host_cache.failed(copy.entry)
         self.finish_if_done(copy)
 
@@ -459,6 +481,11 @@ class SaveManager:
         if not self._gathers.num_ready or self._stall_ends is None:
             return None
         return self._stall_ends - (0.0 if self._stall_reported else PATIENCE_LEFT_S)
+
+
+def _is_fetched(entry: CacheEntry) -> bool:
+    """Return True if a fetch is bringing the slab."""
+    return entry.op is not None and not isinstance(entry.op.what, Copy)
 
 
 def _nearest_tier(copy: Copy) -> int | None:
