@@ -43,17 +43,24 @@ def common(one: list[bytes], other: list[bytes]) -> int:
     return count
 
 
-# This encoding is what pools hold: a change that is meant also changes SCHEME.
+RELEASES = "vllm 0.32.0"
+
+
+def image(identifier: str, start: int, stop: int, releases: str = RELEASES) -> MediaItem:
+    return MediaItem(identifier, start, stop, releases)
+
+
+# This encoding is what pools hold. A change of what text is hashed to also changes SCHEME.
 FULL_IDENTITY = RequestIdentity(
     adapter=b"adapter",
     cache_salt="salt",
-    media=(MediaItem("image", 2, 8),),
+    media=(image("image", 2, 8),),
     embeds=EmbedRows((b"", b"row", b"")),
 )
 
 CHILD = """
 from vllm_kvpool.identity.chunk_hash import *
-identity = RequestIdentity(b"adapter", "salt", (MediaItem("image", 2, 8),),
+identity = RequestIdentity(b"adapter", "salt", (MediaItem("image", 2, 8, "vllm 0.32.0"),),
                            EmbedRows((b"", b"row", b"")))
 chain = ChunkChain(4, identity)
 chain.extend(range(1000, 1012))
@@ -71,14 +78,15 @@ def test_the_bytes_are_those_of_the_scheme() -> None:
     def tokens(*ids: int) -> bytes:
         return field(b"".join(i.to_bytes(4, "little") for i in ids))
 
-    def image(place: int) -> bytes:
+    def item(place: int) -> bytes:
         start = place.to_bytes(8, "little", signed=True)
-        return b"media" + start + (6).to_bytes(8, "little") + field(b"image")
+        names = field(b"image") + field(b"vllm 0.32.0")
+        return b"media" + start + (6).to_bytes(8, "little") + names
 
     root = field(b"kvpool-chain-2") + (4).to_bytes(4, "little") + field(b"adapter") + field(b"salt")
     embed = b"embed" + (1).to_bytes(4, "little") + field(b"row")
-    first = digest(digest(root) + tokens(1000, 0, 1002, 1003) + embed + image(2))
-    second = digest(first + tokens(1004, 1005, 1006, 1007) + image(-2))
+    first = digest(digest(root) + tokens(1000, 0, 1002, 1003) + embed + item(2))
+    second = digest(first + tokens(1004, 1005, 1006, 1007) + item(-2))
     third = digest(second + tokens(1008, 1009, 1010, 1011))
     assert hashes(range(1000, 1012), FULL_IDENTITY) == [first, second, third]
 
@@ -100,11 +108,11 @@ def test_another_process_says_the_same(seed: str) -> None:
     [
         (RequestIdentity(adapter=b"a"), 0),
         (RequestIdentity(cache_salt="a"), 0),
-        (RequestIdentity(media=(MediaItem("a", 0, 1),)), 0),
-        (RequestIdentity(media=(MediaItem("a", CHUNK - 1, CHUNK + 1),)), 0),
-        (RequestIdentity(media=(MediaItem("a", CHUNK, CHUNK + 1),)), 1),
-        (RequestIdentity(media=(MediaItem("a", 3 * CHUNK + 1, 3 * CHUNK + 2),)), 3),
-        (RequestIdentity(media=(MediaItem("a", 5 * CHUNK, 5 * CHUNK + 1),)), 5),
+        (RequestIdentity(media=(image("a", 0, 1),)), 0),
+        (RequestIdentity(media=(image("a", CHUNK - 1, CHUNK + 1),)), 0),
+        (RequestIdentity(media=(image("a", CHUNK, CHUNK + 1),)), 1),
+        (RequestIdentity(media=(image("a", 3 * CHUNK + 1, 3 * CHUNK + 2),)), 3),
+        (RequestIdentity(media=(image("a", 5 * CHUNK, 5 * CHUNK + 1),)), 5),
         (RequestIdentity(embeds=EmbedRows((b"row",))), 0),
         (RequestIdentity(embeds=EmbedRows((b"",) * (2 * CHUNK + 1) + (b"row",))), 2),
         (RequestIdentity(embeds=EmbedRows((b"",) * len(TOKENS))), 5),
@@ -118,21 +126,24 @@ def test_what_shapes_the_kv_changes_the_hashes_from_there_on(
     assert common(hashes(TOKENS), hashes(TOKENS, identity)) == first_different
 
 
-ITEM = MediaItem("a", CHUNK + 1, 2 * CHUNK + 1)
+ITEM = image("a", CHUNK + 1, 2 * CHUNK + 1)
 
 
 @pytest.mark.parametrize(
     ("item", "first_different"),
     [
         (replace(ITEM, identifier="b"), 1),
+        (replace(ITEM, releases="vllm 0.33.0"), 1),
         (replace(ITEM, start=ITEM.start + 1), 1),
         (replace(ITEM, start=ITEM.start - 1), 1),
         (replace(ITEM, start=0), 0),
         (replace(ITEM, stop=ITEM.stop + 1), 1),
-        (MediaItem("a", ITEM.start + CHUNK, ITEM.stop + CHUNK), 1),
+        (image("a", ITEM.start + CHUNK, ITEM.stop + CHUNK), 1),
     ],
 )
-def test_media_count_by_name_place_and_length(item: MediaItem, first_different: int) -> None:
+def test_media_count_by_name_place_length_and_releases(
+    item: MediaItem, first_different: int
+) -> None:
     one = hashes(TOKENS, RequestIdentity(media=(ITEM,)))
     assert common(one, hashes(TOKENS, RequestIdentity(media=(item,)))) == first_different
 
@@ -227,10 +238,11 @@ def test_what_a_list_has_got_meanwhile_waits_for_the_next_time() -> None:
 # Short fields over few letters, so that fields that run into one another would collide.
 short_bytes = st.text("am", max_size=3).map(str.encode)
 media = st.builds(
-    lambda name, start, length: MediaItem(name, start, start + length),
+    lambda name, start, length, releases: image(name, start, start + length, releases),
     st.text("em", max_size=2),
     st.integers(0, CHUNK - 1),
     st.integers(1, 2),
+    st.text("em", max_size=2),
 )
 identities = st.builds(
     RequestIdentity,
@@ -261,8 +273,12 @@ def test_no_two_inputs_encode_alike(
         (RequestIdentity(b"ab", "c"), RequestIdentity(b"a", "bc")),
         (RequestIdentity(b"ab"), RequestIdentity(cache_salt="ab")),
         (
-            RequestIdentity(media=(MediaItem("a", 0, 1), MediaItem("b", 0, 1))),
-            RequestIdentity(media=(MediaItem("ab", 0, 1),)),
+            RequestIdentity(media=(image("ab", 0, 1, "c"),)),
+            RequestIdentity(media=(image("a", 0, 1, "bc"),)),
+        ),
+        (
+            RequestIdentity(media=(image("a", 0, 1), image("b", 0, 1))),
+            RequestIdentity(media=(image("ab", 0, 1),)),
         ),
         (
             RequestIdentity(embeds=EmbedRows((b"a", b"b"))),

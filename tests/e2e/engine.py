@@ -51,11 +51,15 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """A picture of squares of random colours, 14 pixels wide; equal values make equal pictures."""
+    """A picture of squares of random colours, 14 pixels wide; equal values make equal pictures.
+
+    A client may name it by a `uuid`, in place of vLLM's digest.
+    """
 
     seed: int
     width: int = 56
     height: int = 56
+    uuid: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,8 +117,11 @@ def _engine_prompt(prompt: dict[str, Any]) -> dict[str, Any]:
     else:
         engine_prompt["prompt_token_ids"] = prompt["ids"]
     if prompt["images"]:
+        uuids = [image.pop("uuid") for image in prompt["images"]]
         pictures = [_picture(**image) for image in prompt["images"]]
         engine_prompt["multi_modal_data"] = {"image": pictures}
+        if any(uuids):
+            engine_prompt["multi_modal_uuids"] = {"image": uuids}
     if prompt["encoded"]:
         import torch
 

@@ -338,7 +338,7 @@ def test_chunk_that_was_not_stored_gets_no_alias(pool: Pool) -> None:
 
 
 def test_chunk_with_media_gets_no_alias(pool: Pool) -> None:
-    identity = RequestIdentity(media=(MediaItem("image", 9, 12),))
+    identity = RequestIdentity(media=(MediaItem("image", 9, 12, "vllm 0.32.0"),))
     pool.save(range(16), identity=identity)
     assert pool.found(prompt(14, 2, 2), identity=identity) == CHUNK
     assert pool.found(prompt(6, 10, 2), identity=identity) == 6

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.support.models import LlavaShape, make_model
@@ -98,6 +99,18 @@ def test_engines_that_encode_otherwise_are_no_peers(
 ) -> None:
     plain = {"dtype": arguments["dtype"]} if "quantization" in arguments else {}
     assert fingerprint(directory, **arguments) != fingerprint(directory, **plain)
+
+
+def test_engines_of_two_releases_are_no_peers(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they share the KV of text: they may encode one image differently."""
+    seen = set()
+    for release in ("0.32.0", "0.33.0"):
+        monkeypatch.setattr(vllm, "__version__", release)
+        assert not compat.release_apart()
+        seen.add(fingerprint(directory))
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize(

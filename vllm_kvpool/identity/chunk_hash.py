@@ -1,11 +1,11 @@
 """The chain of chunk hashes: names a request's tokens and all else that shapes their KV (pure).
 
-The chain depends on no hash seed, hash algorithm, block size or release of vLLM. Link i digests
-link i-1 and everything that enters the KV of chunk i: token ids, prompt embeddings, and the media
-that overlap it with their places. The LoRA adapter and the cache salt are in the root. Fields are
-length-prefixed, so no two inputs encode alike: the hash of a prompt's end, a chunk of fewer tokens,
-is never the hash of a whole chunk. A digest is SHA-256, cut to `HASH_BYTES`. A chain
-belongs to one thread at a time.
+No hash seed, hash algorithm or block size counts, and a release of vLLM for media alone. Link i
+digests link i-1 and everything that enters the KV of chunk i: token ids, prompt embeddings, and the
+media that overlap it, with their places and the releases that compute their rows. The LoRA adapter
+and the cache salt are in the root. Fields are length-prefixed, so no two inputs encode alike: the
+hash of a prompt's end, a chunk of fewer tokens, is never the hash of a whole chunk. A digest is
+SHA-256, cut to `HASH_BYTES`. A chain belongs to one thread at a time.
 """
 
 import hashlib
@@ -24,11 +24,15 @@ PIECE_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """A multimodal item: a content identifier and the half-open token range it fills."""
+    """A multimodal item: a content identifier and the half-open token range it fills.
+
+    `releases` names the software that computes the rows of this range from the content.
+    """
 
     identifier: str
     start: int
     stop: int
+    releases: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,5 +208,6 @@ class ChunkChain:
                 # Signed: an item may have begun in an earlier chunk.
                 place = (item.start - start).to_bytes(8, "little", signed=True)
                 span = (item.stop - item.start).to_bytes(8, "little")
-                parts.append(b"media" + place + span + _field(_encoded(item.identifier)))
+                names = _field(_encoded(item.identifier)) + _field(_encoded(item.releases))
+                parts.append(b"media" + place + span + names)
         return b"".join(parts)

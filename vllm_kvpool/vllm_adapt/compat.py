@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -32,9 +33,9 @@ EQUAL_RELEASES = frozenset(
         *("0.30.0", "0.31.0", "0.32.0", "0.33.0"),
     )
 )
-"""Releases that compute the same KV from the same options, and whose defaults of options that count
-mean the same. A release is added after its defaults were compared and its namespaces were found
-equal (`tests/vllm_adapt/identity`)."""
+"""Releases that compute the same KV of text from the same options, and whose defaults of options
+that count mean the same; media count every release (`media_releases`). A release is added after its
+defaults were compared and its namespaces were found equal (`tests/vllm_adapt/identity`)."""
 _BUILD = re.compile(r"\+(cpu|cu|empty|precompiled|rocm|tpu|xpu)[\w.]*")  # what vLLM's setup.py adds
 
 MOST_FRAMES = 24
@@ -347,6 +348,18 @@ def release_apart() -> str:
 
     version = str(vllm.__version__)
     return "" if _BUILD.sub("", version) in EQUAL_RELEASES else version
+
+
+def media_releases() -> str:
+    """Name the releases that compute an item's embeddings and positions from its content.
+
+    Releases that share text may encode media differently: vLLM 0.32 normalises pixels in the model
+    where older releases have a processor of transformers do it.
+    """
+    import vllm
+
+    release = _BUILD.sub("", str(vllm.__version__))
+    return f"vllm {release}, transformers {metadata.version('transformers')}"
 
 
 def source_of_random_weights() -> str:

@@ -137,6 +137,7 @@ def base_fingerprint(vllm_config: "VllmConfig", config: EmbedsConfig) -> str:
             if (value := getattr(hf, name, None)) is not None
         },
         **model_values(vllm_config, config.weights_id, config.namespace, LEFT_OUT_OF_EMBEDDINGS),
+        "media_releases": compat.media_releases(),
     }
     logger.debug("kvpool: embeddings' fingerprint of %s", shown(values))
     return hashlib.blake2b(encoded(values), digest_size=FINGERPRINT_BYTES).hexdigest()

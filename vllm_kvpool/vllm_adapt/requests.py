@@ -192,6 +192,7 @@ class _EngineState:
     has_own_cache: bool
     has_adapters: bool
     adapts_encoders: bool
+    media_releases: str
     trusts_hits: bool = True  # no request has come after which hits may be another's
 
 
@@ -233,6 +234,7 @@ class RequestReader:
             has_own_cache=has_own_cache,
             has_adapters=has_adapters,
             adapts_encoders=adapts_encoders,
+            media_releases=compat.media_releases(),
         )
 
     def own_cache_was_reset(self) -> None:
@@ -378,6 +380,7 @@ class VllmRequest:
                 self._name_of(f),
                 f.mm_position.offset,
                 f.mm_position.offset + f.mm_position.length,
+                self._engine.media_releases,
             )
             for f in request.mm_features
         )

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -232,6 +233,17 @@ def test_a_release_counts_unless_it_is_known_to_be_equal(
     monkeypatch.setattr(vllm, "__version__", release)
     assert compat.release_apart() == ("" if release in EQUAL else release)
     assert (namespace(whole) == before) is (release in EQUAL)
+
+
+def test_media_count_every_release_and_no_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also releases that share text with each other."""
+    seen = {compat.media_releases()}
+    for build in ("0.33.0", "0.33.0+cpu", "0.33.0+cu130.precompiled"):
+        monkeypatch.setattr(vllm, "__version__", build)
+        seen.add(compat.media_releases())
+    assert len(seen) == 2
+    monkeypatch.setattr(metadata, "version", {"transformers": "4.57.1"}.__getitem__)
+    assert compat.media_releases() not in seen
 
 
 @pytest.mark.parametrize("owner", [ModelConfig, AttentionConfig, LoRAConfig, VllmConfig])

@@ -221,11 +221,18 @@ DESCRIPTIONS = (
         "window": [64, 0],
     },
 )
-HASHES = [
-    "ce27104b316133f42557d2935c4e8cb88729e1ff",
-    "61da5324d231679722d86f36e4456ac9915fc9f3",
-    "f83d1a618a6c1696c862e6d3d7bb626fea6fbcee",
-]
+HASHES = {
+    "text": [
+        "77654ce234e7a218b067fb355117208d96d6d9fd",
+        "839a17bf59d1282372b4e8146bdbd8a65dfe6ec4",
+        "2b72a98b25fc80ed6ff1f728f957b63e65a8d00c",
+    ],
+    "image": [
+        "05bc0c0d8d3d5f58cded1c862fbbd2c304db9bf1",
+        "850672ede5326187423d538cab0d3894cb837063",
+        "fbd9aa76ae2cd83ba8092ef9d9eb82c05c81bdbc",
+    ],
+}
 SAMPLES = (
     "be8d50140fa683cac194ce7a964da6ed",
     "6d05e9ae3070ece9ab1c55d1137eb51a",
@@ -315,12 +322,15 @@ def test_descriptions_of_cells_are_what_they_were(directory: Path) -> None:
     assert described(facts.shape.layer_groups)[1:] == DESCRIPTIONS
 
 
-def test_hashes_of_chunks_are_what_they_were() -> None:
+IMAGE = MediaItem("image", 2, 8, "vllm 0.32.0, transformers 5.19.0")
+
+
+@pytest.mark.parametrize(("prompt", "media"), [("text", ()), ("image", (IMAGE,))])
+def test_hashes_of_chunks_are_what_they_were(prompt: str, media: tuple[MediaItem, ...]) -> None:
     rows = EmbedRows((b"", b"row", *[b""] * 6))
-    identity = RequestIdentity(b"adapter", "salt", (MediaItem("image", 2, 8),), rows)
-    chain = ChunkChain(4, identity)
+    chain = ChunkChain(4, RequestIdentity(b"adapter", "salt", media, rows))
     chain.extend(range(1000, 1012))
-    assert [each.hex() for each in chain.hashes] == HASHES
+    assert [each.hex() for each in chain.hashes] == HASHES[prompt]
 
 
 # Weights
