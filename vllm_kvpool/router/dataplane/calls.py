@@ -1,6 +1,6 @@
 """A client's request, and its calls to engines, from the directive to the report of their ends.
 
-Each call is reported exactly once. The calls of a request and its answer share one `ClientExchange`.
+Each call is reported exactly once. A request's calls and its answer share one `ClientExchange`.
 """
 
 import asyncio
