@@ -32,7 +32,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, State
-from vllm_kvpool.router.dataplane.calls import AnswerCall, Exchange
+from vllm_kvpool.router.dataplane.calls import AnswerCall, ClientExchange
 from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
 from vllm_kvpool.router.dataplane.responses import UNKNOWN, PromptDetails, TokenCounts
@@ -595,13 +595,13 @@ ONE = RequestId("1")
 FOUND = PromptDetails(cached_tokens=7, created_cache_tokens=90)
 
 
-def _exchange(told: list[Event]) -> Exchange:
+def _exchange(told: list[Event]) -> ClientExchange:
     """Without a client, and with engines that cannot be called."""
     request = parse_request(ApiPath.COMPLETION, b'{"model":"m","prompt":"x","stream":true}')
     control: Any = SimpleNamespace(post=told.append, url_of=lambda replica: "http://127.0.0.1:9")
     client: Any = None
     headers = CIMultiDict({"X-Request-Id": "1"})
-    return Exchange(ONE, request, headers, client, control, quick_upstream(), FrontConfig())
+    return ClientExchange(ONE, request, headers, client, control, quick_upstream(), FrontConfig())
 
 
 async def test_a_call_that_is_aborted_before_it_begins_is_not_made() -> None:

@@ -18,7 +18,7 @@ from tests.support.waiting import until
 from vllm_kvpool.router.config import FrontConfig
 from vllm_kvpool.router.control.events import Refuse
 from vllm_kvpool.router.control.requests import RequestId
-from vllm_kvpool.router.dataplane.calls import Exchange
+from vllm_kvpool.router.dataplane.calls import ClientExchange
 from vllm_kvpool.router.dataplane.http_server import (
     MAX_PIPELINED,
     ClientGone,
@@ -421,7 +421,7 @@ async def refuse(http: HttpRequest) -> None:
     request = parse_request(ApiPath(http.path), body)
     control: Any = SimpleNamespace(post=lambda event: None)
     headers = CIMultiDict({"X-Request-Id": "1"})
-    exchange = Exchange(one, request, headers, http, control, quick_upstream(), FrontConfig())
+    exchange = ClientExchange(one, request, headers, http, control, quick_upstream(), FrontConfig())
     handler = RequestHandler(exchange)
     handler.enqueue(Refuse(one, 503, 7, "no"))
     await handler.run()

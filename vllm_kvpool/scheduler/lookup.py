@@ -94,7 +94,7 @@ class LookupResult:
     miss_reason: LookupOutcome = LookupOutcome.ANSWERED
     attention_chunks: int = 0
     stored: StoredChunks = NOTHING_STORED
-    """Nothing unless the lookup seeks it."""
+    """Empty unless the lookup seeks it."""
     lacks_expected: bool = False
     """True if the lookup ended without all chunks that the request expects."""
     tail: Tail | None = None

@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -356,10 +355,11 @@ def media_releases() -> str:
     Releases that share text may encode media differently: vLLM 0.32 normalises pixels in the model
     where older releases have a processor of transformers do it.
     """
+    import transformers
     import vllm
 
     release = _BUILD.sub("", str(vllm.__version__))
-    return f"vllm {release}, transformers {metadata.version('transformers')}"
+    return f"vllm {release}, transformers {transformers.__version__}"
 
 
 def source_of_random_weights() -> str:

@@ -43,10 +43,10 @@ def copy_digested(target: Bytes, source: Bytes, digest: Any, *, of_target: bool 
 
 
 def item_name(data: Bytes) -> str:
-    """The name of an encoding: a digest of rows all over the item.
+    """Return the name of an encoding: a digest of rows all over the item.
 
     Two encoders' rows of the same media and weights are equal, or differ from the first row on
-    by the order in which a processor adds: a sample is enough, and an item of any size is
+    by the order in which a processor adds. So a sample is enough, and an item of any size is
     offered at once. The runs' digests verify that the rows arrive unchanged.
     """
     digest: Any = xxhash.xxh3_128()

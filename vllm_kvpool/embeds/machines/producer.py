@@ -322,7 +322,7 @@ class Producer:
         return transfer
 
     def _of_or_answer(self, peer: str, tid: int) -> ItemTransfer | None:
-        """As `_of`; answer for a transfer that has ended, of which nothing is in flight."""
+        """Return the peer's transfer; if it has none, tell the peer how the transfer ended."""
         transfer = self._of(peer, tid)
         # One that ends with its write is answered then.
         if transfer is None and (tid not in self.transfers or self.transfers[tid].peer != peer):

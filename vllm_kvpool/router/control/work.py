@@ -25,7 +25,7 @@ class ActiveRequest(msgspec.Struct, eq=False, gc=False):
     is_sent_away: bool = False
     """True if the call was aborted, so that the request goes on at another replica."""
     goes_on_elsewhere: bool = True
-    """As in the request's `RequestSpec`."""
+    """Copied from the request's `RequestSpec`."""
     num_sequences: int = 1
     awaits_prompt: bool = False
     """True while it has no token and another replica computes its prompt."""

@@ -13,7 +13,7 @@ from functools import partial
 import msgspec
 
 from vllm_kvpool.router.control.events import Outcome
-from vllm_kvpool.router.dataplane.calls import AnswerCall, Exchange
+from vllm_kvpool.router.dataplane.calls import AnswerCall, ClientExchange
 from vllm_kvpool.router.dataplane.headers import (
     EVENT_STREAM,
     JSON,
@@ -71,7 +71,7 @@ class OnePiece:
     prompt_tokens = 0
     """Tokens of the prompt, as far as a stream has told them."""
 
-    def __init__(self, exchange: Exchange, request: ClientRequest) -> None:
+    def __init__(self, exchange: ClientExchange, request: ClientRequest) -> None:
         self._exchange = exchange
         self._http = exchange.http
         self._request = request
@@ -185,7 +185,7 @@ class PassedOn(OnePiece):
 class Resumed(OnePiece):
     """A stream that goes on at another engine; with `is_whole` it is assembled to one piece."""
 
-    def __init__(self, exchange: Exchange, request: ClientRequest, *, is_whole: bool) -> None:
+    def __init__(self, exchange: ClientExchange, request: ClientRequest, *, is_whole: bool) -> None:
         super().__init__(exchange, request)
         self._is_whole = is_whole
         self._begin()
@@ -381,7 +381,7 @@ class Resumed(OnePiece):
         return after
 
 
-def answer_of(exchange: Exchange) -> OnePiece:
+def answer_of(exchange: ClientExchange) -> OnePiece:
     """Return the form of the answer to a request."""
     request = exchange.request
     if request.is_passed_on:

@@ -1,6 +1,6 @@
 """A client's request, and its calls to engines, from the directive to the report of their ends.
 
-Each call is reported exactly once. The calls of a request and its answer share one `Exchange`.
+Each call is reported exactly once. A request's calls and its answer share one `ClientExchange`.
 """
 
 import asyncio
@@ -61,8 +61,8 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class Exchange:
-    """One client's request, and what its handler, its calls and its answer work with."""
+class ClientExchange:
+    """A client's request, with the state that its handler, calls and answer share."""
 
     request_id: RequestId
     request: ClientRequest
@@ -124,7 +124,7 @@ class Exchange:
 class PromptCall:
     """The call that has the prompt computed; its task runs beside the request's."""
 
-    exchange: Exchange
+    exchange: ClientExchange
     directive: Prefill
     task: asyncio.Task[None] = field(init=False)
 
@@ -163,7 +163,7 @@ class PromptCall:
 class AnswerCall:
     """A call to an engine that answers."""
 
-    exchange: Exchange
+    exchange: ClientExchange
     directive: Decode
     is_aborted: bool = False
     """True once the controller does not want the call any more."""

@@ -18,7 +18,7 @@ from multidict import CIMultiDict
 
 from vllm_kvpool.router.config import BODY_COPIES, RouterConfig, listen_address
 from vllm_kvpool.router.control.requests import RequestId, RequestSpec
-from vllm_kvpool.router.dataplane.calls import Exchange
+from vllm_kvpool.router.dataplane.calls import ClientExchange
 from vllm_kvpool.router.dataplane.control_plane import ControlPlane
 from vllm_kvpool.router.dataplane.headers import (
     JSON_HEADERS,
@@ -236,7 +236,7 @@ class DataPlane:
         request_id = RequestId(f"{next(self._numbers)}:{headers[REQUEST_ID]}")
         ask = ask_of(request_id, request, control.tokens_per_byte, now + front.max_wait_s)
         span = None if tracing is None else tracing.begin(http.path, headers)
-        exchange = Exchange(
+        exchange = ClientExchange(
             request_id, request, headers, http, control, self._upstream, front, self._clock
         )
         handler = RequestHandler(exchange)

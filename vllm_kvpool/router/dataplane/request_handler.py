@@ -15,7 +15,7 @@ from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.answers import OnePiece, answer_of
 from vllm_kvpool.router.dataplane.calls import (
     AnswerCall,
-    Exchange,
+    ClientExchange,
     PromptCall,
 )
 from vllm_kvpool.router.dataplane.control_plane import Directive
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class RequestHandler:
     """Owned by its task; `enqueue`, `abort` and `fail` are called in the same loop."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: ClientExchange) -> None:
         self._exchange = exchange
         self._answer = answer_of(exchange)
         self._calls: deque[AnswerCall | Refuse] = deque()

@@ -78,7 +78,7 @@ class PromptUsage:
     """
 
     details: PromptDetails | None = None
-    """What the client is told; None: the details of the engine that answers."""
+    """The details that the client is told; None: those of the engine that answers."""
     answer_details: PromptDetails = UNKNOWN
     """Details by the engine that answered last."""
     is_computing: bool = False

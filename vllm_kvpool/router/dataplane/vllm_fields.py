@@ -186,8 +186,8 @@ def read_scalar(name: str, value: Scalar) -> Scalar:
     return value
 
 
-class Rule(Enum):
-    """How a field of a stream's chunks goes into the whole answer."""
+class MergeRule(Enum):
+    """The way of a field from a stream's chunks into the whole answer."""
 
     FIRST = "first"
     """The value of the first chunk that has one."""
@@ -201,27 +201,27 @@ class Rule(Enum):
     """By rules of its own."""
 
 
-CHUNK_FIELDS: Mapping[str, Mapping[str, Rule]] = {
+CHUNK_FIELDS: Mapping[str, Mapping[str, MergeRule]] = {
     "chunk": {
-        **dict.fromkeys(("id", "object", "created", "model"), Rule.FIRST),
-        "choices": Rule.OBJECT,
-        "system_fingerprint": Rule.LAST,
-        "prompt_token_ids": Rule.LAST,
-        "prompt_text": Rule.LAST,
-        "usage": Rule.LAST,
-        "metrics": Rule.LAST,
+        **dict.fromkeys(("id", "object", "created", "model"), MergeRule.FIRST),
+        "choices": MergeRule.OBJECT,
+        "system_fingerprint": MergeRule.LAST,
+        "prompt_token_ids": MergeRule.LAST,
+        "prompt_text": MergeRule.LAST,
+        "usage": MergeRule.LAST,
+        "metrics": MergeRule.LAST,
     },
     "choice": {
-        "index": Rule.LAST,
-        "text": Rule.TEXT,
-        "delta": Rule.OBJECT,
-        "logprobs": Rule.OBJECT,
-        "token_ids": Rule.LIST,
-        "prompt_token_ids": Rule.LIST,
-        "finish_reason": Rule.LAST,
-        "stop_reason": Rule.LAST,
+        "index": MergeRule.LAST,
+        "text": MergeRule.TEXT,
+        "delta": MergeRule.OBJECT,
+        "logprobs": MergeRule.OBJECT,
+        "token_ids": MergeRule.LIST,
+        "prompt_token_ids": MergeRule.LIST,
+        "finish_reason": MergeRule.LAST,
+        "stop_reason": MergeRule.LAST,
     },
-    "delta": {"role": Rule.LAST, "content": Rule.TEXT, "reasoning": Rule.TEXT},
+    "delta": {"role": MergeRule.LAST, "content": MergeRule.TEXT, "reasoning": MergeRule.TEXT},
 }
 """Fields of the objects of a stream's chunks."""
 

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 class Tasks:
     """The tasks of one owner. Owned by the router's loop; `start` and `cancel`, then `stop`.
 
-    A task is forgotten by its own end alone, so a name never refers to a task that has ended, and
+    Only the end of a task takes its name away. So a name never refers to a task that has ended, and
     no running task loses its name to another.
     """
 

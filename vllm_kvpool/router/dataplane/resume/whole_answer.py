@@ -18,7 +18,7 @@ from vllm_kvpool.router.dataplane.resume.chunks import DONE
 from vllm_kvpool.router.dataplane.vllm_fields import (
     CHUNK_FIELDS,
     WHOLE_FIELDS,
-    Rule,
+    MergeRule,
     Trait,
     fields_with,
 )
@@ -60,7 +60,10 @@ class NotAssembled(Exception):
 
 
 _TEXTS = frozenset(
-    name for rules in CHUNK_FIELDS.values() for name, rule in rules.items() if rule is Rule.TEXT
+    name
+    for rules in CHUNK_FIELDS.values()
+    for name, rule in rules.items()
+    if rule is MergeRule.TEXT
 )
 UNKNOWN_LOGPROB = -9999.0
 """vLLM's default, which a stream leaves out."""
@@ -169,13 +172,13 @@ def _join(joined: dict[str, Any], found: Mapping[str, Any], what: str) -> None:
         if value is None:
             continue
         match rules.get(name):
-            case Rule.FIRST:
+            case MergeRule.FIRST:
                 joined.setdefault(name, value)
-            case Rule.LAST:
+            case MergeRule.LAST:
                 joined[name] = value
-            case Rule.TEXT:
+            case MergeRule.TEXT:
                 joined.setdefault(name, []).append(value)
-            case Rule.LIST:
+            case MergeRule.LIST:
                 joined.setdefault(name, []).extend(value)
 
 
