@@ -213,15 +213,26 @@ class EngineMachine(RuleBasedStateMachine):
         stored=st.booleans(),
         cuts=PARTS,
         fence=st.booleans(),
+        hands_over=st.booleans(),
     )
     def submit_save(
-        self, first: int, chunks: int, stored: bool, cuts: list[int] | None, fence: bool
+        self,
+        first: int,
+        chunks: int,
+        stored: bool,
+        cuts: list[int] | None,
+        fence: bool,
+        hands_over: bool,
     ) -> None:
         job = len(self.told)
-        event = save_job(job, self.keys(first, chunks), stored=stored, apart=self.apart)
+        topic = b"%d" % job if hands_over else b""
+        event = save_job(
+            job, self.keys(first, chunks), stored=stored, apart=self.apart, topic=topic
+        )
         event = event._replace(fence=Reached() if fence else None)
         self.told[job] = Told(event, self.weights_version, float("inf"))
-        self.step(in_parts(event, cuts))
+        # How far a prompt is stored is counted over all slabs at once.
+        self.step(event if hands_over else in_parts(event, cuts))
 
     @precondition(lambda self: self.is_naming)
     @rule()
@@ -383,7 +394,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not users & {GET, GATHER, CHECK}
         assert content.good or kind is CHECK
         assert content.sealed or kind is not PUT
-        assert kind is not SEAL or not users & {PUT, SEAL}
+        assert kind is not SEAL or content.sealed or PUT not in users, "a seal adds no new bytes"
 
     def pages_used(self, kind: OpKind, part: Part) -> None:
         told = self.told[part.slab.pages[0].block_ids[0]]

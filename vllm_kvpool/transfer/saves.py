@@ -173,7 +173,7 @@ class SaveManager:
                 if slab.chunk.retention.pinned_until_ns:
                     self._pin(there, slab, () if is_put else up)
                 if is_put:
-                    self._put_there(save, there, up)
+                    self._put_there(save, slab, there, up)
                 else:
                     self._record(save, slab, CellOutcome.EXISTED)
                 continue
@@ -194,11 +194,14 @@ class SaveManager:
         for chunk_id in hits:
             context.host_cache.hit(chunk_id, context.now_ns)
 
-    def _put_there(self, save: _Save, entry: CacheEntry, tiers: Sequence[int]) -> None:
-        """Put a slab that is in host memory, or on its way there, for a save; its pages are not
-        read."""
+    def _put_there(self, save: _Save, slab: Slab, entry: CacheEntry, tiers: Sequence[int]) -> None:
+        """Put a slab that is in host memory, or on its way there, for a save.
+
+        Its pages are not read. Another copy of the slab may be sealed or put at the same time: a
+        seal writes the bytes that are there.
+        """
         self._context.host_cache.pin(entry)
-        copy = Copy(entry.slab, entry, saves=self, save=save)
+        copy = Copy(slab._replace(pages=()), entry, saves=self, save=save)
         self._copies[copy] = None
         self._add_puts(save.owner, copy, tiers, () if entry.op is None else (entry.op,))
         self.finish_if_done(copy)
