@@ -13,7 +13,7 @@ import pytest
 
 from tests.deploy.server import Server
 from tests.support.models import TEXT_VOCAB, LlamaShape, add_tokenizer, make_model
-from tests.support.namespaces import HostMaster, Inside, NoNamespaces, joined_hosts
+from tests.support.namespaces import HostMaster, Inside, entered_or_skipped, joined_hosts
 from tests.support.stream_client import words
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
@@ -40,12 +40,8 @@ class Host(NamedTuple):
 
 @pytest.fixture
 def hosts() -> Iterator[list[Host]]:
-    """Skips, with the reason, only where the machine does not allow namespaces."""
     with ExitStack() as stack:
-        try:
-            names = stack.enter_context(joined_hosts(*ADDRESSES, BITS))
-        except NoNamespaces as reason:
-            pytest.skip(f"no network namespaces here: {reason}")
+        names = stack.enter_context(entered_or_skipped(joined_hosts(*ADDRESSES, BITS)))
         insides = [stack.enter_context(Inside(name)) for name in names]
         yield [Host(*each) for each in zip(insides, ADDRESSES, strict=True)]
 

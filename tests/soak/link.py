@@ -12,7 +12,7 @@ from typing import Self
 
 from tests.soak.crew import context
 from tests.soak.wire import Weather, run
-from tests.support.namespaces import ANY_ADDRESS, COMMAND_LIMIT_S, ip, require_namespaces
+from tests.support.namespaces import ANY_ADDRESS, COMMAND_LIMIT_S, ip, require_namespaces, set_up
 from tests.support.object_server import ObjectServer
 
 WIRE_LIMIT_S = 40.0
@@ -59,9 +59,7 @@ class Link:
     def _join(self, host: str, address: str, wire_end: str) -> None:
         peer = ["type", "veth", "peer", "name", wire_end, "netns", self._middle]
         ip("link", "add", "eth0", "netns", host, *peer)
-        ip("-n", host, "address", "add", f"{address}/{BITS}", "dev", "eth0")
-        ip("-n", host, "link", "set", "lo", "up")
-        ip("-n", host, "link", "set", "eth0", "up")
+        set_up(host, address, BITS)
         ip("-n", self._middle, "link", "set", wire_end, "up")
 
     def _start_wire(self, undo: ExitStack) -> None:

@@ -18,7 +18,7 @@ from tests.soak.engine import CALL_TIMEOUT_S, EngineSpec
 from tests.soak.link import NEAR_ADDRESS, Link, NearObjects
 from tests.soak.rounds import RECOVER_LIMIT_S, SURVIVE_LIMIT_S, Prompts
 from tests.soak.wire import Weather
-from tests.support.namespaces import HostMaster, Inside, NoNamespaces
+from tests.support.namespaces import HostMaster, Inside, entered_or_skipped
 from vllm_kvpool.config import KVRole
 
 GOOD = Weather()
@@ -46,12 +46,7 @@ def seed() -> int:
 
 @pytest.fixture
 def link(seed: int) -> Iterator[Link]:
-    """Skips, with the reason, only where the machine does not allow namespaces."""
-    with ExitStack() as stack:
-        try:
-            link = stack.enter_context(Link(seed))
-        except NoNamespaces as reason:
-            pytest.skip(f"no network namespaces here: {reason}")
+    with entered_or_skipped(Link(seed)) as link:
         yield link
 
 

@@ -5,12 +5,13 @@ some of them only with the next step. The router shows a page that is up to `MAX
 test names what it waits for, and cannot read a page just once.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
@@ -55,11 +56,13 @@ def wait_for_metrics(
 
     Raises AssertionError with the last page after `limit_s` seconds.
     """
-    deadline = time.monotonic() + limit_s
-    while True:
+    text, page = "", MetricsPage("")
+
+    def has_come() -> bool:
+        nonlocal text, page
         text = httpx.get(f"{url}/metrics", headers=headers, timeout=limit_s).text
         page = MetricsPage(text)
-        if is_so(page):
-            return page
-        assert time.monotonic() < deadline, text
-        time.sleep(POLL_S)
+        return is_so(page)
+
+    wait_until(has_come, limit_s, lambda: text, POLL_S)
+    return page

@@ -6,9 +6,11 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Self, TypeVar
+
+import pytest
 
 from tests.support.mooncake_master import MooncakeMaster
 from tests.support.server_process import ServerProcess, free_port
@@ -82,10 +84,26 @@ def joined_hosts(first: str, second: str, bits: int) -> Iterator[tuple[str, str]
         cable = ["link", "add", "eth0", "netns", names[0], "type", "veth"]
         ip(*cable, "peer", "name", "eth0", "netns", names[1])
         for name, address in zip(names, (first, second), strict=True):
-            ip("-n", name, "address", "add", f"{address}/{bits}", "dev", "eth0")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", "eth0", "up")
+            set_up(name, address, bits)
         yield names
+
+
+def set_up(name: str, address: str, bits: int) -> None:
+    """Give a host's `eth0` its address, and take it and the loopback up."""
+    ip("-n", name, "address", "add", f"{address}/{bits}", "dev", "eth0")
+    ip("-n", name, "link", "set", "lo", "up")
+    ip("-n", name, "link", "set", "eth0", "up")
+
+
+@contextmanager
+def entered_or_skipped(hosts: AbstractContextManager[T]) -> Iterator[T]:
+    """Enter hosts; skip the test, with the reason, only where the machine allows no namespaces."""
+    with ExitStack() as stack:
+        try:
+            entered = stack.enter_context(hosts)
+        except NoNamespaces as reason:
+            pytest.skip(f"no network namespaces here: {reason}")
+        yield entered
 
 
 class Inside:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 LIMIT_S = 30.0
 PAUSE_S = 0.005
@@ -15,9 +15,7 @@ def wait_until(
     pause_s: float = PAUSE_S,
 ) -> None:
     """Wait in a thread. `what`: a text, or what tells the state that was found at last."""
-    deadline = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < deadline, what() if callable(what) else what
+    for _ in _looks(is_so, limit_s, what):
         time.sleep(pause_s)
 
 
@@ -28,7 +26,15 @@ async def until(
     pause_s: float = PAUSE_S,
 ) -> None:
     """Wait in an event loop; the same otherwise. `pause_s` 0: look at each turn of the loop."""
+    for _ in _looks(is_so, limit_s, what):
+        await asyncio.sleep(pause_s)
+
+
+def _looks(
+    is_so: Callable[[], object], limit_s: float, what: str | Callable[[], object]
+) -> Iterator[None]:
+    """Yield after each look that was in vain; the caller pauses."""
     deadline = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < deadline, what() if callable(what) else what
-        await asyncio.sleep(pause_s)
+        yield

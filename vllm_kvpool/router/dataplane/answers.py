@@ -66,16 +66,21 @@ PROMPT_GRACE_S = 0.25
 class OnePiece:
     """An answer in one piece, and what all forms have in common. Owned by the request's task."""
 
-    has_ended = False
-    """True once all of the answer has been read."""
-    prompt_tokens = 0
-    """Tokens of the prompt, as far as a stream has told them."""
-
     def __init__(self, exchange: ClientExchange, request: ClientRequest) -> None:
         self._exchange = exchange
         self._http = exchange.http
         self._request = request
         """The request as engines are sent it."""
+
+    @property
+    def has_ended(self) -> bool:
+        """True once all of a stream's answer has been read."""
+        return False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, as far as a stream has told them."""
+        return 0
 
     async def serve(self, call: AnswerCall) -> bool:
         """Make a call; return True if the client is answered, False if another call is to come.
@@ -196,12 +201,12 @@ class Resumed(OnePiece):
         self._whole = WholeAnswer(self._request.api_path) if self._is_whole else None
 
     @property
-    def has_ended(self) -> bool:  # type: ignore[override]
+    def has_ended(self) -> bool:
         """True once the client has all of the answer, or is about to."""
         return self._resumer.ended
 
     @property
-    def prompt_tokens(self) -> int:  # type: ignore[override]
+    def prompt_tokens(self) -> int:
         """Tokens of the prompt, as far as the stream has told them."""
         return self._resumer.prompt_tokens or 0
 

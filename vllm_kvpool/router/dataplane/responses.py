@@ -169,7 +169,7 @@ def check_end(choice: ChoiceEnd, stops: Sequence[str] = ()) -> None:
 
 
 def _aborted() -> EngineLost:
-    # Nobody but an operator or the router aborts: the engine is being stopped.
+    # An answer ends so only where an operator or the router stops the engine.
     return EngineLost("the engine has aborted the request")
 
 

@@ -198,7 +198,7 @@ class MergeRule(Enum):
     LIST = "list"
     """The items of all chunks."""
     OBJECT = "object"
-    """By rules of its own."""
+    """Merged by code for that field (`WholeAnswer`)."""
 
 
 CHUNK_FIELDS: Mapping[str, Mapping[str, MergeRule]] = {

@@ -12,8 +12,8 @@ log = logging.getLogger(__name__)
 class Tasks:
     """The tasks of one owner. Owned by the router's loop; `start` and `cancel`, then `stop`.
 
-    Only the end of a task takes its name away. So a name never refers to a task that has ended, and
-    no running task loses its name to another.
+    A task has its name until it ends or is cancelled. So a name never refers to a task that has
+    ended, and a start never replaces a task that runs.
     """
 
     def __init__(self, owner: str) -> None:
