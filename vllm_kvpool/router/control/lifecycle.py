@@ -93,6 +93,7 @@ class Lifecycle:
             replica.health.sleep_error = why
 
     def warmed(self, replica: Replica) -> None:
+        """Make a warming replica serve after its first answer; others stay as they are."""
         if replica.state in (State.AUS_PREFILL, State.AUS_DECODE):
             self._ready(replica, "has answered a request")
 
@@ -114,6 +115,7 @@ class Lifecycle:
             self._move(replica, Cause.QUARANTINE, why)
 
     def measured(self, event: Measured) -> None:
+        """Take a replica's metrics: its load, its health and the hand-overs that it found."""
         state, replica = self._state, self._state.fleet[event.replica]
         replica.measured(event.sample, state.now)
         if (expected := event.sample.expected) is not None:

@@ -34,6 +34,7 @@ class BlockLoad(NamedTuple):
 
     @property
     def share(self) -> float:
+        """Used blocks as a share of the capacity, 1.0 if full."""
         return self.used / self.capacity
 
 
@@ -200,6 +201,7 @@ class Rejection:
 
     @property
     def why(self) -> str:
+        """The reason, with the measured number and its limit, for clients and the log."""
         return f"{self.reason.value}: {self.numbers}" if self.numbers else self.reason.value
 
 

@@ -35,6 +35,8 @@ MISSING_STEPS = 8
 
 
 class PrefillChoice(NamedTuple):
+    """The replica to compute a prompt, and the prompt tokens that it has not cached."""
+
     replica: Replica
     uncached_tokens: int
 

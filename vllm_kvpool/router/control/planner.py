@@ -33,6 +33,7 @@ class Band:
 
     @property
     def middle(self) -> float:
+        """The utilisation that a step up aims at."""
         return (self.low + self.high) / 2
 
 
@@ -46,10 +47,12 @@ class Counts:
 
     @property
     def all(self) -> int:
+        """Replicas of the role, whether they serve yet or not."""
         return self.serving + self.loading + self.mutating
 
     @property
     def is_settled(self) -> bool:
+        """True if every replica of the role serves."""
         return self.all == self.serving
 
 
@@ -71,6 +74,7 @@ class PlanInputs:
     rates: Rates
 
     def of(self, role: Role) -> Counts:
+        """Return the replicas of a role."""
         return self.prefill if role is Role.PREFILL else self.decode
 
     def missing(self) -> list[str]:
@@ -102,18 +106,22 @@ class Equation:
 
     @property
     def least(self) -> int:
+        """Replicas that keep the utilisation at or below the band's upper end."""
         return _replicas(self.demand / self.band.high)
 
     @property
     def target(self) -> int:
+        """Replicas that bring the utilisation to the band's middle."""
         return _replicas(self.demand / self.band.middle)
 
     @property
     def most(self) -> int:
+        """Replicas that keep the utilisation at or above the band's lower end."""
         return _replicas(self.demand / self.band.low)
 
     @property
     def why(self) -> str:
+        """The terms, the demand and the three numbers, as the log and the page show them."""
         return (
             f"{self.name}: {self.terms} = {self.demand:.2f} replicas; "
             f"{self.least} at {self.band.high:.0%}, {self.target} at {self.band.middle:.0%}, "
@@ -220,6 +228,7 @@ class PlanMemory:
     flipped_at: float = LONG_AGO
 
     def of(self, role: Role) -> RoleMemory:
+        """Return the memory of a role."""
         return self.prefill if role is Role.PREFILL else self.decode
 
 
@@ -232,6 +241,7 @@ class Wanted:
 
     @property
     def delta(self) -> int:
+        """Replicas to add, or to remove if negative."""
         return self.wanted - self.have
 
 
@@ -246,6 +256,7 @@ class Plan:
     why: str  # for people: a line for each equation and each role
 
     def of(self, role: Role) -> Wanted:
+        """Return the wanted replicas of a role."""
         return self.prefill if role is Role.PREFILL else self.decode
 
 

@@ -66,6 +66,7 @@ class PrefixIndex:
         return len(self._holders)
 
     def add(self, prefix: Sequence[int], holder: Holder) -> None:
+        """Record that `holder` has these beginnings of one prompt, the shortest first."""
         holders = self._holders
         for each in reversed(prefix):
             known = holders.get(each, ())

@@ -101,6 +101,7 @@ class Rate:
 
     @property
     def value(self) -> float:
+        """The measured ratio; near the prior until `trusted_after` samples have come."""
         share = min(1.0, self.samples / self.trusted_after)
         return self.prior + share * (self._ratio - self.prior)
 
@@ -126,6 +127,7 @@ class Line:
     _covariance: float = 0.0
 
     def add(self, now: float, tokens: float, seconds: float) -> None:
+        """Add a sample at `now`; an outlier is limited to OUTLIER_FACTOR around the line."""
         if self.samples >= MIN_SAMPLES:
             overhead_s, s_per_token = self.value
             expected_s = overhead_s + s_per_token * tokens
@@ -229,6 +231,7 @@ class StartRate:
         self._is_waiting = is_waiting
 
     def started(self, now: float) -> None:
+        """Count a start at `now`, if requests waited for it."""
         if self._is_waiting:
             self._pass(now)
             self._starts.append(self._seconds)

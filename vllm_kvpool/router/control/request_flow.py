@@ -65,6 +65,7 @@ class RequestFlow:
     # What happens to requests
 
     def arrived(self, ask: RequestSpec) -> None:
+        """Register a request, choose its path, and start, queue or refuse it."""
         state = self._state
         assert ask.request_id not in state.requests, ask.request_id
         state.counts.events["arrived"] += 1
@@ -128,6 +129,7 @@ class RequestFlow:
         self._end(request, Phase.CANCELLED)
 
     def prefill_ended(self, event: PrefillEnded) -> None:
+        """Measure a prefill that ended, then hand its request over, or compute it again."""
         state = self._state
         replica = state.fleet[event.replica]
         uncached = replica.work.end_prefill(event.request_id)
@@ -246,6 +248,7 @@ class RequestFlow:
             rates.prefilled_locally(replica.left_out, now, request.uncached, seconds)
 
     def decode_ended(self, event: DecodeEnded) -> None:
+        """Measure a decode call that ended, then end its request, or continue it elsewhere."""
         state = self._state
         if event.began:
             self.decode_began(event.request_id, is_seen=True)

@@ -22,6 +22,7 @@ class Role(Enum):
 
     @property
     def other(self) -> "Role":
+        """The other role."""
         return Role.DECODE if self is Role.PREFILL else Role.PREFILL
 
 
@@ -38,6 +39,7 @@ class Goal(Enum):
 
     @staticmethod
     def serve(role: Role) -> "Goal":
+        """Return the goal to serve in `role`."""
         return Goal.PREFILL if role is Role.PREFILL else Goal.DECODE
 
     @property

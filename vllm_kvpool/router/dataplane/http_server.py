@@ -268,6 +268,7 @@ class HttpServer:
         return self._date[1]
 
     def warn_full(self) -> None:
+        """Log that a connection was closed for the limit, at most every WARN_EVERY_S."""
         now = self.loop.time()
         if now - self._warned_at > WARN_EVERY_S:
             self._warned_at = now

@@ -76,6 +76,7 @@ class BadRequest(Exception):
         self.param = param
 
     def body(self, path: str) -> bytes:
+        """Return the JSON body of the 400 answer, in the form that `path` has for errors."""
         return error_body(400, str(self), path, self.param)
 
 

@@ -119,10 +119,14 @@ class TokenCounts(msgspec.Struct, frozen=True, gc=False):
 
 
 class CompletionDetails(msgspec.Struct):
+    """The details of an answer's output tokens."""
+
     reasoning_tokens: Count = 0
 
 
 class Usage(msgspec.Struct):
+    """The token counts of an answer."""
+
     prompt_tokens: Count = 0
     completion_tokens: Count | None = None
     prompt_tokens_details: PromptDetails | None = None

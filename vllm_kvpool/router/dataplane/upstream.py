@@ -394,6 +394,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
+        """True if a request may be sent on the connection."""
         return self._transport is not None and not self._transport.is_closing()
 
     async def call(
@@ -432,15 +433,18 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
+        """Close the connection at once and drop unsent bytes."""
         if self._transport is not None:
             self._transport.abort()
 
     # asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport; called once by the event loop."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
+        """Parse bytes of an answer; bytes that no request asked for end the connection."""
         response = self._response
         if response is None:
             self.abort()  # nothing was asked
@@ -464,6 +468,7 @@ class UpstreamConnection(asyncio.Protocol):
         response.wake()
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        """End the open answer: complete if its end is the connection's, else failed."""
         self._transport = None
         self._upstream.lost(self)
         if self._timer is not None:
@@ -501,17 +506,20 @@ class UpstreamConnection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
+        """Forget the headers of the last answer; EngineLost if no request is open."""
         if self._response is None or self._response.status:
             raise EngineLost("answers what it was not asked")
         self._headers = CIMultiDict()
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header of the answer; EngineLost if there are too many or one is too long."""
         if len(self._headers) >= MAX_HEADERS or len(name) + len(value) > MAX_HEADER_BYTES:
             raise _huge_head()
         if self._response is not None and not self._response.status:
             self._headers.add(name.decode("latin-1"), value.decode("latin-1"))
 
     def on_headers_complete(self) -> None:
+        """Give the open answer its status and headers; EngineLost if they make no sense."""
         status = self._parser.get_status_code()
         response = self._response
         if response is None or FIRST_STATUS <= status < 200:
@@ -524,10 +532,12 @@ class UpstreamConnection(asyncio.Protocol):
         response.status, response.headers = status, self._headers
 
     def on_body(self, data: bytes) -> None:
+        """Feed a part of the body to the open answer."""
         if self._response is not None:
             self._response.feed(data)
 
     def on_message_complete(self) -> None:
+        """End the open answer, and keep the connection for the next request if allowed."""
         response = self._response
         if response is None or not response.status:
             return  # 100 Continue, and the like

@@ -112,16 +112,22 @@ class _Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class AddOrder(_Order, frozen=True, kw_only=True):
+    """An order to add a replica."""
+
     url: str
     role: Role
     id: str = ""
 
 
 class RoleOrder(_Order, frozen=True, kw_only=True):
+    """An order to give a replica another role."""
+
     role: Role
 
 
 class ModeOrder(_Order, frozen=True, kw_only=True):
+    """An order to change who plans the roles."""
+
     mode: Mode
 
 
@@ -154,6 +160,7 @@ class Admin:
         return await self._http.start(host or None, port)
 
     async def stop(self) -> None:
+        """Close the address; orders under way have STOP_S to end."""
         await self._http.stop(STOP_S)
 
     def _check(self, http: HttpRequest) -> Response | None:

@@ -29,6 +29,8 @@ class Mismatch(Enum):
 
 
 class Problem(NamedTuple):
+    """A difference that keeps engines from sharing, with its remedy."""
+
     mismatch: Mismatch
     why: str
     """A difference between two engines, and the option to set."""

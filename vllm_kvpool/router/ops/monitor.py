@@ -78,6 +78,7 @@ class Monitor:
         self._missed = 0
 
     def start(self) -> None:
+        """Start the loop that polls the replica."""
         self._tasks.start("poll", self._poll)
 
     def ask(self) -> None:
@@ -141,6 +142,7 @@ class Monitor:
         return found.pending_save_tokens or 0
 
     async def stop(self) -> None:
+        """Cancel the loops of the replica and wait for their end."""
         await self._tasks.stop()
 
     def _cancel_steps(self) -> None:

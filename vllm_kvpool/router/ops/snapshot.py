@@ -113,6 +113,8 @@ class FirstTokenView(msgspec.Struct, frozen=True):
 
 
 class RatesView(msgspec.Struct, frozen=True, kw_only=True):
+    """The learned rates and the present load."""
+
     learned: dict[str, float | None]
     """By the names of `rates.Rates`; None: not measured yet."""
     asked_tokens_per_s: float

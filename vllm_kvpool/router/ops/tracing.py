@@ -83,8 +83,10 @@ class Tracing:
         span.end()
 
     async def close(self) -> None:
-        """Export what is left, for `CLOSE_S`; a request that the collector leaves unanswered then
-        still takes its time limit."""
+        """Export the remaining spans, for at most `CLOSE_S`.
+
+        A request that the collector leaves unanswered then still takes its time limit.
+        """
         # The exporter alone would try each batch for seconds, up to half a minute.
         late = asyncio.get_running_loop().call_later(CLOSE_S, self._exporter.shutdown)
         await asyncio.to_thread(self._provider.shutdown)

@@ -1,0 +1,1 @@
+"""One stream to the client out of the streams of several engines (pure)."""

@@ -35,6 +35,8 @@ TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class Delta(msgspec.Struct):
+    """The new part of a chat message."""
+
     role: str | None = None
     content: str | None = None
     reasoning: str | None = None
@@ -50,6 +52,8 @@ class Logprobs(msgspec.Struct):
 
 
 class Choice(ChoiceEnd):
+    """A choice of a chunk, of a chat or a completion."""
+
     index: Count = 0
     text: str | None = None
     delta: Delta | None = None
@@ -59,11 +63,15 @@ class Choice(ChoiceEnd):
 
 
 class Failure(msgspec.Struct):
+    """An error that ends a stream."""
+
     message: str = ""
     code: int | None = None
 
 
 class Chunk(msgspec.Struct):
+    """A chunk of a stream, as far as an answer that goes on needs it."""
+
     choices: list[Choice] = []
     usage: Usage | None = None
     prompt_token_ids: Raw = Raw()
@@ -159,6 +167,7 @@ def end_chunk(head: bytes, is_chat: bool, text: str, ids: list[int] | None) -> b
 def usage_chunk(
     head: bytes, prompt_tokens: int, completion_tokens: int, details: PromptDetails
 ) -> bytes:
+    """Return the last chunk of a stream: token counts, without choices."""
     usage: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,

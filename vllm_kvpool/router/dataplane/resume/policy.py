@@ -230,6 +230,8 @@ class ResumePlan(NamedTuple):
 
 
 class NotResumable(NamedTuple):
+    """The reason why an answer cannot go on at another engine."""
+
     why: str
 
 
