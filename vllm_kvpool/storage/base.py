@@ -27,6 +27,7 @@ class Buffer(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of `view`."""
         return self.view.nbytes
 
     def part(self, start: int, stop: int) -> "Buffer":
@@ -110,7 +111,8 @@ class Store(Protocol):
     """A place that holds cells by key, under the rules at the top of this module."""
 
     @property
-    def capabilities(self) -> Capabilities: ...
+    def capabilities(self) -> Capabilities:
+        """The store's name in metrics, its best concurrency, and its optional features."""
 
     def register(self, buffer: Buffer) -> None:
         """Prepare memory for transfers, before its first put or get. By default nothing."""

@@ -43,9 +43,11 @@ class Lru:
     remembered = 0
 
     def on_put(self, now_ns: int) -> int:
+        """Return the score of a chunk that is stored at `now_ns`."""
         return now_ns
 
     def on_hit(self, score: int, now_ns: int) -> int:
+        """Return the score after a use at `now_ns`; the old score does not count."""
         return now_ns
 
 
@@ -62,9 +64,11 @@ class Lrfu:
     remembered = REMEMBERED
 
     def on_put(self, now_ns: int) -> int:
+        """Return the score of a chunk that is stored at `now_ns`: one use."""
         return now_ns
 
     def on_hit(self, score: int, now_ns: int) -> int:
+        """Return the score after a use at `now_ns`, added to the faded value of earlier uses."""
         half_lives = min((score - now_ns) / HALF_LIFE_NS, MAX_HALF_LIVES - 1)
         value = 1.0 + math.exp2(half_lives)  # of this use and, as they count now, those before
         return now_ns + round(HALF_LIFE_NS * math.log2(value))

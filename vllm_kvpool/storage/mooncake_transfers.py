@@ -34,15 +34,24 @@ class PutClient(Protocol):
 
     def batch_put_from(
         self, keys: list[str], addresses: list[int], sizes: list[int], config: object
-    ) -> list[int]: ...
+    ) -> list[int]:
+        """Put whole objects; return for each key 0 or a negative error code."""
+
     def batch_put_session_start(
         self, keys: list[str], sizes: list[int], config: object
-    ) -> list[int]: ...
+    ) -> list[int]:
+        """Allocate space for puts; return for each key 0 or a negative error code."""
+
     def batch_put_from_multi_buffer_ranges(
         self, keys: list[str], addresses: Ranges, sizes: Ranges, offsets: Ranges
-    ) -> list[int]: ...
-    def batch_put_session_end(self, keys: list[str]) -> list[int]: ...
-    def batch_put_session_revoke(self, keys: list[str]) -> list[int]: ...
+    ) -> list[int]:
+        """Write parts of each object at `offsets`; return for each key bytes or an error."""
+
+    def batch_put_session_end(self, keys: list[str]) -> list[int]:
+        """Publish the objects; return for each key 0 or a negative error code."""
+
+    def batch_put_session_revoke(self, keys: list[str]) -> list[int]:
+        """Free the space of unpublished objects; return for each key 0 or an error."""
 
 
 class PutSessions:
@@ -134,22 +143,27 @@ class BufferDescriptor(Protocol):
 
 
 class MemoryDescriptor(Protocol):
+    """The place in memory of a replica."""
+
     buffer_descriptor: BufferDescriptor
 
 
 class ReplicaDescriptor(Protocol):
     """A complete copy of an object, in memory or on a disk."""
 
-    def is_memory_replica(self) -> bool: ...
-    def get_memory_descriptor(self) -> MemoryDescriptor: ...
+    def is_memory_replica(self) -> bool:
+        """Return True if the replica is in memory, False if it is on a disk."""
+
+    def get_memory_descriptor(self) -> MemoryDescriptor:
+        """Return the replica's place in memory; only for a memory replica."""
 
 
 class GetClient(Protocol):
     """The part of the wheel's `MooncakeDistributedStore` that `EngineReads` uses."""
 
-    def batch_get_into(
-        self, keys: list[str], addresses: list[int], sizes: list[int]
-    ) -> list[int]: ...
+    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        """Read whole objects; return for each key its bytes or a negative error code."""
+
     def batch_get_replica_desc(self, keys: list[str]) -> dict[str, Sequence[ReplicaDescriptor]]:
         """The replicas of those that are there; gives them a lease."""
 

@@ -179,6 +179,8 @@ def make_client(options: S3Options, client_options: "ClientConfig") -> Client:
 
 
 class Clients(NamedTuple):
+    """The two HTTP clients of one bucket."""
+
     reader: Client
     writer: Client  # without a read timeout, as a put receives nothing until all is sent
 
@@ -230,6 +232,7 @@ class Call:
             return None
 
     async def get(self, name: str, view: memoryview) -> GetOutcome:
+        """Read an object into `view` if it has exactly that size."""
         try:
             async with self._request():
                 # A range, so that the answer has the object's size beside that of its body.
@@ -303,6 +306,7 @@ class Call:
             return num_objects, nbytes
 
     async def delete(self, names: list[str]) -> None:
+        """Delete objects in one request; names that do not exist are no error."""
         async with self._request():
             await obstore.delete_async(self._reader, names)
 
@@ -382,11 +386,13 @@ class S3Store(Store):
             raise
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether its object exists, by one request a key."""
         return self._present([object_name(self._root, key) for key in keys])
 
     def put(
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
+        """Put each key's object by one request, of equal keys only the first."""
         assert len(keys) == len(buffers) == len(chunks), (len(keys), len(buffers), len(chunks))
         # Requests are unordered, so of a key given twice only the first buffer is put.
         firsts: dict[str, Buffer] = {}
@@ -406,6 +412,7 @@ class S3Store(Store):
         return [outcomes[key] for key in keys]
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
+        """Get each key's object by one request; StoreUnreachable if all are lost."""
         assert len(keys) == len(buffers), (len(keys), len(buffers))
         results = self._run(
             lambda call: (
@@ -418,6 +425,7 @@ class S3Store(Store):
         return [_or(GetOutcome.FAILED, result) for result in results]
 
     def remove(self, keys: Sequence[str]) -> int:
+        """Delete the objects that exist and return their number."""
         names = [object_name(self._root, key) for key in dict.fromkeys(keys)]
         # A delete does not tell what existed.
         there = [name for name, found in zip(names, self._present(names), strict=True) if found]
@@ -436,6 +444,7 @@ class S3Store(Store):
         return num_removed
 
     def namespaces(self) -> list[str]:
+        """Return the namespaces that have an object, by listing folders."""
         folders = self._one(lambda call: call.folders(self._root))
         found = (namespace_of_folder(folder) for folder in folders if folder != NO_NAMESPACE)
         return [name for name in found if is_namespace(name)]
@@ -451,6 +460,7 @@ class S3Store(Store):
         return found
 
     def close(self) -> None:
+        """Wait until the client's threads have let go of the GIL."""
         # After an answer the client's threads take the GIL once more, which aborts an interpreter
         # that is ending: https://github.com/PyO3/pyo3-async-runtimes/issues/40
         time.sleep(LET_GO_S)

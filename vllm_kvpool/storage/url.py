@@ -56,6 +56,8 @@ _FLAGS = {"1": True, "true": True, "0": False, "false": False}
 
 @dataclass(frozen=True, slots=True)
 class FileOptions:
+    """Options of a `file://` url."""
+
     path: str
     size_bytes: int
     io: str = "auto"  # one of IO_CHOICES
@@ -108,10 +110,12 @@ class UrlOptions:
             self._values[name] = value
 
     def text(self, name: str, default: str = "") -> str:
+        """Return an option's text, or `default`, and accept the option in `finish`."""
         self._known.append(name)
         return self._values.get(name, default)
 
     def choice(self, name: str, choices: Iterable[str], default: str) -> str:
+        """Return an option that is one of `choices`; ConfigError otherwise."""
         value = self.text(name, default)
         if value not in choices:
             raise ConfigError(f"{self.url}: {name}={value}; {nearest(value, choices)}")
@@ -122,12 +126,14 @@ class UrlOptions:
         return Shares(self.choice("shares", [each.value for each in Shares], Shares.NONE.value))
 
     def flag(self, name: str, default: bool = False) -> bool:
+        """Return an option that is 0 or 1 as a bool; ConfigError otherwise."""
         value = self.text(name, "1" if default else "0").lower()
         if value not in _FLAGS:
             raise ConfigError(f"{self.url}: {name}={value} must be 0 or 1")
         return _FLAGS[value]
 
     def size(self, name: str, default: str | int, *, least: int, or_zero: bool = False) -> int:
+        """Return an option's bytes: at least `least`, or 0 with `or_zero`; else ConfigError."""
         given = self.text(name, str(default))
         if or_zero and given.strip() == "0":
             return 0

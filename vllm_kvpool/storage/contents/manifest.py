@@ -266,8 +266,11 @@ def short(value: Any) -> str:
 
 
 def short_pair(first: Any, second: Any) -> tuple[str, str]:
-    """Return two values that differ for people: of lists and objects the differing parts alone,
-    of long texts the place where they part. The two texts are never equal."""
+    """Return two texts that show people how two values differ.
+
+    Of lists and objects they show the differing parts alone, of long texts the place where they
+    part. The two texts are never equal.
+    """
     parts = _parts(first, second)
     one, other = map(_text, parts)
     if one == other:  # a number, and a text of its digits

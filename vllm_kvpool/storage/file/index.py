@@ -90,6 +90,7 @@ class Reservation:
     """Names of the evicted cells whose file the caller could not delete; they stay charged."""
 
     def unstored(self) -> list[StoredCell]:
+        """Return the reserved cells whose put has not succeeded."""
         return [cell for cell in self.cells if cell.name not in self.stored]
 
 
@@ -137,6 +138,7 @@ class FileIndex:
         check()
 
     def close(self) -> None:
+        """Close the connection to the database; a call under way ends first."""
         with self._lock:
             self._disconnect()
 
@@ -308,6 +310,7 @@ class FileIndex:
                 self._write_hits(rows)
 
     def used_bytes(self) -> int:
+        """Return the bytes of all cells and reservations, of every process."""
         with self._reading() as db:
             return number_in(db.execute("SELECT used_bytes FROM store").fetchone())
 

@@ -73,10 +73,10 @@ def _check_directory(path: str) -> None:
 
 
 class DirectoryGuard:
-    """Refuses paths below the root on which a directory is a symbolic link or another user's: the
-    first could lead out of the store, the second could have been put in its place.
+    """A check of paths below the root, which refuses directories that others could have placed.
 
-    It checks each directory once, so every batch makes a new one.
+    A symbolic link could lead out of the store, and another user's directory could have been put in
+    its place. The guard checks each directory once, so every batch makes a new one.
     """
 
     def __init__(self, root: str) -> None:
@@ -169,8 +169,10 @@ def set_aside(path: str) -> str | None:
 
 
 def open_to_overwrite(path: str, nbytes: int, flags: int) -> int | None:
-    """Open a file of `nbytes` to write over it; None if it is missing, of another size, or has a
-    second name."""
+    """Open a file of `nbytes` to write over it.
+
+    Returns None if the file is missing, of another size, or has a second name.
+    """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
     except OSError:
@@ -270,8 +272,10 @@ def open_lock(path: str) -> int:
 
 
 def try_flock(fd: int) -> bool:
-    """Take a lock if it is free. `kill -9` releases it; threads with descriptors of their own
-    exclude each other."""
+    """Take a lock if it is free, and return True if it was.
+
+    `kill -9` releases the lock; threads with descriptors of their own exclude each other.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -155,13 +155,16 @@ class ChunkRow:
 
     @property
     def charged_bytes(self) -> int:
+        """Bytes that count against the store's size: none once the chunk is being evicted."""
         return 0 if self.holders == LEAVING else self.nbytes
 
     def is_leaf(self) -> bool:
+        """Return True if the chunk may be evicted: stored, unpinned, and nothing depends on it."""
         has_none = self.children == 0 and self.holders == 0
         return has_none and self.nbytes > 0 and self.pinned_until == 0
 
     def is_empty(self) -> bool:
+        """Return True if the row may be deleted: no bytes, no children, no holders."""
         return self.children == 0 and self.holders == 0 and self.nbytes == 0
 
     def add(self, name: bytes, nbytes: int) -> None:
@@ -279,6 +282,7 @@ class Rows:
 
     @property
     def used_bytes(self) -> int:
+        """Bytes of the store after the transaction's changes."""
         return self._used_bytes + sum(chunk.charged_bytes for chunk in self._by_id.values())
 
     # Chunks
@@ -337,10 +341,9 @@ class Rows:
         return [self.of(row) for row in found]
 
     def take_leaves(self, owners: Sequence[int]) -> Generator[ChunkRow, None, None]:
-        """Mark leaves as leaving and yield them, one owner's after the other's, lowest score
-        first; the caller closes it.
+        """Mark leaves as leaving and yield them, one owner's after the other's, lowest score first.
 
-        A chunk whose last child has been taken is a leaf, too.
+        The caller closes the generator. A chunk whose last child has been taken is a leaf, too.
         """
         for owner in owners:
             yield from self._take_leaves_of(owner)
@@ -375,8 +378,10 @@ class Rows:
         return self._leave_parent(chunk)
 
     def end_pins(self, now_ns: int) -> None:
-        """End up to `MAX_ROWS` pins whose time is over, in the database alone: objects follow when
-        they are read again."""
+        """End up to `MAX_ROWS` pins whose time is over, in the database alone.
+
+        Objects follow when they are read again.
+        """
         query = (
             "UPDATE chunk SET pinned_until = 0 WHERE id IN (SELECT id FROM chunk INDEXED BY pinned "
             "WHERE pinned_until > 0 AND pinned_until <= ? LIMIT ?)"
@@ -406,6 +411,7 @@ class Rows:
         return parent
 
     def cells_of(self, chunks: Iterable[ChunkRow]) -> tuple[StoredCell, ...]:
+        """Return the stored cells of `chunks`, in their order."""
         return tuple(
             StoredCell(self._namespace_name(chunk.namespace), name, nbytes, chunk.name)
             for chunk in chunks
@@ -473,6 +479,7 @@ class Rows:
             self._used_bytes += recycled_bytes - before
 
     def remove_writer(self, writer: str) -> None:
+        """Delete a writer's row, and free the space of its recycled files."""
         self.set_recycled(writer, 0)
         self.db.execute("DELETE FROM writer WHERE name = ?", (writer,))
 
@@ -512,6 +519,7 @@ class Rows:
         return held, evicted
 
     def remove_round(self, writer: str, number: int) -> None:
+        """Delete the row of a writer's round of a put."""
         self.db.execute("DELETE FROM round WHERE id = ? AND writer = ?", (number, writer))
 
     # Saving
@@ -663,8 +671,11 @@ def owners_in(path: str) -> list[OwnerUsage]:
 
 
 def chunks_in(path: str) -> list[tuple[Any, ...]]:
-    """Every chunk, a parent before its children, read as in `usage_in`: its namespace, the name of
-    its first cell, its id, its parent's, cells, bytes, hits and the end of its pin."""
+    """Return every chunk, a parent before its children, read as in `usage_in`.
+
+    A row is the namespace, the name of the first cell, the id, the parent's id, cells, bytes, hits
+    and the end of the pin.
+    """
     query = (
         f"SELECT namespace.name, substr(cells, 1, {NAME_DIGEST_BYTES}), chunk.id, parent, "
         f"length(cells) / {CELL_ENTRY.size}, bytes, hits, pinned_until FROM chunk "

@@ -113,16 +113,20 @@ class RecycledFiles:
             )
 
     def add(self, path: str, nbytes: int) -> None:
+        """Keep a file of `nbytes` to be written over."""
         with self._lock:
             self._paths[nbytes].append(path)
 
     def take(self, nbytes: int) -> str | None:
+        """Return the path of a kept file of exactly `nbytes`, which the caller owns, or None."""
         with self._lock:
             return self._paths[nbytes].pop() if self._paths[nbytes] else None
 
     def trim(self, room_bytes: int, sizes: Iterable[int]) -> None:
-        """Delete all but those that files of these sizes will reuse, and as many more of the same
-        sizes as there is room for."""
+        """Delete the files that no put of `sizes` will reuse.
+
+        As many more files of the same sizes stay as there is room for.
+        """
         wanted = Counter(sizes)
         spare_bytes = min(self._max_bytes, room_bytes)
         with self._lock:
@@ -161,6 +165,7 @@ class WriterDirectory:
         return not os.path.islink(self.path) and os.path.exists(self._lock_path)
 
     def name_temp(self) -> str:
+        """Return a path that this writer has not used before."""
         return f"{self.path}/{next(self._names)}"
 
     def close(self) -> None:
@@ -194,8 +199,10 @@ def _delete_temps(writer: str) -> None:
 
 
 def disk_room(root: str, file_bytes: int) -> int:
-    """Bytes that the disk has for more files of `file_bytes` each; below 0 where it has too few
-    bytes or inodes left."""
+    """Return the bytes that the disk has for more files of `file_bytes` each.
+
+    The result is below 0 where the disk has too few bytes or inodes left.
+    """
     disk = os.statvfs(root)
     left_free = min(int(disk.f_blocks * DISK_FREE_SHARE) * disk.f_frsize, DISK_FREE_BYTES)
     room_bytes = disk.f_bavail * disk.f_frsize - left_free
@@ -279,6 +286,7 @@ class FileSpace:
 
     @property
     def index(self) -> FileIndex:
+        """The store's index; the space must be open."""
         assert self._index is not None
         return self._index
 
@@ -407,11 +415,10 @@ class FileSpace:
         return written_bytes - min(int(written_bytes * DISK_FREE_SHARE), REFUSED_BYTES)
 
     def _make_room_for_index(self) -> bool:
-        """Delete files so that the index can be written, and chunks be evicted; False if there are
-        none.
+        """Delete files so that the index can be written; False if there are none.
 
-        Files of evicted cells first, then those of cells that go next. The charge of these is too
-        high until the index can be written.
+        Then chunks can be evicted. Files of evicted cells go first, then those of cells that go next.
+        The charge of these is too high until the index can be written.
         """
         if self._recycled.charged_bytes():
             self._recycled.trim(0, ())
