@@ -1,9 +1,9 @@
-"""The control thread: it receives frames and posted calls, asks both machines, performs their
-effects.
+"""The control thread: it turns frames and posted calls into calls of both machines.
 
-It owns all sockets, `Consumer`, `Producer` and `Peers`. It decides nothing that a machine can
-decide and moves no rows: the data plane does. A bug costs the message or effect that shows it
-(`Guard`); an error that ends the loop is reported to the engine's scheduler.
+It performs the machines' effects and owns all sockets, `Consumer`, `Producer` and `Peers`. It
+decides nothing that a machine can decide and moves no rows: the data plane does. A bug costs the
+message or effect that shows it (`Guard`); an error that ends the loop is reported to the engine's
+scheduler.
 """
 
 import logging
@@ -183,14 +183,17 @@ class Control:
     # Reports of the data plane: any thread
 
     def drained(self, gid: int, same: bool) -> None:
+        """Tell the consumer that a grant's rows are copied, and whether their digest matched."""
         assert self._consumer is not None
         self.post(partial(self._consumer.drained, gid, same))
 
     def prepared(self, item_id: int, digest: str) -> None:
+        """Tell the producer the digest of an item that is now in host memory."""
         assert self._producer is not None
         self.post(partial(self._producer.prepared, item_id, digest))
 
     def written(self, result: Wrote | WriteFailed) -> None:
+        """Tell the producer how a write ended."""
         assert self._producer is not None
         self.post(partial(self._producer.written, result))
 
@@ -207,6 +210,7 @@ class Control:
         self.counts[event] += 1
 
     def stop(self) -> None:
+        """Ask the loop to end; it ends writes and says goodbye first."""
         self.post(self._stop)
 
     def _stop(self, now: float) -> None:
@@ -230,8 +234,9 @@ class Control:
     # The loop
 
     def run(self) -> None:
-        """Run until `stop`. Nothing that a peer sends ends it; an error that does is logged and
-        reported to the own scheduler.
+        """Run until `stop`; nothing that a peer sends ends the loop.
+
+        An error that does is logged and reported to the own scheduler.
         """
         try:
             now = self._clock()

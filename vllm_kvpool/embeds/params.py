@@ -1,5 +1,4 @@
-"""The source and target of a request's embeddings, from its `ec_transfer_params`
-(pure).
+"""The source and target of a request's embeddings, from its `ec_transfer_params` (pure).
 
 Understood are the parameters that proxies send for vLLM's own connectors: a list `ec_items` of
 `{mm_hash, transfer_id, peer}` in the order of the prompt's items, with `consumer_zmq` for the

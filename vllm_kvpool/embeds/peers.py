@@ -271,6 +271,7 @@ class Peers:
     def notify_scheduler(
         self, body: ItemNews | Taken | HeldBytes | MetricSamples | Heartbeat | Goodbye, now: float
     ) -> None:
+        """Queue a message to each scheduler that has proved to be the own one."""
         for link in self._schedulers:
             self.outbox.add(link, "", body, now)
 
@@ -300,8 +301,9 @@ class Peers:
                 self._reopen(link, connection)
 
     def _reopen(self, link: Link, connection: Connection) -> None:
-        """Connect anew and greet: libzmq does not try again after a handshake that was refused, and
-        there may have been no descriptor for a socket.
+        """Connect anew and greet.
+
+        libzmq does not try again after a refused handshake; or a socket had no descriptor.
         """
         if self._sockets.disconnect(link):
             self._warn(
@@ -398,9 +400,11 @@ class Peers:
                 self._forget_link(link)
 
     def states(self) -> Counter[SessionState]:
+        """Return the number of connections in each session state."""
         return Counter(connection.session.state for connection in self._connections.values())
 
     def act(self, link: Link, now: float) -> None:
+        """Perform the actions of a connection's session; a closed connection has none."""
         connection = self._connections.get(link)
         if connection is None:
             return

@@ -1,5 +1,4 @@
-"""The scheduler's side of the embedding connector: which items requests wait for, and which are
-here.
+"""The scheduler's side of the embedding connector: items that requests wait for or can load.
 
 An item is ready when every rank has reported the same encoding. A ready item stays until it is
 loaded or no request waits for it, since the engine does not ask twice. If ranks are offered
@@ -393,10 +392,12 @@ class EmbedsScheduler:
 
     @property
     def is_waiting(self) -> bool:
+        """True while an idle engine must poll: for an item, an encoding or a worker."""
         is_requested = any(each.requests for each in self._by_name.values())
         return is_requested or self._is_encoding_held or not self._channel.are_up
 
     def finished(self, request: EmbedsRequest) -> None:
+        """Drop an ended request, and tell workers to forget the items that none needs now."""
         for feature in request.features:
             item = self._items.get(feature.mm_hash)
             if item is not None and self._remove_request(request.request_id, item):
@@ -421,10 +422,12 @@ class EmbedsScheduler:
                 self._channel.send(expect)
 
     def encoder_cache_was_reset(self) -> None:
+        """Treat all items as evicted from the encoder cache."""
         for mm_hash in tuple(self._items):
             self._set_evicted(mm_hash)
 
     def close(self) -> None:
+        """Close the connections to the workers."""
         self._channel.close()
 
     # From the workers
@@ -497,8 +500,9 @@ class EmbedsScheduler:
             self._send_expect(item, expect)
 
     def _on_item_failed(self, item: ItemRecord, code: Code, text: str) -> None:
-        """A rank cannot receive an item in the chosen encoding: try the next one, or fail the
-        item.
+        """Try the next encoding of an item that a rank cannot receive in the chosen one.
+
+        Without another encoding the item fails.
         """
         digest = item.encodings.next_choice
         if item.failure is None and digest:

@@ -1,5 +1,4 @@
-"""A worker's side of the embedding connector: it opens and closes the window, the sockets and the
-threads.
+"""A worker's side of the embedding connector: the window, the sockets and the threads.
 
 The model's thread calls `produced`, `cached` and `take`; none of them waits for a peer.
 """
@@ -67,9 +66,7 @@ class WorkerIdentity:
 
     @property
     def number(self) -> int:
-        """Its number among the workers of all data-parallel engines, which share a
-        configuration.
-        """
+        """The worker's number in all data-parallel engines, which share a configuration."""
         return self.dp_rank * len(self.listen) + self.rank
 
     @property

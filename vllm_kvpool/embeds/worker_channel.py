@@ -1,5 +1,4 @@
-"""A scheduler's connections to its own engine's workers; everything runs on the scheduler's
-thread.
+"""A scheduler's connections to its own engine's workers, on the scheduler's thread.
 
 The sockets, sessions and messages are those between peers, without a thread: the scheduler polls
 often while it waits for something. Messages about a step's requests are sent at its end, in one
@@ -141,6 +140,7 @@ class WorkerChannel:
 
     @property
     def num_ranks(self) -> int:
+        """Number of workers of the engine."""
         return len(self._ranks)
 
     @property
@@ -238,6 +238,7 @@ class WorkerChannel:
         return messages
 
     def close(self) -> None:
+        """Close the sockets; unsent messages are dropped."""
         self._sockets.close()
 
 

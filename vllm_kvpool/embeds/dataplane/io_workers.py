@@ -78,10 +78,17 @@ _Result = Wrote | WriteFailed
 class Completions(Protocol):
     """Receiver of the ends of work; called by any thread."""
 
-    def drained(self, gid: int, same: bool) -> None: ...
-    def prepared(self, item_id: int, digest: str) -> None: ...
-    def written(self, result: Wrote | WriteFailed) -> None: ...
-    def work_failed(self, kind: str, error: BaseException) -> None: ...
+    def drained(self, gid: int, same: bool) -> None:
+        """Grant `gid` is copied out of the window; `same`: with the sender's digest."""
+
+    def prepared(self, item_id: int, digest: str) -> None:
+        """Item `item_id` is in host memory and has this digest."""
+
+    def written(self, result: Wrote | WriteFailed) -> None:
+        """A write has ended, or failed."""
+
+    def work_failed(self, kind: str, error: BaseException) -> None:
+        """Work of this kind has raised an error that no worker expects."""
 
 
 @dataclass(slots=True)

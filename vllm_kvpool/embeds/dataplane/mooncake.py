@@ -69,8 +69,7 @@ _retired: list["RegisteredMemory"] = []
 
 
 class RegisteredMemory:
-    """`nbytes` aligned to `ALIGNMENT` that a network reads and writes; committed, never
-    unmapped.
+    """`nbytes` aligned to `ALIGNMENT` for a network to read and write: committed, never unmapped.
 
     A transfer that was given up may still run when the owner is done: at an unmapped address it
     would end the process or hit other data. So `retire` frees the pages and keeps the addresses.
@@ -196,16 +195,19 @@ class PiecePool:
             self._held.append((sent, self._clock() + quarantine_s))
 
     def close(self) -> None:
+        """Wake all waiting writers, whose `take` fails from now on."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def is_quiet(self) -> bool:
+        """Return True if no piece is taken or quarantined."""
         with self._changed:
             self._end_quarantines()
             return len(self._free) == self.num_pieces
 
     def quarantined_bytes(self) -> int:
+        """Return the bytes that the network may still read."""
         with self._changed:
             self._end_quarantines()
             return len(self._held) * self.piece_bytes
@@ -319,6 +321,7 @@ class MooncakeWriter:
         return piece
 
     def submit(self, window: MooncakeWindow, sent: _Sent, ranges: list[_Range]) -> None:
+        """Start a write for each range; WriteError if the engine refuses one."""
         address = _address(sent.piece)
         for part in ranges:
             source, target = address + part.start, window.base + part.offset

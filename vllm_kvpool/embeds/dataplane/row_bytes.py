@@ -90,6 +90,7 @@ class RowCopy(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the rows of all runs."""
         rows = 0
         for run in self.runs:
             rows += run.rows

@@ -1,12 +1,11 @@
-"""A consumer's items: which get host memory, and which of them may be granted rows (pure; control
-thread).
+"""A consumer's items: which get host memory, and which may be granted rows.
 
-Memory for an item is taken whole, before its first grant, and freed when the engine has taken the
-item. So no item holds a part of its memory while it waits for the rest. Offered items queue: by
-request first, then one of each producer in turn. The oldest request's items may exceed
-`max_landing_bytes` in two cases: no other request's item is in transfer and so about to free
-memory, or nothing has changed for `OLDEST_WAITS_S`. So requests that wait for each other's memory
-cannot deadlock, and the excess is bounded by the needs of one request.
+Pure; on the control thread. Memory for an item is taken whole, before its first grant, and freed
+when the engine has taken the item. So no item holds a part of its memory while it waits for the
+rest. Offered items queue: by request first, then one of each producer in turn. The oldest
+request's items may exceed `max_landing_bytes` in two cases: no other request's item is in transfer
+and so about to free memory, or nothing has changed for `OLDEST_WAITS_S`. So requests that wait for
+each other's memory cannot deadlock, and the excess is bounded by the needs of one request.
 """
 
 from bisect import bisect_left, insort
@@ -49,6 +48,7 @@ class AdmissionQueue:
             insort(self._requested, (order, self._number, mm_hash))
 
     def remove(self, mm_hash: str) -> None:
+        """Remove an item; an item that does not wait is left alone."""
         entry = self._entries.pop(mm_hash, None)
         if entry is None:
             return
@@ -62,6 +62,7 @@ class AdmissionQueue:
             del self._by_producer[producer]
 
     def first_requested(self) -> str | None:
+        """Return the first item that a request waits for, by the requests' order."""
         return self._requested[0][2] if self._requested else None
 
     def unrequested(self) -> Iterator[str]:
@@ -75,8 +76,9 @@ class AdmissionQueue:
 
 
 class Admission:
-    """Admits queued items and knows which admitted ones lack rows; `items` are the consumer's
-    own.
+    """The queue of items for memory, and the admitted items that lack rows.
+
+    `items` are the consumer's own.
     """
 
     def __init__(self, items: Mapping[str, Item], max_landing_bytes: int) -> None:
@@ -94,17 +96,20 @@ class Admission:
 
     @property
     def num_active(self) -> int:
+        """Number of admitted items whose rows are not all here."""
         return len(self._active)
 
     def grantable(self) -> list[Item]:
-        """Items with rows that are neither received nor granted: requests' items first, the oldest
-        request first.
+        """Return the items with rows that are neither received nor granted.
+
+        Items of requests come first, those of the oldest request at the front.
         """
         return sorted(self._grantable.values(), key=_grant_order)
 
     # The queue
 
     def wait(self, item: Item) -> None:
+        """Queue an item for memory."""
         self._unrequested_may_fit = True
         self._queue.add(item.mm_hash, item.sender[0], item.order)
 
@@ -213,6 +218,7 @@ class Admission:
         del self._grantable[item.mm_hash]
 
     def deactivate(self, item: Item) -> None:
+        """Stop granting rows to an item; its memory stays."""
         self._active.pop(item.mm_hash, None)
         self._grantable.pop(item.mm_hash, None)
 
@@ -229,11 +235,13 @@ class Admission:
             self._forget_order(item)
 
     def release_memory(self, item: Item) -> None:
+        """Return an admitted item's memory to the limit."""
         self._count_bytes(item, -_nbytes(item))
         self._memory_released = self._unrequested_may_fit = True
         item.admitted = False
 
     def gauges(self) -> dict[str, float]:
+        """Return the levels for the metrics, by name."""
         return {"waiting_items": len(self._queue), "landing_bytes": self._landing_bytes}
 
 

@@ -327,8 +327,9 @@ class Consumer:
         self._drop_offer(ref, code, text, now)
 
     def _drop_offer(self, ref: TransferRef, code: Code | None, text: str, now: float) -> None:
-        """Remove an offer, if there is one. `code`: why its producer does not have the item; None:
-        it is lost.
+        """Remove an offer, if there is one.
+
+        `code`: why its producer does not have the item; None: the producer is lost.
         """
         item = self.offers.open.get(ref)
         if item is None:
@@ -351,8 +352,9 @@ class Consumer:
         self.discovery.want(item, now)
 
     def _fail_over(self, item: Item) -> None:
-        """The next producer continues at the first missing row if it has the same bytes, else from
-        the start.
+        """Continue with the next producer: at the first missing row if the bytes are the same.
+
+        If they are not, the item starts again.
         """
         digest = item.offers[item.sender].digest
         if digest != item.digest:
@@ -431,8 +433,9 @@ class Consumer:
         self._turn.effects.append(NotifyScheduler(ItemNews(item.mm_hash, item.digest)))
 
     def _report_offered(self, item: Item) -> None:
-        """Report to the own scheduler an item that is on its way: it may be requested, and other
-        ranks may be offered another encoding.
+        """Report to the own scheduler an item that is on its way.
+
+        The item may be requested, and other ranks may be offered another encoding.
         """
         if not item.requested:
             self._turn.effects.append(NotifyScheduler(ItemNews(item.mm_hash, offered=True)))
@@ -469,6 +472,7 @@ class Consumer:
     # For metrics
 
     def gauges(self) -> dict[str, float]:
+        """Return the levels for the metrics, by name."""
         return {
             "items": len(self.items),
             **self.admission.gauges(),

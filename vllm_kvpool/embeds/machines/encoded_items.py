@@ -141,6 +141,7 @@ class PendingTargets:
 
     @property
     def items(self) -> KeysView[str]:
+        """Hashes of the items that some consumer waits for."""
         return self._targets.keys()
 
     def add(self, mm_hash: str, target: str, expires_at: float) -> None:
@@ -158,10 +159,12 @@ class PendingTargets:
         return targets
 
     def drop(self, lost: str) -> None:
+        """Forget every item that the peer `lost` waits for."""
         for mm_hash, target in [key for key in self._expires_at if key[1] == lost]:
             self._forget(mm_hash, target)
 
     def drop_late(self, now: float) -> None:
+        """Forget the consumers whose deadline has passed."""
         for mm_hash, target in [
             key for key, expires_at in self._expires_at.items() if expires_at < now
         ]:

@@ -1,8 +1,8 @@
-"""Grants: a consumer's rank grants missing rows to senders, part by part of its window (pure;
-control thread).
+"""Grants: a rank grants missing rows to senders, part by part of its window.
 
-A grant is written, drained and over; or it fails, expires or is revoked, and its rows are granted
-again. Rows count as received once they are copied out and their digests match.
+Pure; on the control thread. A grant is written, drained and over; or it fails, expires or is
+revoked, and its rows are granted again. Rows count as received once they are copied out and their
+digests match.
 """
 
 from collections.abc import Collection, Mapping
@@ -160,8 +160,9 @@ class RowGrants:
     # The end of a grant
 
     def release_rows(self, item: Item) -> None:
-        """Give up an item's rows, and the grants whose rows go to its memory; early ones have
-        none.
+        """Give up an item's rows, and the grants that write to its memory.
+
+        Early grants have no memory of the item, and go on.
         """
         item.received = Intervals()
         for granted in [each for each in item.grants.values() if each.ref[1]]:
@@ -324,8 +325,9 @@ class RowGrants:
     # Time
 
     def query_unresolved(self, now: float, peers: Collection[str], *, at_once: bool) -> None:
-        """Ask `peers` whether they still write to quarantined memory, at most every `repeat_s`
-        unless `at_once`.
+        """Ask `peers` whether they still write to quarantined memory.
+
+        Asks at most every `repeat_s`, unless `at_once`.
         """
         for granted in self.window.unresolved():
             peer, tid = granted.ref

@@ -1,6 +1,4 @@
-"""A consumer's items, from their first request or offer until the engine has them (pure; control
-thread).
-"""
+"""A consumer's items, from first request or offer until the engine has them (control thread)."""
 
 from dataclasses import dataclass, field
 

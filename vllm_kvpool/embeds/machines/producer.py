@@ -446,8 +446,9 @@ class Producer:
         return transfer
 
     def _push_to(self, item: EncodedItem, endpoint: str, now: float) -> None:
-        """Transfer an item to each rank of the engine at this endpoint, at once or once it is in
-        session.
+        """Transfer an item to each rank of the engine at this endpoint.
+
+        Ranks without a session get the item when theirs begins.
         """
         item.endpoints.pop(endpoint, None)
         peer = self._at.get(endpoint)
@@ -538,6 +539,7 @@ class Producer:
     # For metrics
 
     def gauges(self) -> dict[str, float]:
+        """Return the levels for the metrics, by name."""
         return {
             "encoded_items": len(self.cache.items),
             "held_bytes": self.cache.held_bytes,

@@ -115,8 +115,9 @@ class Session:
 
     @property
     def is_silence_checked(self) -> bool:
-        """True if silence ends the session; a scheduler checks its own workers
-        (`worker_channel`).
+        """True if silence ends the session.
+
+        A scheduler checks its own workers in `worker_channel`.
         """
         return self.peer is not None and PeerRole.SCHEDULER not in (self._own.role, self.peer.role)
 
@@ -128,6 +129,7 @@ class Session:
             self._evaluate(self.peer)
 
     def sent(self, now: float) -> None:
+        """Note that a message was sent, so that no heartbeat is due."""
         self._sent_at = now
 
     def hello(self, message: PeerHello, now: float) -> None:

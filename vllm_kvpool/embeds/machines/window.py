@@ -118,10 +118,12 @@ class GrantRecord:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all extents."""
         return sum(extent.nbytes for extent in self.extents)
 
     @property
     def message(self) -> Grant:
+        """The grant as the producer receives it."""
         return Grant(self.ref[1], self.gid, self.row, self.rows, self.extents)
 
 
@@ -153,10 +155,12 @@ class WindowLedger:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole window."""
         return self._allocator.nbytes
 
     @property
     def has_room(self) -> bool:
+        """True if any byte is free."""
         return self._allocator.free_bytes > 0
 
     def of(self, ref: TransferRef, gid: int) -> GrantRecord | None:
@@ -229,9 +233,7 @@ class WindowLedger:
         return granted
 
     def drop_unresolved(self, ref: TransferRef, gid: int) -> None:
-        """The producer does not know the end of the write either: wait for the end of the
-        quarantine.
-        """
+        """Wait for the end of a quarantine, as the producer does not know its write's end."""
         granted = self._unresolved_of(ref, gid)
         if granted is not None:
             granted.move(GrantState.QUARANTINED)
@@ -256,6 +258,7 @@ class WindowLedger:
             self._end_quarantine(first)
 
     def gauges(self) -> dict[str, float]:
+        """Return the levels for the metrics, by name."""
         quarantined = sum(each.nbytes for each in self._quarantined.values())
         return {
             "granted_bytes": self.nbytes - self._allocator.free_bytes - quarantined,

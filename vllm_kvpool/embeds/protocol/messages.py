@@ -165,8 +165,9 @@ class Want(msgspec.Struct, frozen=True, gc=False, tag="want"):
 
 
 class WantAck(msgspec.Struct, frozen=True, gc=False, tag="want_ack"):
-    """P→C: the item is not encoded yet or, if `gone`, not kept any more. `declined` is the
-    unused grant.
+    """P→C: the item is not encoded yet or, if `gone`, not kept any more.
+
+    `declined` is the unused grant.
     """
 
     mm_hash: Name
@@ -175,8 +176,9 @@ class WantAck(msgspec.Struct, frozen=True, gc=False, tag="want_ack"):
 
 
 class Offer(msgspec.Struct, frozen=True, gc=False, tag="offer"):
-    """P→C: the producer has the whole item, of this length. Repeated while no rows are granted;
-    the consumer then repeats its answer and its live grants.
+    """P→C: the producer has the whole item, of this length.
+
+    Repeated while no rows are granted; the consumer then repeats its answer and its live grants.
     """
 
     tid: int

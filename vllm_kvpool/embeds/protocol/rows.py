@@ -37,10 +37,12 @@ class ItemShape(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def row_bytes(self) -> int:
+        """Bytes of one row."""
         return DTYPE_BYTES[self.dtype] * prod(self.row_shape)
 
     @cached_property
     def nbytes(self) -> int:
+        """Bytes of all rows."""
         return self.rows * self.row_bytes
 
 
@@ -68,6 +70,7 @@ class Extent(msgspec.Struct, frozen=True, order=True, gc=False):
 
     @property
     def end(self) -> int:
+        """The offset behind the last byte."""
         return self.offset + self.nbytes
 
 
