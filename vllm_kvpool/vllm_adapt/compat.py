@@ -108,8 +108,10 @@ def _is_engine(caller: Any) -> bool:
 
 
 def host_address() -> str:
-    """The address at which vLLM has this host's processes reached (`VLLM_HOST_IP`); loopback's
-    where there is none."""
+    """Return the address at which vLLM has this host's processes reached (`VLLM_HOST_IP`).
+
+    It is the loopback address where there is none.
+    """
     from vllm.utils.network_utils import get_ip
 
     found = get_ip()
@@ -320,9 +322,11 @@ def mixes_nvfp4_scales() -> bool:
 
 
 def quantising_device() -> str:
-    """The device, as far as vLLM chooses by it what is rounded on the way through numbers of few
-    bits: it multiplies weights in FP8 with activations in FP8 on a GPU that can, and with 16 bits
-    on others; weights in four bits with activations in eight on a CPU with AMX."""
+    """Return the device, as far as vLLM rounds numbers of few bits differently by it.
+
+    vLLM multiplies weights in FP8 with activations in FP8 on a GPU that can, with 16 bits on
+    others; weights in four bits with activations in eight on a CPU with AMX.
+    """
     from vllm.platforms import current_platform
 
     if device_type() == "cpu":
@@ -379,8 +383,10 @@ def backend_of(vllm_config: "VllmConfig", layer_name: str) -> str:
 
 
 def value_head_size(spec: Any) -> int:
-    """Elements of a row of V; as many as of K in older specs. A latent has none apart, which only
-    newer specs say."""
+    """Return the elements of a row of V; as many as of K in older specs.
+
+    A latent has no separate V, which only newer specs say.
+    """
     return 0 if is_latent(spec) else int(getattr(spec, "head_size_v", spec.head_size))
 
 
@@ -391,7 +397,7 @@ def tokens_per_state(spec: Any) -> int:
 
 
 def environment_variables() -> Mapping[str, Callable[[], Any]]:
-    """vLLM's readers of its environment variables, by name."""
+    """VLLM's readers of its environment variables, by name."""
     from vllm import envs
 
     known: Mapping[str, Callable[[], Any]] = envs.environment_variables
@@ -447,16 +453,20 @@ def _takes_salts_for_adapters() -> bool:
 
 
 def _takes_embeddings_for_tokens() -> bool:
-    """Return True if vLLM's own prefix cache confuses mixed prompts that differ in which rows are
-    embeddings. The function tries it."""
+    """Return True if vLLM's own prefix cache confuses embeddings with tokens; tries it.
+
+    The confused prompts are mixed, and differ in which rows are embeddings.
+    """
     rows = torch.zeros(4, 1)
     mixed = _request(prompt_embeds=rows, prompt_is_token_ids=[True, True, False, False])
     return _own_name(mixed) == _own_name(_request(prompt_embeds=rows, prompt_token_ids=None))
 
 
 def _keeps_names_of_sessions() -> bool:
-    """Return True if a `resumable` session replaces its last token and keeps the hash of the block
-    that this token filled."""
+    """Return True if a `resumable` session keeps the hash of a block that it changes.
+
+    The session replaces its last token, which has filled that block.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
 
     update = Scheduler._update_request_as_session
@@ -504,12 +514,12 @@ def add_server_options(parser: Any) -> Any:
 
 
 def refuse_missing_embeddings(connector: str) -> None:
-    """Have vLLM refuse media without pixels and embeddings in engines with this connector alone
-    that compute prompts themselves (`kv_both`), unless a connector brings embeddings.
+    """Have vLLM refuse media without pixels and embeddings if this connector is the only one.
 
-    vLLM 0.32 takes them wherever a connector may load, and turns `enable_mm_embeds` on. The pool
-    may not have the KV, and a step without the embedding ends the engine. A second call does
-    nothing.
+    That is for engines that compute prompts themselves (`kv_both`), unless a connector brings
+    embeddings. vLLM 0.32 takes such media wherever a connector may load, and turns
+    `enable_mm_embeds` on. The pool may not have the KV, and a step without the embedding ends the
+    engine. A second call does nothing.
     """
     from vllm.config import VllmConfig
 
@@ -613,7 +623,7 @@ def page_bytes_of_layers(kv_cache_config: Any) -> dict[str, int]:
 
 
 def hit_source(kinds: Sequence[str]) -> Any:
-    """vLLM's name for the source of hits from any of these kinds of store; None in old releases."""
+    """VLLM's name for the source of hits from any of these kinds of store; None in old releases."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
@@ -746,8 +756,9 @@ class BlockTables:
 
 
 def state_offers(output: "SchedulerOutput") -> Mapping[str, Sequence[tuple[int, int, int]]]:
-    """By request: KV cache group, block and tokens of the recurrent states that are complete when
-    the step ends. Older releases offer none.
+    """Return the recurrent states that are complete when the step ends, by request.
+
+    A state is (KV cache group, block, tokens). Older releases offer none.
 
     vLLM offers states of tokens that it knows, never of drafts. If a request has drafts in the
     step, its state is copied into the block after the drafts are accepted. By then a runner may
@@ -863,8 +874,11 @@ def _torch_kernels_adapt_base_tokens() -> bool:
 
 
 def _turns_heads_wrongly(vllm_config: "VllmConfig") -> bool:
-    """A model on a CPU that gives vLLM's own rotary kernel its heads apart, which this takes for
-    tokens: an LFM2, or a DeepSeek without MLA (VLLM_MLA_DISABLE)."""
+    """Return True for a model on a CPU whose rotary kernel takes heads for tokens.
+
+    vLLM's own kernel gets the heads apart from an LFM2, or a DeepSeek without MLA
+    (VLLM_MLA_DISABLE).
+    """
     model = vllm_config.model_config
     is_lfm2 = str(model.hf_text_config.model_type).startswith("lfm2")
     has_no_mla = model.is_deepseek_mla and not model.use_mla

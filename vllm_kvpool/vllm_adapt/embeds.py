@@ -59,8 +59,9 @@ def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
 
 
 def check_model(vllm_config: "VllmConfig") -> None:
-    """Refuse models whose embeddings cannot be exchanged, and adapters of encoders: vLLM names what
-    they encode by the adapter's name alone.
+    """Refuse models whose embeddings cannot be exchanged, and adapters of encoders.
+
+    vLLM names what such an encoder encodes by the adapter's name alone.
 
     Raises ConfigError.
     """
@@ -194,8 +195,11 @@ def is_name(identifier: str) -> bool:
 def features_of(
     request: "Request", resolver: PlaceholderMetadataResolver
 ) -> Iterator[tuple[str, int, int, int, bool, bool]]:
-    """A request's items in order: name, [start, end) in the prompt, rows, are media here, is the
-    name one in other engines."""
+    """Yield a request's items in order, each with six values.
+
+    They are: name, [start, end) in the prompt, rows, True if the media are here, True if the name
+    is the same in other engines.
+    """
     for feature in request.mm_features:
         yield (
             feature.identifier,

@@ -82,7 +82,7 @@ class EngineFacts:
 
 
 def role_of(vllm_config: "VllmConfig") -> KVRole:
-    """vLLM's `kv_role`."""
+    """VLLM's `kv_role`."""
     assert vllm_config.kv_transfer_config is not None
     return KVRole(vllm_config.kv_transfer_config.kv_role)
 
@@ -237,8 +237,10 @@ def _plans_on_each_rank(parallel: Any) -> bool:
 
 
 def _engines_transfer_config() -> Any:
-    """vLLM's `KVTransferConfig` of the engine, if it is known here: a child of a MultiConnector has
-    a configuration of its own."""
+    """Return the engine's own `KVTransferConfig`, if it is known here.
+
+    A child of a MultiConnector has a configuration of its own.
+    """
     engine = get_current_vllm_config_or_none()
     return engine.kv_transfer_config if engine is not None else None
 

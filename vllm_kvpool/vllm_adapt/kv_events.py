@@ -219,7 +219,7 @@ class KVEvents:
         self._tracker.clear()
 
     def own_cache_was_reset(self) -> None:
-        """vLLM has published that all blocks of this engine are removed, in every medium."""
+        """VLLM has published that all blocks of this engine are removed, in every medium."""
         self._tracker.repeat()
 
     # To vLLM

@@ -95,9 +95,11 @@ class TableStats:
     data: Samples
 
     def reset(self) -> None:
+        """Forget all samples; vLLM calls it after each log line."""
         self.data = {}
 
     def is_empty(self) -> bool:
+        """Return True if no sample was added since the last reset."""
         return not self.data
 
     def aggregate(self, other: Any) -> Self:
@@ -121,8 +123,10 @@ class KVPoolStats(TableStats, KVConnectorStats):
         return cls(changes) if changes else None
 
     def __getitem__(self, name: str) -> Samples:
-        """For MultiConnector of vLLM 0.27.1, which reads `stats["data"]` of what may be an object:
-        in an engine whose scheduler and client are one process."""
+        """Return the samples by the key of vLLM 0.27.1's MultiConnector, `stats["data"]`.
+
+        That connector reads an object where the engine's scheduler and client are one process.
+        """
         assert name == "data", name
         return self.data
 

@@ -87,15 +87,19 @@ _changed: dict[tuple[Path, int], str] = {}
 
 
 def local_weights(name: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """The directory or file of a model's weights, without network access. `download_dir`: of vLLM's
-    `LoadConfig`, which it reads weights from and nothing else."""
+    """Return the directory or file of a model's weights, without network access.
+
+    `download_dir` is of vLLM's `LoadConfig`, which it reads weights from and nothing else.
+    """
     path = Path(name)
     return path if path.is_file() else local_directory(name, revision, download_dir)
 
 
 def local_directory(name: str, revision: str | None, cache_dir: str | None = None) -> Path | None:
-    """The directory of a model's or an adapter's files, without network access. `cache_dir`: None
-    is Hugging Face's own."""
+    """Return the directory of a model's or an adapter's files, without network access.
+
+    `cache_dir`: None is Hugging Face's own.
+    """
     path = Path(name)
     if path.is_dir():
         return path

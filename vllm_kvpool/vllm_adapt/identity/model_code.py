@@ -50,8 +50,9 @@ _NAMES_OF_WORKERS = ("worker_cls", "worker_extension_cls", "distributed_executor
 
 
 def code_outside_vllm(model: Any, parallel: Any) -> dict[str, Any]:
-    """The plugins, the release of transformers, the classes and the source that count; empty where
-    all is vLLM's. `model`, `parallel`: vLLM's configurations.
+    """Return the plugins, the release of transformers, the classes and the source that count.
+
+    The result is empty where all is vLLM's. `model`, `parallel`: vLLM's configurations.
 
     Raises OSError, and UnstableValueError if the source of a class is not found.
     """
@@ -136,10 +137,10 @@ def _classes_of_workers(parallel: Any) -> dict[str, str]:
 
 
 def _sources(classes: Set[str], plugins: Set[str], workers: Set[str]) -> dict[str, str]:
-    """Digests of the packages of classes and of code in development; versions of what they import,
-    and of workers.
+    """Return digests of packages of classes and of code in development, and versions of others.
 
-    Plugins that are releases count by their version already.
+    The others are what these packages import, and workers. Plugins that are releases count by their
+    version already.
     """
     waiting = [*classes, *plugins, *workers]
     if not waiting:

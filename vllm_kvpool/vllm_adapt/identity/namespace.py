@@ -498,8 +498,10 @@ def _llama4_temperature(model: Any) -> Any:
 
 
 def weights_identity(vllm_config: "VllmConfig", model: Any = None) -> str:
-    """The identity of the weights of a model (by default the engine's): a sample of their files, or
-    else their name."""
+    """Return the identity of a model's weights: a sample of their files, or else their name.
+
+    The model is by default the engine's.
+    """
     model = vllm_config.model_config if model is None else model
     load_format = str(vllm_config.load_config.load_format)
     if load_format == "dummy":

@@ -52,8 +52,10 @@ class Models:
         self._seen: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
 
     def watch_callers(self) -> None:
-        """Watch the model of the worker that calls us. It is found up the stack, since vLLM gives
-        connectors no reference to it."""
+        """Watch the model of the worker that calls.
+
+        The model is found up the stack, since vLLM gives connectors no reference to it.
+        """
         for owner in callers():
             get_model = getattr(owner, "get_model", None)
             model = get_model() if get_model is not None else None
@@ -154,15 +156,18 @@ class Model(NamedTuple):
 class CacheWatcher(Protocol):
     """Notified of resets of an engine's encoder cache."""
 
-    def encoder_cache_was_reset(self) -> None: ...
+    def encoder_cache_was_reset(self) -> None:
+        """Take note that the encoder cache was emptied, on the thread that did it."""
 
 
 class AdapterWatcher(Protocol):
     """Notified of the adapters that an engine is told to load or to remove."""
 
-    def adapter_loaded(self, adapter_id: int, path: str, *, in_place: bool) -> None: ...
+    def adapter_loaded(self, adapter_id: int, path: str, *, in_place: bool) -> None:
+        """Take note of a load of the adapter; `in_place`: over the one of that id."""
 
-    def adapter_removed(self, adapter_id: int) -> None: ...
+    def adapter_removed(self, adapter_id: int) -> None:
+        """Take note that the engine was told to remove the adapter."""
 
 
 _adapter_watchers: "WeakKeyDictionary[AdapterWatcher, Any]" = WeakKeyDictionary()
@@ -177,16 +182,20 @@ _num_pauses = 0
 
 
 def watch(watcher: Watcher, vllm_config: "VllmConfig") -> None:
-    """Notify `watcher` of every change from now on, on the thread that makes it. A process may have
-    several engines."""
+    """Notify `watcher` of every change from now on, on the thread that makes it.
+
+    A process may have several engines.
+    """
     sources = WeightSources.of(vllm_config)
     version = version_of_files(sources, sample_at_start)
     _watchers[watcher] = Model(vllm_config.model_config, sources, version, _tensors_of(sources))
 
 
 def watch_encoder_cache(watcher: CacheWatcher, config: Any) -> None:
-    """Notify `watcher` of every reset of its engine's encoder cache, after it. `config`: vLLM's of
-    the model."""
+    """Notify `watcher` of every reset of its engine's encoder cache, after the reset.
+
+    `config` is vLLM's configuration of the model.
+    """
     _cache_watchers[watcher] = config
 
 
@@ -265,7 +274,7 @@ def notify(why: str, weights_version: str | None = None, config: object = None) 
 
 
 def own_cache_was_reset() -> None:
-    """vLLM resets an engine's own prefix cache: notify watchers if parameters have changed."""
+    """VLLM resets an engine's own prefix cache: notify watchers if parameters have changed."""
     if models.have_changed():
         notify("parameters were set")
 

@@ -76,8 +76,10 @@ def check_chunks(block_size: int, chunk_tokens: int) -> None:
 def by_form(
     vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, told: Any, names: Sequence[str]
 ) -> list[tuple[Any, list[str]]]:
-    """The layers `names` of a KV cache group whose spec is `told`, by spec; ConfigError if one is
-    not as the model's configuration says."""
+    """Return the layers `names` of a KV cache group whose spec is `told`, by spec.
+
+    Raises ConfigError if a layer is not as the model's configuration says.
+    """
     check_engine(vllm_config)
     latents = _latents(kv_cache_config)
     each = told.kv_cache_specs if isinstance(told, UniformTypeKVCacheSpecs) else None

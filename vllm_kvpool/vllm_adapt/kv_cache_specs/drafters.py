@@ -131,8 +131,10 @@ def _num_modules(draft: Any) -> int:
 def _spec_of(
     vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, index: int, names: Sequence[str]
 ) -> Any:
-    """The spec of a drafter's layers in a KV cache group, equal on the scheduler part and the
-    workers': vLLM tells its scheduler that of the group's first layer alone."""
+    """Return the spec of a drafter's layers, equal on the scheduler part and the workers'.
+
+    vLLM tells its scheduler the spec of the group's first layer alone.
+    """
     group = kv_cache_config.kv_cache_groups[index]
     pages = compat.forms_of_layers(kv_cache_config)
     told: Any = group.kv_cache_spec

@@ -104,6 +104,7 @@ class RankLayerGroup:
 
     @property
     def is_latent(self) -> bool:
+        """True if a row is an MLA latent, which all heads share."""
         return compat.is_latent(self.spec)
 
     @property
@@ -113,6 +114,7 @@ class RankLayerGroup:
 
     @property
     def tokens_per_row(self) -> int:
+        """Tokens that share one row; one for states."""
         return 1 if self.state is not None else compat.tokens_per_state(self.spec)
 
     @property
@@ -163,9 +165,11 @@ def rank_layer_groups(
 
 
 def _check_rows(layer_groups: Collection[RankLayerGroup]) -> None:
-    """ConfigError where a hit may end within a row of several tokens: what its last tokens add to
-    the row is not stored. With recurrent states hits end at boundaries, and DeepSeek V4 keeps what
-    its tokens add."""
+    """Raise ConfigError where a hit may end within a row of several tokens.
+
+    What the hit's last tokens add to the row is not stored. With recurrent states hits end at
+    boundaries, and DeepSeek V4 keeps what its tokens add.
+    """
     tokens = max(layer_group.tokens_per_row for layer_group in layer_groups)
     is_stored = any(
         layer_group.state or deepseek_v4.keeps_ends(layer_group.spec)
@@ -181,8 +185,10 @@ def _check_rows(layer_groups: Collection[RankLayerGroup]) -> None:
 def _new_groups(
     vllm_config: "VllmConfig", spec: Any, names: Sequence[str]
 ) -> Iterator[tuple[RankLayerGroup, Sequence[str]]]:
-    """The groups of layers of one form on this rank, whose numbers of heads may differ, each with
-    the names of its layers."""
+    """Yield the groups of layers of one form on this rank, each with the names of its layers.
+
+    The groups may differ in their numbers of heads.
+    """
     if isinstance(spec, MambaSpec):
         form = state_specs.state_form(spec, vllm_config)
         name = f"state-{state_specs.kind_of(spec)}-{form.num_units}x{form.row_bytes}"
@@ -286,9 +292,11 @@ def _same_form(spec: Any, other: Any) -> bool:
 
 
 def _derived(vllm_config: "VllmConfig", spec: Any, of: str, name: str, page_bytes: int) -> Any:
-    """The spec of layer `name`, where `spec` is that of layer `of`, by vLLM's rules: layers that
-    `kv_cache_dtype_skip_layers` names keep KV in the model's type; sparse attention has an indexer
-    beside its latents."""
+    """Return the spec of layer `name`, where `spec` is that of layer `of`, by vLLM's rules.
+
+    Layers that `kv_cache_dtype_skip_layers` names keep KV in the model's type. Sparse attention has
+    an indexer beside its latents.
+    """
     if _is_indexer(name) != _is_indexer(of):
         return _beside_indexer(vllm_config, spec, page_bytes)
     cache = vllm_config.cache_config
@@ -375,6 +383,7 @@ def group_name(spec: Any, window: AttentionWindow, num_heads: int) -> str:
 
 
 def window_of(spec: Any) -> AttentionWindow:
+    """Return the attention window of a spec of vLLM's."""
     if isinstance(spec, SlidingWindowSpec):
         # A drafting model may have the engine keep a few tokens more.
         return AttentionWindow(
@@ -520,8 +529,11 @@ def _num_heads(vllm_config: "VllmConfig", spec: Any, layer_name: str) -> int:
 
 
 def _heads_in_weights(vllm_config: "VllmConfig", spec: Any, layer_name: str) -> int:
-    """The KV heads of a layer with one head on each rank, by the shape of its weights; 0 if it
-    cannot be told, or need not: all layers have equally many, or not all of them are known here."""
+    """Return the KV heads of a layer with one head on each rank, by the shape of its weights.
+
+    Returns 0 if it cannot be told, or need not: all layers have equally many, or not all of them
+    are known here.
+    """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if parallel.tensor_parallel_size == 1 or parallel.pipeline_parallel_size > 1:
         return 0
@@ -665,7 +677,7 @@ def groups_of(
     layer_groups: Sequence[RankLayerGroup],
     shared: Sequence[LayerGroup],
 ) -> tuple[KVCacheGroup, ...]:
-    """vLLM's KV cache groups, in its order; `shared` are the layer groups, in the same order."""
+    """VLLM's KV cache groups, in its order; `shared` are the layer groups, in the same order."""
     held: dict[int, LayerGroup] = {}
     lookaheads: dict[int, int] = {}
     for layer_group, each in zip(layer_groups, shared, strict=True):

@@ -155,8 +155,10 @@ def _parts(
     tp_size: int,
     vllm_config: "VllmConfig",
 ) -> tuple[list[tuple[int, bool]], list[int]]:
-    """The parts of a rank's window, each in channels and whether it is shared by all units; and the
-    numbers, of the whole model, that tensor parallelism cuts evenly."""
+    """Return the parts of a rank's window, and the model's numbers that TP cuts evenly.
+
+    A part is its channels, and True if all units share it.
+    """
     if kind.name in ("short_conv", "mamba1"):
         return [(channels, False)], [channels * tp_size]
     if kind.name == "linear":
