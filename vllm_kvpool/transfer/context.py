@@ -84,6 +84,7 @@ class FenceOp(OpContent):
 
     @property
     def failure(self) -> CellOutcome:
+        """The outcome of cells whose fence was not reached."""
         return CellOutcome.FAILED
 
 
@@ -95,6 +96,7 @@ class Marker(OpContent):
     on_lost: Callable[[], None] = lambda: None
 
     def lost(self, op: Op, failure: CellOutcome) -> None:
+        """Call `on_lost`: a predecessor has failed or was cancelled."""
         self.on_lost()
 
 
@@ -137,9 +139,11 @@ class TransferContext:
 
     @property
     def now_ns(self) -> int:
+        """`now` in nanoseconds, as host memory's scores count it."""
         return int(self.now * 1e9)
 
     def lane(self, kind: OpKind, tier: int = HOST) -> Lane:
+        """Return the lane of a kind of op, on `tier` if the kind has one."""
         return self.scheduler.lanes[kind, tier]  # equal to a `LaneName`
 
     def wait_for(self, fence: Fence | None) -> tuple[Op, ...]:

@@ -228,6 +228,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
+        """True if no op runs, and no load, save or loan is open."""
         return not (self.running or self.loads.num_open or self.num_saves or self.loans.num_open)
 
     @property

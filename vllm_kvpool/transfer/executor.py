@@ -63,6 +63,7 @@ class Gauges:
         self._drop_log = DropLog([tier.name for tier in engine.context.tiers])
 
     def update(self, now: float) -> None:
+        """Set the levels and add the counts since the last call."""
         context, registry, trace = self._engine.context, self._registry, self._trace
         slots = context.host_cache.slots
         registry.set("kvpool_slots", slots.num_free, state="free")

@@ -41,6 +41,7 @@ class Fetch(SlabOp):
 
     @property
     def failure(self) -> CellOutcome:
+        """The worst outcome of the tiers that were tried."""
         return self.trouble
 
 

@@ -37,6 +37,8 @@ class Owner(NamedTuple):
 
 
 class OpState(Enum):
+    """The state of an op; done, failed and cancelled are final."""
+
     WAITING = "waiting"
     READY = "ready"
     RUNNING = "running"
@@ -98,6 +100,7 @@ class Batch:
 
     @property
     def num_cells(self) -> int:
+        """Number of cells of all parts."""
         return sum([part.num_cells for part in self.parts])
 
 
@@ -240,6 +243,7 @@ class Scheduler:
             self._active[lane] = None
 
     def finish(self, op: Op) -> None:
+        """End an op as done, and make successors ready that waited for it alone."""
         op.state = _DONE
         for successor in op.successors:
             if successor.state is _WAITING:
@@ -253,8 +257,10 @@ class Scheduler:
         self._lose(self._close_off(op, _FAILED), op)
 
     def move(self, op: Op, lane: Lane, *, first: bool = False) -> None:
-        """A running or ready op becomes ready in a lane, behind all others there, or as the first;
-        its successors wait on."""
+        """Make a running or ready op ready in another lane; its successors wait on.
+
+        It stands behind all others there, or is the `first`.
+        """
         self._leave_queue(op)
         op.lane = lane
         self._make_ready(op)

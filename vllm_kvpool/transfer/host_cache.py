@@ -35,6 +35,8 @@ EvictionRank = tuple[int, int, str]
 
 
 class CacheEntryState(Enum):
+    """The state of a slab in host memory."""
+
     ARRIVING = "arriving"
     PRESENT = "present"
     GONE = "gone"
@@ -57,6 +59,7 @@ class CacheEntry:
 
     @property
     def num_cells(self) -> int:
+        """Number of the slab's cells, each in one slot."""
         return self.slab.num_cells
 
 
@@ -126,6 +129,7 @@ class HostCache:
         self.unused_prefetches = 0  # of those
 
     def get(self, slab_id: str) -> CacheEntry | None:
+        """Return the slab's entry, arriving or present, or None; evict expired slabs first."""
         if self._expiring:
             self._expire()
         return self._index.get(slab_id)
@@ -304,8 +308,10 @@ class HostCache:
                 self._drop(entry)
 
     def coldest_dirty(self, num_cells: int) -> list[CacheEntry]:
-        """Unpinned dirty slabs of at least so many cells, the lowest rank first; the caller must
-        put or drop all of them."""
+        """Return unpinned dirty slabs of at least `num_cells` cells, the lowest rank first.
+
+        The caller must put or drop all of them.
+        """
         found: list[CacheEntry] = []
         while num_cells > 0 and (entry := self._pop(self._dirty, dirty=True)) is not None:
             found.append(entry)
@@ -345,8 +351,10 @@ class HostCache:
         return entry.slab.chunk.tenant if self.has_shares else ""
 
     def _pop_clean(self) -> CacheEntry | None:
-        """Pop the unpinned clean slab of the lowest rank, of the tenant with the most cells that
-        has one."""
+        """Pop the unpinned clean slab of the lowest rank.
+
+        It is the slab of the tenant with the most cells among those with such slabs.
+        """
         tenants = sorted(self._clean, key=lambda each: -self.num_cells[each])
         for tenant in tenants:
             if (entry := self._pop(self._clean[tenant], dirty=False)) is not None:

@@ -280,8 +280,10 @@ class BatchRunner:
         return self.arena.buffers(part.slots, part.sizes())
 
     def _clear_heads(self, parts: Sequence[Part]) -> None:
-        """Fill slots with zeros whose first rows are of tokens before the prompt, which has none:
-        a slot holds what was in it before."""
+        """Fill slots with zeros whose first rows are of tokens before the prompt.
+
+        The prompt has no such tokens, and a slot holds its former content.
+        """
         for part in parts:
             if part.slab.kind.cells[0].lookahead and not part.slab.chunk.position:
                 for buffer in self._buffers(part):

@@ -83,8 +83,10 @@ class HandOverEnd(NamedTuple):
 
 
 class HandOverProgress(NamedTuple):
-    """A store has this rank's cells of the chunks before `stored`, as far as this engine knows.
-    No chunk from `ended` on will be; None while more may."""
+    """The progress of a hand-over: a store has this rank's cells of the chunks before `stored`.
+
+    That is what this engine knows. No chunk from `ended` on will be stored; None while more may.
+    """
 
     topic: bytes
     stored: int
@@ -123,6 +125,7 @@ class LoadPlan:
 
     @property
     def stop_chunk(self) -> int:
+        """The index behind the last chunk."""
         return self.first_chunk + len(self.hashes)
 
 
@@ -172,11 +175,10 @@ class SlabKind:
 
 
 class Slab(NamedTuple):
-    """A rank's cells of a chunk in one layer group, or some of them: the unit of copies, slots,
-    pins and eviction.
+    """A rank's cells of a chunk in one layer group, or some of them.
 
-    Stores know its cells by their keys. `pages` is empty where no pages take part (prefetches,
-    loans).
+    Slabs are the unit of copies, slots, pins and eviction. Stores know the cells by their keys.
+    `pages` is empty where no pages take part (prefetches, loans).
     """
 
     id: str  # in host memory
@@ -197,6 +199,7 @@ class Slab(NamedTuple):
 
     @property
     def num_cells(self) -> int:
+        """Number of cells."""
         return len(self.sizes)
 
     def cell_keys(self, cells: "Cells" = None) -> list[str]:
@@ -220,9 +223,11 @@ class Part(NamedTuple):
 
     @property
     def num_cells(self) -> int:
+        """Number of cells that the op moves."""
         return self.slab.num_cells if self.cells is None else len(self.cells)
 
     def cell_keys(self) -> list[str]:
+        """Return the keys of the cells that the op moves."""
         return self.slab.cell_keys(self.cells)
 
     def sizes(self) -> Sequence[int]:
@@ -254,6 +259,8 @@ class SaveJob(NamedTuple):
 
 
 class PrefetchJob(NamedTuple):
+    """A prefetch plan, expanded for a rank."""
+
     plan: PrefetchPlan
     slabs: tuple[Slab, ...]
 

@@ -63,6 +63,7 @@ class Card(msgspec.Struct, frozen=True):
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
+        """Return the card in the bytes that another rank sent at start."""
         host, name, token, tp_rank, pcp_rank, rank = _CARD.unpack(data)
         return cls(host, name, token, ReplicaRank(tp_rank, pcp_rank), rank)
 

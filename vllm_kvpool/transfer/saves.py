@@ -79,9 +79,11 @@ class Copy(SlabOp):
 
     @property
     def failure(self) -> CellOutcome:
+        """The worst outcome of the slab's cells so far."""
         return CellOutcome.CANCELLED if self.outcome is None else worst_of(self.outcome)
 
     def lost(self, op: Op, failure: CellOutcome) -> None:
+        """End the copy without its cells in the tier: a predecessor has failed."""
         self.saves.lost(self, failure)
 
 
@@ -106,6 +108,7 @@ class SaveManager:
 
     @property
     def num_copies(self) -> int:
+        """Number of copies whose last op has not ended."""
         return len(self._copies)
 
     @property
@@ -115,11 +118,13 @@ class SaveManager:
 
     @property
     def num_open(self) -> int:
+        """Number of saves whose last report is to come."""
         return len(self._saves)
 
     # Saving
 
     def submit(self, job: SaveJob) -> None:
+        """Start a save: a gather of each slab as slots become free, then its puts."""
         context = self._context
         self._stall_reported = False
         plan = job.plan
@@ -220,8 +225,10 @@ class SaveManager:
             self._copy(entry, up)
 
     def _stays_dirty(self, slab: Slab, plan: SavePlan) -> bool:
-        """Return True if host memory alone has a slab for now. The stores get the slabs of a prompt
-        at once that another engine goes on with."""
+        """Return True if host memory alone has a slab for now.
+
+        A prompt that another engine goes on with is put into stores at once.
+        """
         context = self._context
         back = self._write_back and context.host_cache.capacity > 0 and not plan.topic
         return back and slab.stored and bool(context.tiers)
@@ -237,6 +244,7 @@ class SaveManager:
             self._add(owner, self._context.lane(OpKind.PUT, tier), copy, (seal,))
 
     def gathered(self, op: Op, outcome: Outcome) -> None:
+        """Take the end of a gather: the slab is in host memory, or its copy has failed."""
         copy, context = op.what, self._context
         if outcome is CellOutcome.DONE and not copy.save.dropped:
             context.host_cache.arrived(copy.entry, context.now_ns, dirty=copy.dirty)
@@ -257,6 +265,7 @@ class SaveManager:
     # Copies
 
     def sealed(self, op: Op, outcome: Outcome) -> None:
+        """Take the end of a seal; puts into tiers that take no writes end as unreachable."""
         copy, is_writable = op.what, self._context.is_writable
         for put in copy.ops:
             if put.state is OpState.WAITING and not is_writable(tier_of(put)):
@@ -269,6 +278,7 @@ class SaveManager:
         self.finish_if_done(copy)
 
     def put(self, op: Op, outcome: Outcome) -> None:
+        """Take the end of a put: retry it, or record what became of each cell."""
         copy, tier = op.what, tier_of(op)
         dropped = copy.save is not None and copy.save.dropped
         if not dropped and self._context.may_retry(op, tier, outcome, writes=True):
@@ -285,8 +295,10 @@ class SaveManager:
             self._end_put(op, op.what, CellOutcome.UNREACHABLE)
 
     def copy_up(self, entry: CacheEntry, tiers: list[int]) -> None:
-        """Promote a slab that was fetched from further away into nearer tiers, if loads do not
-        need its slots."""
+        """Promote a slab that was fetched from further away into nearer tiers.
+
+        Nothing is promoted if loads need the slots.
+        """
         if self._context.host_cache.has_room(SlotUse.SAVE, entry.num_cells):
             self._copy(entry, tiers)
 
