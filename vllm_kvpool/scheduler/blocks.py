@@ -20,8 +20,12 @@ HELD_SHARE = 2  # half of the blocks that may be pinned may be held for saves no
 class BlockPins(Protocol):
     """References on the engine's blocks."""
 
-    def pin(self, block_ids: Sequence[int]) -> None: ...
-    def unpin(self, block_ids: Sequence[int]) -> None: ...
+    def pin(self, block_ids: Sequence[int]) -> None:
+        """Add a reference to each block, so that the engine cannot reuse it."""
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Drop a reference of each block; the last one frees the block."""
+
     def evict(self, block_ids: Sequence[int]) -> None:
         """Take them out of the engine's own prefix cache."""
 
@@ -232,8 +236,10 @@ class GroupTables:
         return tuple(pages)
 
     def of_states(self, blocks: Mapping[int, int], boundary: int) -> tuple[JobPages, ...]:
-        """The pages of the recurrent states after `boundary` tokens; `blocks`: KV cache group ->
-        block. A group that has none has no pages."""
+        """Return the pages of the recurrent states after `boundary` tokens.
+
+        `blocks` maps KV cache groups to blocks. A group without a block has no pages.
+        """
         return tuple(
             state_page(blocks[i], boundary) if i in self._states and i in blocks else NO_PAGES
             for i in range(len(self._groups))

@@ -46,8 +46,7 @@ class DraftGaps:
                 self._add(state.chain.hashes[chunk])
 
     def stop_of(self, state: RequestState, first: int, stop: int) -> int | None:
-        """Return the chunk from which on rows are not stored, for a save of chunks [first, stop);
-        None if there is none."""
+        """Return the first chunk of a save [first, stop) whose rows are not stored, or None."""
         assert state.chain is not None
         hashes = state.chain.hashes
         if self._hashes:

@@ -240,6 +240,7 @@ class KVEventTracker:
 
     @property
     def num_waiting(self) -> int:
+        """Number of events that the engine has not taken yet."""
         return len(self._waiting)
 
     def take(self) -> list[Announcement]:

@@ -137,6 +137,7 @@ class RequestLoads:
             self._show_promised()
 
     def get(self, request_id: str) -> RequestLoad | None:
+        """Return the request's load in progress, if any."""
         return self._loads.get(request_id)
 
     def is_layered(self, request_id: str) -> bool:

@@ -69,6 +69,7 @@ class TierPace:
         return self.is_left_alone
 
     def may_be_tried(self, now: float) -> bool:
+        """Return True if the tier is left alone and its pause is over."""
         return self.is_left_alone and not self._breaker.is_open(now)
 
     def tried(self, now: float, *, is_quick: bool) -> None:
@@ -324,6 +325,8 @@ class LookupCore:
         """Look at once for what the producer of a lookup's expected chunks has stored.
 
         Args:
+            lookup_id: the lookup; one that has ended is ignored.
+            now: monotonic seconds.
             stored: the producer has stored the chunks before this index.
             ended: the producer stores no chunk from this index on; None: more may come.
             is_lost: the connection to the producer has ended.
@@ -399,6 +402,7 @@ class LookupCore:
 
     @property
     def num_open(self) -> int:
+        """Number of lookups without a final answer."""
         return len(self._open)
 
     # Lookups

@@ -49,9 +49,14 @@ class _Task(NamedTuple):
 class Notices(Protocol):
     """Tells what other engines have stored of prompts (`NoticeClient`)."""
 
-    def watch(self, endpoints: Sequence[str], topic: bytes) -> None: ...
-    def unwatch(self, topic: bytes) -> None: ...
-    def close(self) -> None: ...
+    def watch(self, endpoints: Sequence[str], topic: bytes) -> None:
+        """Ask the engines at `endpoints` for notices about a prompt."""
+
+    def unwatch(self, topic: bytes) -> None:
+        """Stop the notices about a prompt."""
+
+    def close(self) -> None:
+        """End the thread that receives notices."""
 
 
 OnNotice = Callable[[bytes, int, int | None], None]
@@ -126,6 +131,7 @@ class LookupService:
             thread.start()
 
     def submit(self, lookup: Lookup) -> None:
+        """Post a lookup to its thread; its results come by `take_results`."""
         if lookup.reads_files:
             self._reading.add(lookup.lookup_id)
             self._adapter_inbox.put(lookup)
@@ -156,6 +162,7 @@ class LookupService:
             self._aliases.write(save)
 
     def take_results(self) -> list[LookupResult]:
+        """Return the results since the last call, without waiting."""
         if not self._results:  # most steps need no lock
             return []
         with self._changed:

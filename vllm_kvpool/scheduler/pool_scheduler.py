@@ -575,8 +575,10 @@ class PoolScheduler:
                     state.first_answer = self._clock(), num_tokens
 
     def _with_own_states(self, step: ScheduledStep) -> ScheduledStep:
-        """The step with one offer more for each request of `_own_states`: vLLM offers no state that
-        its own cache has already."""
+        """Return the step with one more offer for each request of `_own_states`.
+
+        vLLM offers no state that its own cache has already.
+        """
         states = dict(step.states)
         for request_id in self._own_states.keys() & step.scheduled.keys():
             boundary = self._own_states.pop(request_id)
@@ -758,8 +760,10 @@ class PoolScheduler:
         self._discard_hits()
 
     def adapter_was_replaced(self) -> None:
-        """A LoRA adapter was replaced in place: load and save no request with an adapter, since it
-        is not known which content it is computed with."""
+        """Load and save no request with an adapter, since a LoRA adapter was replaced in place.
+
+        The content with which such a request is computed is not known.
+        """
         for state in self._requests.values():
             if state.view.reads_files:
                 self._leave_out(state)

@@ -54,6 +54,7 @@ class PrefixSearch:
 
     @property
     def done(self) -> bool:
+        """True if the length is known."""
         return self.found >= self._absent
 
     def questions(self) -> tuple[ChunkQuestion, ...]:
@@ -134,20 +135,29 @@ class Search(Protocol):
     """The next questions of a lookup, and its finding by the answers so far."""
 
     @property
-    def found(self) -> int: ...
+    def found(self) -> int:
+        """Chunks that can be loaded, by the answers so far."""
+
     @property
-    def attention(self) -> int: ...
+    def attention(self) -> int:
+        """Chunks whose attention cells are stored, whether or not their states are."""
+
     @property
-    def done(self) -> bool: ...
-    def questions(self) -> "tuple[Question, ...]": ...
-    def answer(self, questions: "Sequence[Question]", present: Sequence[bool]) -> None: ...
+    def done(self) -> bool:
+        """True if no answer can change `found` any more."""
+
+    def questions(self) -> "tuple[Question, ...]":
+        """Return the next questions, all at once for one call of a tier."""
+
+    def answer(self, questions: "Sequence[Question]", present: Sequence[bool]) -> None:
+        """Take for each question whether its cells are stored."""
 
 
 class TailSearch:
-    """Searches for the first of a few chunks that is stored whole; `found` counts it and those
-    behind it.
+    """The search for the first of a few chunks that is stored whole.
 
-    A question's `chunk` is an index here. Layer groups whose cells are optional are left out.
+    `found` counts this chunk and those behind it. A question's `chunk` is an index here. Layer
+    groups whose cells are optional are left out.
     """
 
     def __init__(self, num_chunks: int, layer_groups: Sequence[LayerGroup]) -> None:
@@ -159,9 +169,11 @@ class TailSearch:
 
     @property
     def attention(self) -> int:
+        """The same chunks as `found`."""
         return self.found
 
     def questions(self) -> "tuple[Question, ...]":
+        """Return all questions at once; none after the answer."""
         return () if self.done else self._questions
 
     def answer(self, questions: "Sequence[Question]", present: Sequence[bool]) -> None:
@@ -235,6 +247,7 @@ class HitSearch:
 
     @property
     def done(self) -> bool:
+        """True if no answer can make the hit longer."""
         return self._bound is not None and not self._unknown() and not self._unknown_states()
 
     def questions(self) -> tuple[Question, ...]:
@@ -302,8 +315,7 @@ class HitSearch:
         return [question for question in wanted if question not in self._known]
 
     def _state_questions(self) -> tuple[Question, ...]:
-        """Return questions for every state at the bound, and once for a state at earlier
-        boundaries."""
+        """Return questions for every state at the bound, and one for each earlier boundary."""
         unknown = self._unknown_states()
         if not unknown:
             return ()
@@ -315,8 +327,11 @@ class HitSearch:
         return tuple(unknown)
 
     def _wanted(self) -> list[Question]:
-        """The chunks that a load up to the bound needs: of layers that read all, those of an exact
-        search that were not asked for whole; of others, those in their windows."""
+        """Return the cells that a load up to the bound needs and no question has covered.
+
+        Of layers that read all: the chunks of an exact search that were not asked for whole. Of
+        other layers: the chunks in their windows.
+        """
         assert self._bound is not None
         exact = range(min(self._bound, self._exact_chunks))
         wanted = [Question(chunk, layer_group) for chunk in exact for layer_group in self._whole]
@@ -348,6 +363,7 @@ class HostCacheIndex:
         self._ranks_of: dict[str, set[int]] = {}  # by chunk id
 
     def apply(self, rank: int, change: HostCacheChange) -> None:
+        """Record the chunks that came into a rank's host memory, and those that left."""
         for chunk_id in change.added:
             self._ranks_of.setdefault(chunk_id, set()).add(rank)
         for chunk_id in change.removed:
@@ -362,6 +378,7 @@ class HostCacheIndex:
         return len(self._ranks_of.get(chunk_id, ())) == self.num_ranks > 0
 
     def clear(self) -> None:
+        """Forget all chunks of all ranks."""
         self._ranks_of.clear()
 
 

@@ -36,16 +36,20 @@ chunk is mostly stored whole."""
 
 
 class _RequestBlocks(NamedTuple):
-    """A request's block tables, and how many tokens had been computed when vLLM last freed blocks
-    of them."""
+    """A request's block tables.
+
+    With them, the number of computed tokens when vLLM last freed blocks of the request.
+    """
 
     tables: Callable[[], Sequence[BlockTable]]
     freed_at: int
 
 
 def topic_of(state: RequestState) -> bytes:
-    """Return what names the prompt of a request that is handed over; empty if it is not handed
-    over, or not hashed yet."""
+    """Return the topic of the notices about a request's prompt.
+
+    It is empty if the request is not handed over, or not hashed yet.
+    """
     view = state.view
     if view.options.hand_over and state.chain is not None and not state.topic:
         state.topic = state.chain.topic(view.tokens()[: view.num_prompt_tokens]) or b""
@@ -196,8 +200,10 @@ class SavePlanner:
         return [each for each in (save, end) if each is not None]
 
     def _blocks_without_room(self, state: RequestState, final: int) -> int:
-        """Return the blocks of the next chunk, if it ends before token `final` and they cannot be
-        pinned; else 0."""
+        """Return the number of blocks of the next chunk if they cannot be pinned; else 0.
+
+        A chunk that ends behind token `final` needs none.
+        """
         start = state.next_save * self._shape.chunk_tokens
         stop = start + self._shape.chunk_tokens
         num_blocks = self._tables.num_blocks(start, stop)
@@ -265,8 +271,10 @@ class SavePlanner:
         return save
 
     def _plan(self, state: RequestState, final: int, blocks: _RequestBlocks) -> SavePlan | None:
-        """Return the save of the chunks that end at or before token `final`: as many as can be
-        pinned. None if it has to wait."""
+        """Return the save of as many chunks as can be pinned; None if the save has to wait.
+
+        The chunks end at or before token `final`.
+        """
         chunk, first = self._shape.chunk_tokens, state.next_save
         num_chunks = bisect_right(
             range(first + 1, final // chunk + 1),

@@ -98,6 +98,7 @@ class Validity:
         return is_old
 
     def weights_changed(self, weights_version: str) -> None:
+        """Doubt everything in the engine's caches until it is computed anew."""
         self.weights_version = weights_version
         self.has_doubtful_blocks = True
         if self._embeddings is not CachedEmbeddings.NONE:
