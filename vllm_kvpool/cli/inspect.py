@@ -1,5 +1,7 @@
-"""`kvpool inspect`: what stores hold, by namespace; in detail by kind of layer and by prompt; of
-running engines what their pools have loaded from each tier."""
+"""`kvpool inspect`: the contents of stores by namespace, and the loads of running engines.
+
+In detail the contents are by kind of layer and by prompt, the loads by tier.
+"""
 
 import statistics
 import time

@@ -64,8 +64,10 @@ _decode = msgspec.json.Decoder(LookupRequest).decode
 
 
 def guarded_stores(specs: Sequence[StoreSpec]) -> list[NamedStore]:
-    """The stores, open for reading; one that cannot be reached is opened once it can. ConfigError
-    if one can never work."""
+    """Return the stores, open for reading; an unreachable store is opened once it can be.
+
+    Raises ConfigError if a store can never work.
+    """
     timeouts = CallTimeouts(call_s=CALL_TIMEOUT_S, answer_s=CALL_TIMEOUT_S)
     return [
         NamedStore(

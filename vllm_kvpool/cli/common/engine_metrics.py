@@ -26,8 +26,10 @@ Samples = Mapping[Series, float]
 
 
 def parse_metrics(text: str) -> Samples:
-    """The pool's samples of an engine; those of its data-parallel ranks add up, but gauges that are
-    1 for well count only if all are."""
+    """Return the pool's samples of an engine, summed over its data-parallel ranks.
+
+    Of gauges that are 1 for well, the lowest rank's value counts.
+    """
     samples: dict[Series, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -47,8 +49,10 @@ _OF_ENGINE = frozenset(("engine", "model_name"))
 
 
 def scrape(url: str) -> Samples:
-    """The samples of the engine at a URL; ConfigError, which begins with the URL and a colon, if it
-    does not give them. Blocks."""
+    """Return the samples of the engine at a URL. Blocks.
+
+    Raises ConfigError, which begins with the URL and a colon, if the engine does not give them.
+    """
     check_url(url)
     try:
         with open_directly(f"{url.rstrip('/')}/metrics", SCRAPE_TIMEOUT_S) as answer:

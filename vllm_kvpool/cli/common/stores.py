@@ -123,8 +123,10 @@ def open_spec(spec: StoreSpec, writable: bool) -> Store:
 def opened(
     specs: Sequence[StoreSpec], *, writable: bool = False, skip: bool = False
 ) -> Iterator[list[NamedStore]]:
-    """The stores, open for reading or writing; ConfigError or StoreError if one cannot be opened,
-    which `skip` leaves out instead."""
+    """Open the stores for reading or writing while the context lasts.
+
+    Raises ConfigError or StoreError if a store cannot be opened; `skip` leaves such a store out.
+    """
     with contextlib.ExitStack() as closing:
         stores = []
         for spec in specs:

@@ -42,8 +42,10 @@ class TextTable:
         return "\n".join(lines)
 
     def fitted(self, width: int) -> "TextTable":
-        """The table without the optional columns that lines of `width` have no room for; its title
-        names them."""
+        """Return the table without the optional columns that do not fit into `width`.
+
+        The new table's title names the columns that were left out.
+        """
         table, left_out = self, []
         for name in self.optional:
             if sum(table._widths(PROSE_CHARS)) + 2 * len(table.columns) <= width:

@@ -1,5 +1,7 @@
-"""The prompt that a command is given: token ids, or text that an engine or a model's files turn
-into them."""
+"""The prompt that a command is given: token ids, or text that is turned into them.
+
+An engine, or a model's files, turn the text into token ids.
+"""
 
 import functools
 import inspect
@@ -48,6 +50,7 @@ class PromptOptions:
 
     @property
     def is_given(self) -> bool:
+        """True if a file of tokens, text or messages was named."""
         return any((self.tokens_file, self.text_file, self.messages_file))
 
     def tokens(self) -> list[int] | None:
