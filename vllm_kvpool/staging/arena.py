@@ -48,14 +48,13 @@ def slot_bytes(cell_bytes: int) -> int:
 
 
 class Arena:
-    """Slots of one cell of `cell_bytes` each: `staging_nbytes` for cells in flight, `host_nbytes`
-    for the host tier.
+    """Slots of one cell of `cell_bytes` each, in host memory.
 
-    `spare_nbytes` more are for other uses (`spare`). The arena begins and ends at multiples of
-    `alignment` bytes, a power of two. `memory_from(n)` may provide n bytes as writable uint8; with
-    None the arena allocates them: in huge pages if the system has set any aside, else in
-    transparent ones if it grants them; if `shared` in a memory file without a name, which other
-    ranks on this host map (`add_member`).
+    `staging_nbytes` are for cells in flight, `host_nbytes` for the host tier, `spare_nbytes` for
+    other uses (`spare`). The arena begins and ends at multiples of `alignment` bytes, a power of
+    two. `memory_from(n)` may provide n bytes as writable uint8; with None the arena allocates them:
+    in huge pages if the system has set any aside, else in transparent ones if it grants them; if
+    `shared` in a memory file without a name, which other ranks on this host map (`add_member`).
     """
 
     def __init__(

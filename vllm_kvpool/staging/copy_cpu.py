@@ -73,9 +73,11 @@ class CpuCopier:
         """Do nothing: on the host a computation has ended when its call returns."""
 
     def gather(self, moves: Sequence[SlabMove]) -> None:
+        """Copy pages into staging memory, on the caller's thread."""
         self._run(moves, is_gather=True)
 
     def scatter(self, moves: Sequence[SlabMove]) -> None:
+        """Copy staging memory into pages, on the caller's thread."""
         self._run(moves, is_gather=False)
 
     def _run(self, moves: Sequence[SlabMove], *, is_gather: bool) -> None:

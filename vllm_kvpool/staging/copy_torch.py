@@ -69,9 +69,11 @@ class TorchCopier:
         self._stream = self._runtime.new_stream()
 
     def gather(self, moves: Sequence[SlabMove]) -> None:
+        """Copy pages into staging memory; return once the copies are done."""
         self._run(moves, is_gather=True)
 
     def scatter(self, moves: Sequence[SlabMove]) -> None:
+        """Copy staging memory into pages; return once the copies are done."""
         self._run(moves, is_gather=False)
 
     def _run(self, moves: Sequence[SlabMove], *, is_gather: bool) -> None:
@@ -137,8 +139,10 @@ class TorchCopier:
             start = stop
 
     def _copy_clipped(self, group: _Group, *, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Copy between host and device in contiguous pieces: torch copies others through pageable
-        memory and waits for each."""
+        """Copy between host and device in contiguous pieces.
+
+        torch copies other pieces through pageable memory and waits for each.
+        """
         clip = slice(group.shape.token_start, group.shape.token_stop)
         if clip == slice(0, group.shape.chunk_tokens):
             dst.copy_(src, non_blocking=True)

@@ -63,8 +63,10 @@ class DeviceStream(Protocol):
         """
 
     def launch(self, runs: RunTable, num_programs: int, *args: Any, is_gather: bool) -> None:
-        """Launch the kernel that moves `runs` (`triton_kernel.py`); `args` are its first
-        parameters."""
+        """Launch the kernel that moves `runs`.
+
+        `args` are the first parameters of the kernel (`triton_kernel.py`).
+        """
 
 
 class Streams(Protocol):
@@ -80,8 +82,10 @@ class Streams(Protocol):
         """Record the position of the calling thread's current stream, the model's."""
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised uint8 on the device, for use after the present work of the model's stream,
-        which may still use that memory."""
+        """Return uninitialised uint8 on the device.
+
+        The present work of the model's stream may still use that memory, so use it after this work.
+        """
 
     def pinned_memory(self, nbytes: int) -> torch.Tensor:
         """Uninitialised page-locked uint8 on the host."""
@@ -154,9 +158,11 @@ class TritonCopier:
         self._last_work().synchronize()
 
     def gather(self, moves: Sequence[SlabMove]) -> None:
+        """Copy pages into staging memory; return once the copies are done."""
         self._run(moves, is_gather=True)
 
     def scatter(self, moves: Sequence[SlabMove]) -> None:
+        """Copy staging memory into pages; return once the copies are done."""
         self._run(moves, is_gather=False)
 
     def _run(self, moves: Sequence[SlabMove], *, is_gather: bool) -> None:

@@ -95,15 +95,18 @@ class AcceleratorDevice(Device):
             torch.accelerator.set_device_index(self.torch_device.index)
 
     def new_stream(self) -> torch.Stream:
+        """Return a stream of torch's generic kind."""
         return torch.Stream(self.torch_device)
 
     def new_event(self) -> torch.Event:
+        """Return an event behind the calling thread's stream; waits for it sleep."""
         # A thread that spins until it is reached takes a core from the model.
         event = torch.Event(self.torch_device, blocking=True)
         event.record()
         return event
 
     def on_stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
+        """Return a context in which the calling thread's work goes to `stream`."""
         return stream
 
 
@@ -143,25 +146,31 @@ class NpuDevice(Device):
         self._npu.set_device(self.torch_device)
 
     def new_stream(self) -> Any:
+        """Return a stream of `torch.npu`."""
         return self._npu.Stream(self.torch_device)
 
     def new_event(self) -> Fence:
+        """Return an event behind the calling thread's stream."""
         event = self._npu.Event()
         event.record()
         fence: Fence = event
         return fence
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Return a context in which the calling thread's work goes to `stream`."""
         context: AbstractContextManager[Any] = self._npu.stream(stream)
         return context
 
     def host_memory(self, nbytes: int) -> memoryview | None:
-        """Memory of Ascend's runtime: Mooncake's `ascend` transport refuses host memory that the
-        runtime does not know."""
+        """Return memory of Ascend's runtime.
+
+        Mooncake's `ascend` transport refuses host memory that the runtime does not know.
+        """
         pinned: Any = self._pinned(nbytes).numpy()  # numpy's stubs do not say that it is a buffer
         return memoryview(pinned)
 
     def check_format(self, name: str, pages: torch.Tensor) -> None:
+        """Raise ConfigError if pages are in one of Ascend's private formats, such as FRACTAL_NZ."""
         number = self._format_of(pages)
         if number not in PLAIN_NPU_FORMATS:
             raise ConfigError(
@@ -216,6 +225,7 @@ class CudaLocker:
         self._device_index = device_index
 
     def lock(self, address: int, nbytes: int) -> str:
+        """Page-lock memory for the GPU, and return the error's text, or ""."""
         # A new thread begins on device 0, and would claim memory there.
         torch.cuda.set_device(self._device_index)
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -223,6 +233,7 @@ class CudaLocker:
         return str(runtime.cudaGetErrorString(result)) if int(result) else ""
 
     def unlock(self, address: int) -> None:
+        """Unlock memory; an error is logged, and the memory stays locked."""
         torch.cuda.set_device(self._device_index)
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         result = int(runtime.cudaHostUnregister(address))

@@ -52,6 +52,7 @@ class RunTable:
 
     @property
     def word_bytes(self) -> int:
+        """Bytes that the kernel moves at once."""
         return min(self.unit_bytes, WORD_BYTES)
 
 
@@ -286,8 +287,11 @@ def cut(
 def _boxes(
     place: tuple[int, int, int, int], shape: Shape, bytes_before: Sequence[int], max_bytes: int
 ) -> Iterator[tuple[range, range, range]]:
-    """Contiguous heads, layers and tokens of a piece: as many whole heads as fit, else whole layers
-    of one head, else tokens of one layer of one head."""
+    """Yield contiguous heads, layers and tokens of a piece, each at most `max_bytes`.
+
+    A box is as many whole heads as fit, else whole layers of one head, else tokens of one layer of
+    one head.
+    """
     layers, heads = range(*place[:2]), range(*place[2:])
     tokens = range(shape.token_start, shape.token_stop)
     head_bytes = shape.chunk_tokens * (bytes_before[layers.stop] - bytes_before[layers.start])
