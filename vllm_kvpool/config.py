@@ -52,27 +52,37 @@ class KVRole(Enum):
 
 
 class LoadPolicy(Enum):
+    """Load every hit, or only hits whose load is expected to pay."""
+
     ALWAYS = "always"
     AUTO = "auto"
 
 
 class WritePolicy(Enum):
+    """Save into stores at once, or when host memory has to make room."""
+
     THROUGH = "through"
     BACK = "back"
 
 
 class LoadFailure(Enum):
+    """Compute a request's tokens that failed to load, or fail the request."""
+
     RECOMPUTE = "recompute"
     FAIL = "fail"
 
 
 class Drafts(Enum):
+    """Prefer or require the cells of drafting layers, or leave these layers out."""
+
     PREFER = "prefer"
     REQUIRE = "require"
     OFF = "off"
 
 
 class Verify(Enum):
+    """Check a loaded cell's checksum, or its length alone."""
+
     CHECKSUM = "checksum"
     LENGTH = "length"
 
@@ -144,14 +154,17 @@ class KVPoolConfig:
 
     @property
     def store_urls(self) -> tuple[str, ...]:
+        """The urls of the stores, nearest first."""
         return (self.store,) if isinstance(self.store, str) else self.store
 
     @property
     def encrypts_cells(self) -> bool:
+        """True if cells are encrypted on their way into stores."""
         return bool(self.encryption_key_file)
 
     @property
     def staging_nbytes(self) -> int:
+        """Bytes of staging memory for cells in flight, on each rank."""
         return parse_size(self.staging_bytes, "staging_bytes")
 
 
@@ -398,8 +411,10 @@ def _short(given: object) -> str:
 
 
 def _from_env(name: str, text: str, kind: Any) -> Any:
-    """A value of the option's type. Blanks around the text are stripped: variables that are read
-    from files end in a newline."""
+    """Return a value of the option's type.
+
+    Blanks around the text are stripped: variables that are read from files end in a newline.
+    """
     text = text.strip()
     if name in _LISTS and text.startswith("["):
         try:

@@ -328,8 +328,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _step_fails(self) -> bool:
-        """True if an error of the step's forward pass is under way: vLLM's first runner calls the
-        hooks of the step's end even so, and drops what they return."""
+        """True if an error of the step's forward pass is under way.
+
+        vLLM's first runner calls the hooks of the step's end even so, and drops their results.
+        """
         return sys.exc_info()[1] is not self._outer_error
 
     def _plan(self) -> StepPlan:
@@ -384,7 +386,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """vLLM has allocated the request's blocks."""
+        """VLLM has allocated the request's blocks."""
         tables = blocks.get_block_ids() if num_external_tokens else ()
         self._scheduler.allocated(request.request_id, tables, num_external_tokens)
 

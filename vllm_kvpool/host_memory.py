@@ -152,8 +152,10 @@ def _limits_of_groups(root: Path) -> Iterator[MemoryLimit]:
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
-    """The directories of the groups that this process is in, each before the one around it, and
-    whether they are of version 2."""
+    """Yield the directories of this process's control groups, each before the one around it.
+
+    The second value is True for version 2.
+    """
     for line in text_of(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         is_unified = number == "0" and not controllers

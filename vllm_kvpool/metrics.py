@@ -40,6 +40,8 @@ _ESCAPES = str.maketrans({char: f"%{ord(char):02X}" for char in "%,={}"})
 
 
 class MetricKind(Enum):
+    """The kinds of Prometheus metrics that the pool has."""
+
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -436,8 +438,11 @@ def _growth(series: MetricSeries, value: float | Buckets) -> float | Buckets | N
 
 
 def merge_samples(into: Samples, more: Samples) -> None:
-    """Add another process's or interval's samples: counters and buckets are summed; of a gauge's
-    values the highest counts, or the lowest (`Metric.lowest`)."""
+    """Add another process's or interval's samples to `into`.
+
+    Counters and buckets are summed. Of a gauge's values the highest counts, or the lowest
+    (`Metric.lowest`).
+    """
     for name, series in more.items():
         metric, known = METRICS[name], into.setdefault(name, {})
         for labels, value in series.items():
@@ -458,8 +463,10 @@ def merge_samples(into: Samples, more: Samples) -> None:
 
 
 def write_stats(path: Path, samples: Mapping[str, float]) -> bool:
-    """Replace the file by the samples as a JSON object; False, with a warning, if it fails or if
-    the file has something else."""
+    """Replace the file by the samples as a JSON object, and return True.
+
+    Returns False, with a warning, if the write fails or the file has something else.
+    """
     try:
         _check_stats(path)
         replace_file(path, msgspec.json.format(msgspec.json.encode(samples)))
@@ -526,8 +533,10 @@ def open_stats_file(prefix: str, part: str, registry: MetricsRegistry) -> StatsF
 
 
 class NameLabels:
-    """Labels of names that requests choose: the first `most` names are their own labels, all later
-    names share `OTHER_NAMES`."""
+    """Labels of names that requests choose.
+
+    The first `most` names are their own labels, all later names share `OTHER_NAMES`.
+    """
 
     def __init__(self, most: int = MAX_TENANTS) -> None:
         self._most = most

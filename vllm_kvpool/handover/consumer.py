@@ -61,8 +61,10 @@ class NoticeClient(Channel):
         self.start()
 
     def watch(self, endpoints: Iterable[str], topic: bytes) -> None:
-        """A request waits for the prompt that the engine with these endpoints, one of each rank,
-        computes. `unwatch` follows once for each call."""
+        """Watch a prompt for a request that waits until another engine computes it.
+
+        `endpoints` are the engine's, one of each rank. `unwatch` follows once for each call.
+        """
         ranks = tuple(endpoints)
         self._post(lambda: self._perform(self._watches.watch(ranks, topic)))
 

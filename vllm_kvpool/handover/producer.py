@@ -142,8 +142,10 @@ class NoticeServer(Channel):
         self.start()
 
     def tell(self, topic: bytes, stored: int, ended: int | None = None) -> None:
-        """Tell who waits that chunks before `stored` are in a store, and that no chunk from `ended`
-        on will come (None: more may). Called anew with every change."""
+        """Tell watchers that chunks before `stored` are in a store.
+
+        No chunk from `ended` on will come (None: more may). Called anew with every change.
+        """
         self._post(lambda: self._send(self._state.tell(Notice(topic, stored, ended))))
 
     # The server's thread

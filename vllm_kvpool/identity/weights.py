@@ -59,6 +59,7 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Self:
+        """Return the present state of a file; OSError if there is none."""
         s = path.stat()
         return cls(path.name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
 

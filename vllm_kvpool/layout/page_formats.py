@@ -19,7 +19,7 @@ from vllm_kvpool.layout.states import StateForm
 
 
 def from_token_content(pages_bhnc: torch.Tensor, *, blocks_per_id: int = 1) -> LayerPages:
-    """vLLM's logical view of a layer, `K | V` per token, in any `KVCacheLayout`."""
+    """VLLM's logical view of a layer, `K | V` per token, in any `KVCacheLayout`."""
     _check_view("token content", pages_bhnc, blocks_per_id)
     num_heads, num_tokens = pages_bhnc.shape[1:3]
     rows = _whole_rows(pages_bhnc, head_dim=1, token_dim=2)

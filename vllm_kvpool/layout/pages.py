@@ -71,6 +71,7 @@ class Run:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all elements."""
         return self.elem_bytes * self.num_elems
 
 
@@ -98,17 +99,18 @@ class LayerPages:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one row, in all runs."""
         return sum(run.nbytes for run in self.runs)
 
 
 class SlabMove(NamedTuple):
-    """A copy between staging memory and this rank's pages: pieces of one chunk's cells whose layers
-    share a block table.
+    """A copy between staging memory and pages: pieces of one chunk's cells.
 
-    The payload of a piece is laid out `[heads][layers][chunk_tokens][row_bytes]`, from token
-    `chunk_start` on; only tokens `[token_start, token_stop)` are copied. `block_ids` are manager
-    blocks; the first begins with token `table_start`. Tokens count from the start of the request.
-    Where one row is for several tokens, all numbers count rows.
+    The layers of the pieces share a block table. The payload of a piece is laid out
+    `[heads][layers][chunk_tokens][row_bytes]`, from token `chunk_start` on; only tokens
+    `[token_start, token_stop)` are copied. `block_ids` are manager blocks; the first begins with
+    token `table_start`. Tokens count from the start of the request. Where one row is for several
+    tokens, all numbers count rows.
     """
 
     addresses: "Int64s"

@@ -55,4 +55,5 @@ class StateForm:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one unit in one layer."""
         return self.window_bytes + self.recurrent_bytes

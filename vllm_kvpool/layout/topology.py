@@ -92,6 +92,7 @@ class AttentionWindow:
 
     @property
     def is_full(self) -> bool:
+        """True if the layer reads all earlier tokens."""
         return not (self.sliding or self.local)
 
     def first_read(self, computed: int) -> int:
@@ -160,6 +161,7 @@ class LocalCell:
         return _rows(self, chunk_tokens)
 
     def payload_bytes(self, chunk_tokens: int) -> int:
+        """Return the bytes of the cell's rows for a chunk of `chunk_tokens`, without header."""
         heads = self.head_stop - self.head_start
         layers = self.layer_stop - self.layer_start
         return heads * layers * self.rows(chunk_tokens) * self.row_bytes
@@ -249,6 +251,7 @@ class Topology:
 
     @property
     def heads_per_rank(self) -> int:
+        """KV heads of a rank: at least one, as ranks may share a head."""
         return max(1, self.num_heads // self.tp_size)
 
     def first_head(self, tp_rank: int) -> int:
@@ -358,6 +361,7 @@ class LayerGroup:
 
     @property
     def name(self) -> str:
+        """The group's name in keys."""
         return self.topology.layer_group
 
     def payload_bytes(self, span: LayerSpan, chunk_tokens: int) -> int:

@@ -107,8 +107,9 @@ class CurveKeys(NamedTuple):
 
 
 def read_keys(directory: str) -> CurveKeys | None:
-    """The keys in `{directory}/cluster.key_secret`; None without a directory. ConfigError if
-    there are none.
+    """Return the keys in `{directory}/cluster.key_secret`; None without a directory.
+
+    Raises ConfigError if the file has none.
     """
     if not directory:
         return None
@@ -130,8 +131,10 @@ def read_keys(directory: str) -> CurveKeys | None:
 
 
 class _Watched(NamedTuple):
-    """A socket, its endpoint ('' for the ROUTER, ZAP_ENDPOINT for libzmq's questions) and its
-    descriptor. Of a monitor the endpoint is that of the socket it watches.
+    """A socket, its endpoint and its descriptor.
+
+    The endpoint is '' for the ROUTER and ZAP_ENDPOINT for libzmq's questions; a monitor's is that
+    of the socket it watches.
     """
 
     socket: "zmq.Socket[bytes]"
@@ -309,8 +312,9 @@ class ZmqTransport:
         return True
 
     def poll(self, timeout_s: float) -> list[Frame]:
-        """Frames that have arrived, at most BYTES_AT_ONCE and one more; waits for one, for `wake`,
-        or for the timeout. Answers the handshakes that wait.
+        """Wait for a frame, for `wake` or for the timeout, and return the frames that have arrived.
+
+        Returns at most BYTES_AT_ONCE and one frame more. Answers the handshakes that wait.
         """
         frames: list[Frame] = []
         self._bytes_left = BYTES_AT_ONCE
