@@ -230,12 +230,12 @@ class EmbedsConfig:
     """Prefix of the JSON files with counters: `{stats_file}.ec.{scheduler|worker}.{rank}`."""
 
     def nbytes(self, name: str) -> int:
-        """An option that is a size, in bytes."""
+        """Return an option that is a size, in bytes."""
         return parse_size(getattr(self, name), name)
 
 
 def default_store_url(env: Mapping[str, str] | None = None) -> str:
-    """The file store under the user's cache directory."""
+    """Return the url of the file store under the user's cache directory."""
     env = os.environ if env is None else env
     try:
         base = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -252,7 +252,7 @@ _NOT_IN_URLS = re.compile(r"[%?#\t\r\n]")  # they end a path, or are lost in it
 
 
 def environment() -> Mapping[str, str]:
-    """The process's environment, for readers of other programs' variables."""
+    """Return the process's environment, for readers of other programs' variables."""
     return os.environ
 
 
@@ -262,8 +262,9 @@ class _Connector(msgspec.Struct):
 
 
 def pool_options(kv_transfer_config: str) -> Mapping[str, Any] | None:
-    """The options of KVPoolConnector in an engine's `--kv-transfer-config`; None without one.
+    """Return the options of KVPoolConnector in an engine's `--kv-transfer-config`.
 
+    The result is None without one.
     It may be one of several connectors. ValueError if the text is no such configuration.
     """
     try:
@@ -295,7 +296,10 @@ def set_meanwhile(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def json_named_by(variable: str, env: Mapping[str, str] | None = None) -> dict[str, object] | None:
-    """The JSON object in the file that an environment variable names; None if it is not set."""
+    """Return the JSON object in the file that an environment variable names.
+
+    The result is None if it is not set.
+    """
     path = (os.environ if env is None else env).get(variable)
     if not path:
         return None
@@ -319,7 +323,7 @@ _NOT_JSON = '; it takes the JSON itself, of a file "$(cat FILE)"'
 
 
 def read_engine_config(kv_transfer_config: str) -> KVPoolConfig:
-    """The configuration of the pool in an engine's `--kv-transfer-config`; ConfigError."""
+    """Return the configuration of the pool in an engine's `--kv-transfer-config`; ConfigError."""
     try:
         options = pool_options(kv_transfer_config)
     except ValueError as error:
@@ -402,7 +406,7 @@ def _convert(value: Any, kind: type[T], where: str) -> T:
 
 
 def _short(given: object) -> str:
-    """A given value as text, cut to `MAX_SHOWN_CHARS`, for errors."""
+    """Return a given value as text, cut to `MAX_SHOWN_CHARS`, for errors."""
     try:
         text = str(given)
     except UNREADABLE:  # thousands of digits, or too many levels

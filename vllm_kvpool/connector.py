@@ -215,7 +215,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     # The worker part
 
     def register_kv_caches(self, kv_caches: "dict[str, Any]") -> None:
-        """The pages are allocated: open the stores and start the lanes."""
+        """Open the stores and start the lanes, now that the pages are allocated."""
         weights_version.models.watch_callers()
         device = engine_config.device_of(kv_caches)
         self._worker_part = WorkerPart(
@@ -289,11 +289,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             meta.reports.append(report)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose load has ended in this rank; for vLLM before 0.32."""
+        """Return the requests whose load has ended in this rank; for vLLM before 0.32."""
         return None, set(self._finish_step(finished_req_ids).loaded) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Requests whose load has ended in this rank, and which of them have failed."""
+        """Return the requests whose load has ended in this rank, and which of them have failed."""
         results = self._finish_step(finished_req_ids)
         return compat.transfer_results(results.loaded, results.failed)
 
@@ -318,7 +318,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return set(blocks)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """The rank's report for the scheduler part."""
+        """Return the rank's report for the scheduler part."""
         if self._worker_part is None or self._step_fails:
             return None
         report = self._worker_part.worker.take_report()
@@ -354,7 +354,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._requests.own_cache_was_reset()
 
     def on_new_request(self, request: "Request") -> None:
-        """A request has arrived."""
+        """Begin the lookup of a request that has arrived."""
         if self._events is not None:
             self._events.add(request)
         self._scheduler.add(self._requests.read(request))
@@ -386,12 +386,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """VLLM has allocated the request's blocks."""
+        """Take the blocks that vLLM has allocated for the request."""
         tables = blocks.get_block_ids() if num_external_tokens else ()
         self._scheduler.allocated(request.request_id, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """The step's plan for the workers."""
+        """Return the step's plan for the workers."""
         tables = self._block_tables.of_step(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or ()
         states = {
@@ -436,7 +436,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended; vLLM may free its blocks at once."""
+        """Plan the last saves of a request that has ended; vLLM may free its blocks at once."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -494,13 +494,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     # Both parts
 
     def get_kv_connector_stats(self) -> KVPoolStats | None:
-        """The samples that have changed since the last call."""
+        """Return the samples that have changed since the last call."""
         part = self._scheduler_part or self._worker_part
         return None if part is None else KVPoolStats.since_last(part.registry)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPoolStats | None:
-        """The statistics of `data`, in the process that logs."""
+        """Return the statistics of `data`, in the process that logs."""
         return KVPoolStats(data or {})
 
     @classmethod
@@ -511,7 +511,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVPoolProm:
-        """The Prometheus metrics, in the process that serves them."""
+        """Return the Prometheus metrics, in the process that serves them."""
         return KVPoolProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:

@@ -180,13 +180,13 @@ def _mounts(controller: str, *, is_unified: bool, root: Path) -> Iterator[tuple[
 
 
 def _number(path: Path) -> int | None:
-    """A number in a file of the kernel's; None without one, and for "max"."""
+    """Return a number in a file of the kernel's; None without one, and for "max"."""
     text = text_of(path).strip()
     return int(text) if text.isdigit() else None
 
 
 def text_of(path: Path) -> str:
-    """A file of the kernel's; "" without it."""
+    """Return a file of the kernel's; "" without it."""
     try:
         return path.read_text()
     except OSError:

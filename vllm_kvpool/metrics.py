@@ -357,7 +357,7 @@ class MetricsRegistry:
         self._changed: dict[MetricSeries, None] = {}  # since the last `take_changes`, in order
 
     def series(self, name: str, **labels: str) -> MetricSeries:
-        """The series of a metric under these labels; for what is counted often."""
+        """Return the series of a metric under these labels; for what is counted often."""
         series = self._series.get((name, *labels.items()))
         return series or self._new_series(METRICS[name], labels)
 
@@ -399,7 +399,7 @@ class MetricsRegistry:
         return samples
 
     def take_changes(self) -> Samples:
-        """The changes since the last call: growth of counters and buckets, values of gauges.
+        """Return the changes since the last call: growth of counters and buckets, values of gauges.
 
         Called in every step, by one thread; its cost is that of the changes.
         """

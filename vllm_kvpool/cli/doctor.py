@@ -101,7 +101,7 @@ def _version(distribution: str) -> str:
 
 
 def _keys(config: KVPoolConfig) -> Finding:
-    """The keys of encrypted cells, as a worker gets them at its start."""
+    """Return the keys of encrypted cells, as a worker gets them at its start."""
     try:
         from vllm_kvpool.storage.contents.encryption import CellCipher, read_keys
 

@@ -145,8 +145,9 @@ class RequestReport(msgspec.Struct, frozen=True):
 
 
 def reports(lines: Iterable[str], request_id: str) -> list[RequestReport]:
-    """The requests whose id contains this one, in the order of the log; ConfigError without any.
+    """Return the requests whose id contains this one, in the order of the log.
 
+    Raises ConfigError without any.
     vLLM puts more around the id that a client gives.
     """
     values: dict[str, Counter[str]] = {}
@@ -173,7 +174,7 @@ def _report(request_id: str, counts: Counter[str]) -> RequestReport:
 
 
 def requests_text(found: list[RequestReport]) -> str:
-    """A paragraph for each of the first `MOST_REQUESTS`."""
+    """Return a paragraph for each of the first `MOST_REQUESTS`."""
     more = len(found) - MOST_REQUESTS
     ending = [f"{more} more; give more of the id"] if more > 0 else []
     return "\n\n".join([*map(_paragraph, found[:MOST_REQUESTS]), *ending])

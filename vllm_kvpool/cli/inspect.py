@@ -103,7 +103,10 @@ def engine_tiers(url: str, samples: "Samples") -> dict[str, Any]:
 
 
 def pool_info(samples: "Samples") -> dict[str, str] | None:
-    """The labels of an engine's `kvpool_info`: its namespace and chunk_tokens; None without it."""
+    """Return the labels of an engine's `kvpool_info`: its namespace and chunk_tokens.
+
+    The result is None without it.
+    """
     found = (each for each, value in samples.items() if each.name == "info" and value)
     return next((dict(each.labels) for each in found), None)
 
@@ -242,7 +245,10 @@ def _kind_shown(which: tuple[str, str], kind: _Kind, now_ns: int) -> dict[str, A
 
 
 def _prefixes(nodes: Mapping[int, _Node], chunk_tokens: Mapping[str, int]) -> list[dict[str, Any]]:
-    """The prefixes with most bytes in and after them, each up to where its prompts part or end."""
+    """Return the prefixes with most bytes in and after them.
+
+    Each reaches to where its prompts part or end.
+    """
     for node in reversed(list(nodes.values())):  # children before parents
         node.leaves = node.leaves or 1
         if node.parent is not None:
@@ -276,7 +282,7 @@ def _prefixes(nodes: Mapping[int, _Node], chunk_tokens: Mapping[str, int]) -> li
 
 
 def as_text(found: Sequence[dict[str, Any]]) -> str:
-    """The same as a table."""
+    """Return the same figures as a table in text."""
     lines: list[str] = []
     for each in found:
         if "engine" in each:

@@ -120,5 +120,5 @@ def _removed(named: NamedStore, count: int) -> StoreAnswer:
 
 
 def as_text(answers: Sequence[StoreAnswer]) -> str:
-    """The answers in words, a line each."""
+    """Return the answers in words, a line each."""
     return "\n".join(f"{each.url}: {each.text}" for each in answers)

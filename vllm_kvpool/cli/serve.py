@@ -318,7 +318,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def _refuse(status: int, why: str, path: str) -> Response:
-    """The answer to a request that cannot be served, is no HTTP, or breaks a limit."""
+    """Return the answer to a request that cannot be served, is no HTTP, or breaks a limit."""
     own = {
         408: f"the body has not come within {LIMITS.read_timeout_s:g} s",
         413: f"the body is larger than {MAX_BODY_BYTES} bytes",

@@ -459,7 +459,7 @@ class Control:
             self._requested = set()
 
     def change_weights(self, message: WeightsChanged, now: float) -> None:
-        """The weights have changed, or not: sessions continue with peers that have the same."""
+        """Set the weights' version: sessions continue with peers that have the same."""
         if message.version <= self.weights_version:
             return
         try:
@@ -479,7 +479,7 @@ Handler = Callable[..., None]
 
 
 def handlers_of(consumer: Consumer | None, producer: Producer | None) -> dict[type, Handler]:
-    """The machine's handler of each message of a peer."""
+    """Return the machine's handler of each message of a peer."""
     handlers: dict[type, Handler] = {}
     if consumer is not None:
         handlers |= {

@@ -37,7 +37,7 @@ class Delivery:
         return bool(self.consumers)
 
     def name_of(self, mm_hash: str) -> str:
-        """The encoder's name of an item."""
+        """Return the encoder's name of an item."""
         return (self.names or {}).get(mm_hash, mm_hash)
 
     def peers_of(self, mm_hash: str) -> tuple[str, ...]:

@@ -145,7 +145,7 @@ class EmbedsWorker:
     # The model's thread
 
     def produced(self, mm_hash: str, tensor: Tensor, weights: WeightsChanged) -> None:
-        """The encoder has computed an item, [rows, ...], with these weights.
+        """Offer an item, [rows, ...], that the encoder has computed with these weights.
 
         An item that cannot be sent fails the requests that wait for it, not the engine.
         """
@@ -178,7 +178,7 @@ class EmbedsWorker:
                 self.produced(mm_hash, encoder_cache[mm_hash], weights)
 
     def take(self, mm_hash: str) -> Tensor | None:
-        """An item's tensor; the caller's now. None if it is not here.
+        """Return an item's tensor, which is the caller's now; None if it is not here.
 
         The scheduler names only items that are ready, and those stay until they are taken.
         """
@@ -205,7 +205,7 @@ def _count(producer: Producer, event: str) -> None:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it is part of a larger one, which would be kept alive."""
+    """Return the tensor, or a copy if it is part of a larger one, which would be kept alive."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 

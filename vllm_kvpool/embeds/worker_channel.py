@@ -69,8 +69,9 @@ def host_name() -> str:
 
 
 def tokens_of(cards: Iterable[WorkerCard | None], num_ranks: int, host: str) -> list[bytes]:
-    """The tokens of the first ranks; None stands for a worker that exchanges no embeddings.
+    """Return the tokens of the first ranks.
 
+    None stands for a worker that exchanges no embeddings.
     ConfigError if one of them is on another host than the scheduler's.
     """
     known = {card.rank: card for card in cards if card is not None}
@@ -168,7 +169,7 @@ class WorkerChannel:
         self._outbox.add(link, target, body, self._clock())
 
     def flush(self) -> None:
-        """The step is planned: send what waits."""
+        """Send the messages that wait, at the end of a step's plan."""
         self._send_due(float("inf"))
 
     def _send_due(self, until: float) -> None:
@@ -180,7 +181,7 @@ class WorkerChannel:
                     self._sockets.connect(link.endpoint)
 
     def poll(self, timeout_s: float = 0.0) -> list[WorkerMessage]:
-        """The workers' messages; waits at most `timeout_s` for the first."""
+        """Return the workers' messages; waits at most `timeout_s` for the first."""
         # A message that is still queued is not answered.
         self._send_due(float("inf") if timeout_s else self._clock())
         messages: list[WorkerMessage] = []
@@ -243,7 +244,7 @@ class WorkerChannel:
 
 
 def _bodies(data: bytes) -> Iterator[Message]:
-    """The messages of a frame; what cannot be decoded is logged and skipped."""
+    """Yield the messages of a frame; what cannot be decoded is logged and skipped."""
     try:
         bodies = decode(data).bodies
     except ProtocolError as error:

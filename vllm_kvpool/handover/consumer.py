@@ -69,7 +69,7 @@ class NoticeClient(Channel):
         self._post(lambda: self._perform(self._watches.watch(ranks, topic)))
 
     def unwatch(self, topic: bytes) -> None:
-        """The request waits no more."""
+        """End a request's watch."""
         self._post(lambda: self._perform(self._watches.unwatch(topic)))
 
     # The client's thread

@@ -78,7 +78,7 @@ def tokens_of_le(encoded: bytes) -> Sequence[int]:
 
 
 def tenant_of(cache_salt: str) -> str:
-    """The tenant of a salt: a digest that does not show it; "" without one."""
+    """Return the tenant of a salt: a digest that does not show it; "" without one."""
     if not cache_salt:
         return ""
     salt = cache_salt.encode(errors="surrogatepass")

@@ -19,7 +19,10 @@ from vllm_kvpool.layout.states import StateForm
 
 
 def from_token_content(pages_bhnc: torch.Tensor, *, blocks_per_id: int = 1) -> LayerPages:
-    """VLLM's logical view of a layer, `K | V` per token, in any `KVCacheLayout`."""
+    """Return the pages of a layer in vLLM's logical view, `K | V` per token.
+
+    The layer may have any `KVCacheLayout`.
+    """
     _check_view("token content", pages_bhnc, blocks_per_id)
     num_heads, num_tokens = pages_bhnc.shape[1:3]
     rows = _whole_rows(pages_bhnc, head_dim=1, token_dim=2)
@@ -68,7 +71,7 @@ def from_cpu_attention(
     form: CpuForm = PLAIN_CPU_FORM,
     blocks_per_id: int = 1,
 ) -> LayerPages:
-    """The pages of vLLM's CPU attention, `[B, H, N, C]` by size alone."""
+    """Return the pages of vLLM's CPU attention, `[B, H, N, C]` by size alone."""
     _check_view("CPU attention", pages_bhnc, blocks_per_id)
     num_heads, num_tokens, content = pages_bhnc.shape[1:]
     if content != key_dim + value_dim:
@@ -127,8 +130,9 @@ def from_state(
     dim_first: bool = False,
     draft_rows: int = 0,
 ) -> LayerPages:
-    """The state of `num_units` units in each block: the convolution's window, then the recurrent.
+    """Return the state of `num_units` units in each block.
 
+    The convolution's window comes first, then the recurrent part.
     The window lies as `[rows, channels]`, with `dim_first` as `[channels, rows]`; `draft_rows` more
     rows follow it, which are no part of the state. Each part has the channels of all units.
     """
@@ -281,7 +285,7 @@ def from_values_and_scales(
 
 
 def _whole_rows(pages: torch.Tensor, *, head_dim: int, token_dim: int, row_offset: int = 0) -> Run:
-    """The run of a 4-D tensor whose last dimension is one contiguous piece of the row."""
+    """Return the run of a 4-D tensor whose last dimension is one contiguous piece of the row."""
     elem = pages.element_size()
     block, head, token = (pages.stride(dim) * elem for dim in (0, head_dim, token_dim))
     nbytes = pages.shape[3] * elem

@@ -53,11 +53,14 @@ class Run:
         nbytes: int,
         row_offset: int = 0,
     ) -> "Run":
-        """The run whose bytes of a row lie together."""
+        """Return the run whose bytes of a row lie together."""
         return cls(base, block_stride, head_stride, token_stride, nbytes, nbytes, 1, row_offset)
 
     def interleaved(self, tokens: int, elem_bytes: int, block_tokens: int) -> "Run":
-        """The same bytes where `tokens` tokens of a block take turns with `elem_bytes` each."""
+        """Return the run of the same bytes where tokens take turns.
+
+        `tokens` tokens of a block take turns with `elem_bytes` each.
+        """
         is_one_tile = tokens == block_tokens
         return replace(
             self,

@@ -244,7 +244,7 @@ class ZmqTransport:
             socket.set(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
 
     def connect(self, endpoint: str, at: str = "") -> Link:
-        """The link to an endpoint, connected `at` another address if its name was resolved.
+        """Connect to an endpoint, `at` another address if its name was resolved; return the link.
 
         ConfigError if it is no endpoint, or if there is no file descriptor for it.
         """
@@ -378,7 +378,7 @@ class ZmqTransport:
         return "" if [mechanism, *credentials] == [b"CURVE", public] else NO_KEY
 
     def take_refused(self) -> list[RefusedHandshake]:
-        """The connections refused since the last call."""
+        """Return the connections refused since the last call."""
         refused, self._refused = self._refused, []
         return refused
 
@@ -401,7 +401,7 @@ class ZmqTransport:
         self._ended.setdefault(Link(endpoint), why)
 
     def take_ended(self) -> list[EndedLink]:
-        """The links that we made whose connection ended since the last call, with `watches`.
+        """Return the links that we made whose connection ended since the last call, with `watches`.
 
         libzmq connects again unless the link is disconnected. Frames that came before the end are
         read before it is reported.

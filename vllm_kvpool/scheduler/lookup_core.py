@@ -57,7 +57,7 @@ class TierPace:
         self.is_left_alone = False
 
     def in_time(self) -> None:
-        """A lookup that used the tier was answered in time."""
+        """Count a lookup that used the tier and was answered in time."""
         if not self.is_left_alone:
             self._breaker.succeeded()
 
@@ -73,7 +73,7 @@ class TierPace:
         return self.is_left_alone and not self._breaker.is_open(now)
 
     def tried(self, now: float, *, is_quick: bool) -> None:
-        """A trial that no lookup waited for has ended."""
+        """Take the end of a trial that no lookup waited for."""
         if is_quick:
             self.is_left_alone = False
         else:
@@ -362,7 +362,7 @@ class LookupCore:
                 search.restart(self._usable(now))
 
     def returned(self, call: TierCall, value: Value, now: float) -> None:
-        """A call has returned."""
+        """Take the value of a call that has returned."""
         self._tiers[call.tier].call = None
         if value is not None and len(value) != len(call.keys):
             value = None  # the store breaks its contract
@@ -382,7 +382,7 @@ class LookupCore:
         return calls
 
     def next_due(self) -> float:
-        """The latest time to call `next_calls`; infinite if nothing is due."""
+        """Return the latest time to call `next_calls`; infinite if nothing is due."""
         return min(
             (
                 min(opened.answer_by, opened.poll_at, opened.defer_at)
@@ -397,7 +397,7 @@ class LookupCore:
             self._finish(opened, LookupOutcome.STORE_ERROR, LookupOutcome.ANSWERED)
 
     def removals(self) -> list[TierCall]:
-        """Removals that no call has been made for yet; the service is about to end."""
+        """Return the removals that no call has been made for yet; the service is about to end."""
         return [call for tier in self._tiers for call in tier.removals]
 
     @property
@@ -469,7 +469,7 @@ class LookupCore:
     def _keys_of(
         self, names: CellNames, hashes: Sequence[bytes], questions: Sequence[Question]
     ) -> tuple[list[CellKey], list[int]]:
-        """The cells of questions that are not in host memory; see `TieredSearch`."""
+        """Return the cells of questions that are not in host memory; see `TieredSearch`."""
         host = self._host
         keys: list[CellKey] = []
         ends: list[int] = []
@@ -508,7 +508,7 @@ class LookupCore:
         values: list[bytes | None] | None,
         now: float,
     ) -> None:
-        """A tier has read the aliases of these lookups."""
+        """Take the aliases of these lookups, which a tier has read."""
         start = 0
         for opened, tail in asked:
             stop = start + len(tail.aliases)
@@ -640,7 +640,7 @@ class LookupCore:
             self.results.append(self._result(opened, LookupOutcome.ANSWERED, is_final=False))
 
     def _outcome(self, search: TieredSearch) -> LookupOutcome:
-        """The outcome of a search that has ended."""
+        """Return the outcome of a search that has ended."""
         if search.found or search.num_tiers or (self._host.num_ranks and not self._tiers):
             return LookupOutcome.ANSWERED
         return self._miss_reason(search) if self._tiers else LookupOutcome.STORE_ERROR
@@ -731,7 +731,10 @@ class LookupCore:
         return TierCall(tier=number, returned=returned, began=now, keys=keys, is_for_lookups=True)
 
     def _read_call(self, number: int, now: float) -> TierCall | None:
-        """A call that reads the aliases of lookups in a tier; None if none are to be read."""
+        """Return a call that reads the aliases of lookups in a tier.
+
+        The result is None if none are to be read.
+        """
         keys: list[str] = []
         asked: list[tuple[_OpenLookup, _OpenTail]] = []
         for opened in self._open.values():

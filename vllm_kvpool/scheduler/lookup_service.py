@@ -139,7 +139,7 @@ class LookupService:
             self._post_lookup(lookup, lambda: self._begin(lookup, _identity_of(lookup)))
 
     def cancel(self, lookup_id: int) -> None:
-        """The request has ended; its answer may still come."""
+        """Drop the lookup of a request that has ended; its answer may still come."""
         self._inbox.put(_Task(partial(self._cancel, lookup_id), _nothing))
 
     def remove_all(
@@ -355,7 +355,7 @@ def _identity_of(lookup: Lookup) -> RequestIdentity | None:
 
 
 def _answer(call: Callable[[], Answer]) -> Answer | None:
-    """The value of a call to a store; None if it failed."""
+    """Call a store and return the value; None if the call failed."""
     try:
         return call()
     except StoreError as error:

@@ -1,4 +1,4 @@
-"""What vLLM's calls in the scheduler's process mean for lookups, loads and saves.
+"""The pool in the scheduler's process: lookups, loads and saves that vLLM's calls lead to.
 
 Owned by the scheduler's thread. A request's life, in the states of `states.py`:
     add -> lookup pending -> answered -> (offer -> load planned -> load ended) -> saving -> finish
@@ -113,7 +113,7 @@ class PoolScheduler:
     # Arrival and lookup
 
     def add(self, view: RequestView) -> None:
-        """A request has arrived: have its prompt hashed and looked up, on the lookup thread."""
+        """Have an arrived request's prompt hashed and looked up, on the lookup thread."""
         options = view.options
         state = RequestState(
             view,
@@ -681,7 +681,7 @@ class PoolScheduler:
     def finish(
         self, request_id: str, tables: Sequence[BlockTable]
     ) -> dict[str, dict[str, Any]] | None:
-        """The request has ended: plan what is still to be saved.
+        """Plan what is still to be saved of a request that has ended.
 
         Returns the answer to the client: how many tokens are being saved.
         """
@@ -751,7 +751,7 @@ class PoolScheduler:
             self.saves.mark_due(state)
 
     def weights_changed(self, weights_version: str) -> None:
-        """The weights have changed; "" names those that the engine started with.
+        """Set the version of the weights; "" names those that the engine started with.
 
         Saves that are planned go on under the old version. Stored cells of it stay: other engines
         may have those weights.
@@ -769,15 +769,15 @@ class PoolScheduler:
                 self._leave_out(state)
 
     def own_cache_was_reset(self) -> None:
-        """The engine's own prefix cache is empty: its hits may be saved from now on."""
+        """Save hits of the engine's own prefix cache again, as it is empty now."""
         self._validity.own_cache_was_reset()
         self.saves.draft_gaps.own_cache_was_reset()
 
     def encoder_cache_was_reset(self) -> None:
-        """The engine has forgotten embeddings of media, but no KV that it computed from them."""
+        """Note that embeddings of media are forgotten, but no KV that was computed from them."""
         self._validity.encoder_cache_was_reset()
 
     def load_of(self, request_id: str) -> LoadPlan | None:
-        """The request's load, if one is in progress."""
+        """Return the request's load, if one is in progress."""
         load = self._loads.get(request_id)
         return None if load is None else load.plan

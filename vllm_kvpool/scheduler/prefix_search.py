@@ -58,7 +58,7 @@ class PrefixSearch:
         return self.found >= self._absent
 
     def questions(self) -> tuple[ChunkQuestion, ...]:
-        """The next questions, in ascending order; empty when the search is done."""
+        """Return the next questions, in ascending order; empty when the search is done."""
         if self.done:
             return ()
         low, high = self._likely, self._absent
@@ -185,8 +185,9 @@ class TailSearch:
 
 
 def largest_boundary(bound: int, step: int, is_missing: Callable[[int], bool]) -> int:
-    """The largest multiple of `step` up to `bound` whose state is not missing; 0 if there is none.
+    """Return the largest multiple of `step` up to `bound` whose state is not missing.
 
+    The result is 0 if there is none.
     Both count chunks before the boundary.
     """
     boundaries = range(bound - bound % step, 0, -step)
@@ -251,7 +252,7 @@ class HitSearch:
         return self._bound is not None and not self._unknown() and not self._unknown_states()
 
     def questions(self) -> tuple[Question, ...]:
-        """The next questions; empty when the search is done."""
+        """Return the next questions; empty when the search is done."""
         if self._bound is None:
             return tuple(
                 Question(chunk, layer_group, whole)
@@ -394,7 +395,7 @@ class CellNames:
         )
 
     def _cells_of(self, layer_group: LayerGroup) -> Iterator[tuple[str, LayerSpan]]:
-        """The key prefix and the span of each cell of a chunk."""
+        """Yield the key prefix and the span of each cell of a chunk."""
         for rank in layer_group.topology.context.all_ranks():
             keys = KeyMaker(self.namespace, rank)
             for span in layer_group.topology.all_spans():
@@ -408,20 +409,21 @@ class CellNames:
         return min(needed, key=lambda i: not self.layer_groups[i].window.is_full)
 
     def with_weights(self, weights_version: str) -> "CellNames":
-        """The same cells under another version of the weights."""
+        """Return the same cells under another version of the weights."""
         if not weights_version:
             return self
         return CellNames(with_weights(self.namespace, weights_version), self.layer_groups)
 
     def chunk_id(self, chunk_hash: bytes, layer_group: int = 0) -> str:
-        """The id of a chunk's cells of one layer group together."""
+        """Return the id of a chunk's cells of one layer group together."""
         return chunk_id_of(self.namespace, chunk_hash.hex(), self.layer_groups[layer_group].name)
 
     def of_questions(
         self, questions: Iterable[Question], hashes: Sequence[bytes]
     ) -> tuple[list[CellKey], list[int]]:
-        """The keys to ask for, and where those of each question end. `hashes`: of all chunks.
+        """Return the keys to ask for, and where those of each question end.
 
+        `hashes`: of all chunks.
         A loop without calls, for hundreds of questions at a time.
         """
         keys: list[str] = []
@@ -447,7 +449,7 @@ class CellNames:
         return max_keys // cells if cells else 0
 
     def key_prefixes(self, chunk_tokens: int) -> tuple[tuple[str, int], ...]:
-        """The key prefixes of every chunk's cells, with the bytes of those cells."""
+        """Return the key prefixes of every chunk's cells, with the bytes of those cells."""
         return tuple(
             (key_prefix, HEADER_BYTES + layer_group.payload_bytes(span, chunk_tokens))
             for layer_group in self.layer_groups
@@ -455,5 +457,5 @@ class CellNames:
         )
 
     def of_chunk(self, chunk_hash: bytes, layer_group: int = 0) -> list[CellKey]:
-        """The keys of a chunk's cells in a layer group."""
+        """Return the keys of a chunk's cells in a layer group."""
         return self.of_questions((Question(0, layer_group),), (chunk_hash,))[0]

@@ -77,7 +77,7 @@ class RequestView(Protocol):
 
     @property
     def num_preemptions(self) -> int:
-        """How often the engine has taken the request's blocks away."""
+        """Number of times that the engine has taken the request's blocks away."""
 
     def tokens(self) -> Sequence[int]:
         """Return the known tokens; the sequence may grow later but does not change."""

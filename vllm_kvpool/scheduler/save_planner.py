@@ -109,7 +109,10 @@ class SavePlanner:
         requests: Mapping[str, RequestState],
         loads: RequestLoads,
     ) -> tuple[SavePlan, ...]:
-        """The saves of the step, and those of requests that have ended; pins their blocks."""
+        """Return the saves of the step, and those of requests that have ended.
+
+        The blocks of these saves are pinned.
+        """
         saves, self._late = self._late, []
         for request_id, offers in step.states.items():
             state = requests.get(request_id)
@@ -137,7 +140,7 @@ class SavePlanner:
         return tuple(saves)
 
     def _of_states(self, state: RequestState, offers: Sequence[StateOffer]) -> Iterator[SavePlan]:
-        """The saves of the recurrent states that a request's blocks hold after the step."""
+        """Yield the saves of the recurrent states that a request's blocks hold after the step."""
         if not state.may_save or state.chain is None or state.stale or self._validity.reset.pending:
             return
         blocks_at: dict[int, dict[int, int]] = {}  # boundary -> KV cache group -> block
@@ -227,7 +230,7 @@ class SavePlanner:
                 break
 
     def _savable_tokens(self, state: RequestState) -> int:
-        """The number of tokens that may be saved once they are computed.
+        """Return the number of tokens that may be saved once they are computed.
 
         Drafts and tokens in flight are not known by value, and do not count.
         """
@@ -370,7 +373,7 @@ class SavePlanner:
         *,
         is_loading: bool,
     ) -> None:
-        """The request has ended: save its last chunks with the next step.
+        """Save the last chunks of a request that has ended, with the next step.
 
         `is_loading`: it has run, and whether its load is whole is known once its step has ended.
         """
@@ -404,7 +407,7 @@ class SavePlanner:
         return self._save(state, chunks, final, blocks)
 
     def end_hand_over(self, state: RequestState) -> None:
-        """A request that is handed over saves nothing beyond what is planned: tell the workers.
+        """Tell the workers that a hand-over saves nothing beyond what is planned.
 
         Where it may not save what it computes, nothing is expected of its saves in progress either.
         """
@@ -425,7 +428,7 @@ class SavePlanner:
         return ends
 
     def step_load_ended(self, request_id: str, lost_blocks: Sequence[int]) -> None:
-        """The step of a load has ended: save what it computed.
+        """Save what the step of a load has computed, which has ended.
 
         A load that failed has lost blocks: nothing is saved, and they leave vLLM's prefix cache.
         """

@@ -120,7 +120,7 @@ class Arena:
         self._commit(count * self.slot_bytes)
 
     def buffers(self, slots: Sequence[Slot], sizes: Sequence[int]) -> list[Buffer]:
-        """The first bytes of slots, as many of each as `sizes` says."""
+        """Return the first bytes of slots, as many of each as `sizes` says."""
         address, view, step = self.whole.address, self.whole.view, self.slot_bytes
         return [
             Buffer(address + slot * step, view[slot * step : slot * step + nbytes])

@@ -94,7 +94,7 @@ class CpuCopier:
 def _tables(
     template: Template, shape: Shape, rows_before: tuple[int, ...]
 ) -> "tuple[Int64s, Int64s]":
-    """The groups of a move, and of its entries the heads, pieces and offsets in these."""
+    """Return the groups of a move, and of its entries the heads, pieces and offsets in these."""
     groups: list[tuple[int, ...]] = []
     entries: list[tuple[int, int, int]] = []
     by_layers = sorted(range(len(template.places)), key=template.places.__getitem__)
@@ -151,7 +151,7 @@ def _publish(typing_context: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _prefetch(typing_context: Any, address: Any) -> Any:
-    """A hint, which cannot fault: the address may lie outside all memory."""
+    """Emit a prefetch, which cannot fault: the address may lie outside all memory."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(builder, args[0], ir.IntType(8))
@@ -204,7 +204,10 @@ def _joined(builder: Any, parts: list[Any]) -> Any:
 
 
 def _tile_transposer(elem_bytes: int, num_rows: int, *, stream: bool) -> Any:
-    """Reads a vector from each of `num_rows` rows; writes as many elements to each column."""
+    """Make a function that reads a vector from each of `num_rows` rows.
+
+    It writes as many elements to each column.
+    """
     width = VECTOR_BYTES // elem_bytes
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -292,7 +295,7 @@ _transpose_1, _transpose_2, _transpose_4, _transpose_8 = map(_matrix_transposer,
 def _move_pieces(
     is_gather: bool, run: Any, page: int, entries: Any, row: int, row_bytes: int, num_rows: int
 ) -> None:
-    """A run whose elements are adjacent in the page."""
+    """Move a run whose elements are adjacent in the page."""
     head_stride, token_stride = run[_HEAD_STRIDE], run[_TOKEN_STRIDE]
     piece = run[_ELEM_BYTES] * run[_NUM_ELEMS]
     if token_stride == row_bytes and piece == row_bytes:
@@ -314,7 +317,7 @@ def _move_pieces(
 def _move_elems(
     is_gather: bool, run: Any, page: int, entries: Any, row: int, row_bytes: int, num_rows: int
 ) -> None:
-    """A run whose elements lie apart, but each beside the same element of the next token."""
+    """Move a run whose elements lie apart, each beside the same element of the next token."""
     elem_stride, elem_bytes, num_elems = run[_ELEM_STRIDE], run[_ELEM_BYTES], run[_NUM_ELEMS]
     for entry in range(len(entries)):
         slot = entries[entry, _ADDRESS] + row

@@ -122,7 +122,7 @@ class TorchCopier:
             self._move_pages(group, payload, is_gather=False)
 
     def _host_payload(self, group: _Group, address: int, heads: tuple[int, int]) -> torch.Tensor:
-        """A piece's payload as bytes, `[heads, bytes of a head]`."""
+        """Return a piece's payload as bytes, `[heads, bytes of a head]`."""
         size = heads[1] - heads[0], self._head_bytes(group)
         memory = (ctypes.c_char * math.prod(size)).from_address(int(address))
         return torch.frombuffer(memory, dtype=torch.uint8).view(size)
@@ -231,7 +231,10 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(run: Run, piece: _Piece, block_tokens: int) -> Iterator[_Tiles]:
-    """The piece's part of each tile, whole ones together; a block is one where a run has none."""
+    """Yield the piece's part of each tile, whole tiles together.
+
+    A block is one tile where a run has none.
+    """
     size = run.tile_tokens or block_tokens
     token, stop = piece.within_start, piece.within_stop
     while token < stop:

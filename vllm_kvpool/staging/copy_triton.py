@@ -50,7 +50,7 @@ class DeviceStream(Protocol):
     """Work that a device does in order. No method blocks."""
 
     def record(self) -> DeviceEvent:
-        """The point after all work so far."""
+        """Return the point after all work so far."""
 
     def wait(self, event: DeviceEvent) -> None:
         """Later work waits for the event."""
@@ -76,7 +76,7 @@ class Streams(Protocol):
         """Every thread calls it before it uses streams."""
 
     def new_stream(self) -> DeviceStream:
-        """A stream of the caller's own."""
+        """Return a stream of the caller's own."""
 
     def model_event(self) -> DeviceEvent:
         """Record the position of the calling thread's current stream, the model's."""
@@ -194,7 +194,7 @@ class TritonCopier:
         ended.synchronize()
 
     def _last_work(self) -> DeviceEvent:
-        """The end of all rounds so far: one event, for which a thread sleeps once."""
+        """Return the end of all rounds so far: one event, for which a thread sleeps once."""
         last, *others = (buffer.stream for buffer in self._buffers)
         for stream in others:
             last.wait(stream.record())

@@ -53,11 +53,14 @@ class Device:
         """Make it the calling thread's device; idempotent."""
 
     def new_stream(self) -> Any:
-        """A stream beside the model's; None on the host."""
+        """Return a stream beside the model's; None on the host."""
         return None
 
     def new_event(self) -> Fence | None:
-        """An event after all work so far of the calling thread's stream; None on the host."""
+        """Return an event after all work so far of the calling thread's stream.
+
+        The result is None on the host.
+        """
         return None
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
@@ -198,7 +201,7 @@ _MAKERS: dict[str, Callable[[torch.device], Device]] = {
 
 
 def device_for(device: torch.device) -> Device:
-    """The `Device` of a torch device."""
+    """Return the `Device` of a torch device."""
     return _MAKERS.get(device.type, AcceleratorDevice)(device)
 
 
@@ -276,7 +279,7 @@ class PageLock:
 
 
 def page_lock_for(pages: Sequence[LayerPages]) -> PageLock | None:
-    """The page lock for the device of these pages; None if it needs none."""
+    """Return the page lock for the device of these pages; None if it needs none."""
     device = pages[0].owner[0].device
     if device.type != "cuda":
         return None

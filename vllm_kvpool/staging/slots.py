@@ -43,7 +43,7 @@ class SlotPool:
         return slots
 
     def give_back(self, slots: Sequence[Slot]) -> None:
-        """The holder is done, or the transfer into quarantined slots has ended.
+        """Free slots whose holder is done, or whose transfer in quarantine has ended.
 
         KeyError if not all of them are held, or not all in quarantine.
         """
@@ -51,7 +51,7 @@ class SlotPool:
         self._free += slots
 
     def quarantine(self, slots: Sequence[Slot]) -> None:
-        """The holder gives up while a transfer may still write: out of use until `give_back`.
+        """Keep slots out of use until `give_back`: their holder gives up during a transfer.
 
         KeyError if not all of them are held.
         """

@@ -129,7 +129,7 @@ assert FRAGMENT_COLUMNS.value == FRAGMENT_ENTRIES
 
 
 def kernel_constants(table: RunTable, *, is_gather: bool) -> dict[str, Any]:
-    """The compile-time arguments of the kernel."""
+    """Return the compile-time arguments of the kernel."""
     return {
         "IS_GATHER": is_gather,
         "RUNS_PER_LAYER": table.runs_per_layer,

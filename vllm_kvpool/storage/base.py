@@ -204,7 +204,7 @@ class Listing(Protocol):
     """A store that can say which namespaces it holds, for operators."""
 
     def namespaces(self) -> list[str]:
-        """The namespaces that have objects, in no order. Cheap: it lists no objects."""
+        """Return the namespaces that have objects, in no order. Cheap: it lists no objects."""
 
     def usage(self) -> list[NamespaceUsage]:
         """Return the usage of each namespace. May take seconds for a large store."""

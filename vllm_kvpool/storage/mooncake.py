@@ -282,7 +282,7 @@ def _read_engine(engine: SharedEngine, own_host: str) -> ReadEngine:
 
 
 def bare_host(address: str) -> str:
-    """An address without its port; IPv6 gets brackets."""
+    """Return an address without its port; IPv6 gets brackets."""
     if address.count(":") > 1 and not address.startswith("["):
         return f"[{address}]"
     return address if address.endswith("]") else address.rpartition(":")[0] or address
@@ -481,7 +481,10 @@ class MooncakeStore(Store):
         return GetOutcome.FAILED
 
     def _give_up(self, outcomes: list[Outcome], failed: Outcome, num_keys: int) -> list[Outcome]:
-        """The outcomes so far and FAILED for the rest; StoreUnreachable if there are none."""
+        """Return the outcomes so far and FAILED for the rest.
+
+        Raises StoreUnreachable if there are none.
+        """
         if not outcomes:
             raise StoreUnreachable(f"the Mooncake master at {self._address} does not answer")
         return outcomes + [failed] * (num_keys - len(outcomes))

@@ -152,7 +152,7 @@ def _engine_wheel() -> Any:
 
 
 def session_of(host: str, engine: NativeEngine) -> str:
-    """The name of this process's engine for others; `host` as given to `open`."""
+    """Return the name of this process's engine for others; `host` as given to `open`."""
     bare = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return f"{bare}:{engine.get_rpc_port()}"
 
@@ -171,7 +171,7 @@ _lock = threading.Lock()  # guards `_engines`
 
 
 def shared_engine(protocol: str) -> SharedEngine:
-    """The process's engine for a protocol."""
+    """Return the process's engine for a protocol."""
     with _lock:
         return _engines.setdefault(protocol, SharedEngine(protocol))
 

@@ -165,7 +165,7 @@ class GetClient(Protocol):
         """Read whole objects; return for each key its bytes or a negative error code."""
 
     def batch_get_replica_desc(self, keys: list[str]) -> dict[str, Sequence[ReplicaDescriptor]]:
-        """The replicas of those that are there; gives them a lease."""
+        """Return the replicas of the keys that are there, and give these a lease."""
 
 
 class ReadEngine(Protocol):
@@ -249,7 +249,7 @@ class EngineReads:
         return place is not None and place.session != self._own_session
 
     def _places(self, keys: list[str]) -> list[_Place | None]:
-        """The address of each in memory."""
+        """Return the address of each key's object in memory."""
         replicas = self._client.batch_get_replica_desc(keys)
         return [_in_memory(replicas.get(key, ())) for key in keys]
 
@@ -299,7 +299,7 @@ class EngineReads:
 
 
 def _in_memory(replicas: Sequence[ReplicaDescriptor]) -> _Place | None:
-    """The place of the first replica in memory."""
+    """Return the place of the first replica in memory."""
     for replica in replicas:
         if replica.is_memory_replica():
             found = replica.get_memory_descriptor().buffer_descriptor

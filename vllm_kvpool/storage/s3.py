@@ -135,24 +135,24 @@ def failure_of(error: Exception) -> S3Error:
 
 
 def folder_of(namespace: str) -> str:
-    """A unique name for a namespace that needs no escaping."""
+    """Return a unique name for a namespace that needs no escaping."""
     return _ESCAPED.sub(lambda found: f"_{ord(found[0]):02X}", namespace)
 
 
 def namespace_of_folder(folder: str) -> str:
-    """The namespace whose folder it is."""
+    """Return the namespace whose folder it is."""
     return re.sub("_([0-9A-F]{2})", lambda found: chr(int(found[1], 16)), folder)
 
 
 def object_name(root: str, key: str) -> str:
-    """The name of a key's object."""
+    """Return the name of a key's object."""
     namespace = namespace_of(key)
     folder = NO_NAMESPACE if namespace is None else folder_of(namespace)
     return f"{root}/{folder}/{hashlib.blake2b(key.encode(), digest_size=32).hexdigest()}"
 
 
 def make_client(options: S3Options, client_options: "ClientConfig") -> Client:
-    """A client, which reads credentials from the environment itself."""
+    """Return a client, which reads credentials from the environment itself."""
     config: S3Config = {
         "region": options.region,
         "virtual_hosted_style_request": not options.path_style,
@@ -224,7 +224,7 @@ class Call:
             self._lost = failure
 
     async def size(self, name: str, *, even_if_lost: bool = False) -> int | None:
-        """The bytes of an object, None if it is absent."""
+        """Return the bytes of an object, None if it is absent."""
         try:
             async with self._request(even_if_lost=even_if_lost):
                 return (await obstore.head_async(self._reader, name))["size"]
@@ -291,13 +291,13 @@ class Call:
         return []
 
     async def folders(self, root: str) -> list[str]:
-        """The names of the folders below a root."""
+        """Return the names of the folders below a root."""
         async with self._request():
             found = await obstore.list_with_delimiter_async(self._reader, f"{root}/")
             return [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
 
     async def size_of_all(self, folder: str) -> tuple[int, int]:
-        """The number of objects in a folder, and their bytes."""
+        """Return the number of objects in a folder, and their bytes."""
         async with self._request():
             num_objects = nbytes = 0
             async for page in obstore.list(self._reader, f"{folder}/", chunk_size=MAX_DELETE_KEYS):
@@ -352,7 +352,7 @@ async def run_all(works: Iterable[Work[T]], timeout_s: float) -> list[T | S3Erro
 
 
 def call_timeout_s(num_keys: int, nbytes: int) -> float:
-    """The time limit of a call."""
+    """Return the time limit of a call."""
     return CALL_TIMEOUT_S + num_keys / MIN_KEYS_PER_S + nbytes / MIN_BYTES_PER_S
 
 
@@ -362,7 +362,7 @@ class S3Store(Store):
     capabilities = CAPABILITIES
 
     def __init__(self, options: S3Options, uniform: Callable[[], float] = random.random) -> None:
-        """Takes up to three times `CALL_TIMEOUT_S`.
+        """Open the bucket, within three times `CALL_TIMEOUT_S`.
 
         ConfigError if bucket or credentials do not work, StoreUnreachable if no server answers.
         """

@@ -146,7 +146,7 @@ class UrlOptions:
         return nbytes
 
     def count(self, name: str, most: int) -> int:
-        """A whole number from 1 to `most`, or 0 if the option is absent."""
+        """Return a whole number from 1 to `most`, or 0 if the option is absent."""
         given = self.text(name, "0").strip()
         if given == "0" and name not in self._values:
             return 0
@@ -164,7 +164,7 @@ class UrlOptions:
                 )
 
     def finish(self) -> None:
-        """ConfigError for an unknown option."""
+        """Raise ConfigError for an unknown option."""
         for name in self._values:
             if name not in self._known:
                 raise ConfigError(
@@ -215,7 +215,7 @@ _DROPPED = frozenset("\t\r\n")  # which `urlsplit` drops silently
 
 
 def _shown(url: str) -> str:
-    """The url for messages, without a user and without options that may hold a secret."""
+    """Return the url for messages, without a user and without options that may hold a secret."""
     if not url.lower().startswith(("file:", "mooncake:")):
         url = url.partition("?")[0]
     shown = re.sub("//[^/?#]*@", "//***@", url)

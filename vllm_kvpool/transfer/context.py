@@ -55,7 +55,7 @@ class OpContent:
         return CellOutcome.CANCELLED
 
     def lost(self, op: Op, failure: CellOutcome) -> None:
-        """Called when the op was cancelled since an op before it has failed. By default nothing."""
+        """Handle the cancel of the op after an op before it has failed. By default nothing."""
         return None
 
 
@@ -101,7 +101,7 @@ class Marker(OpContent):
 
 
 def tier_of(op: Op) -> int:
-    """The tier whose lane the op is in."""
+    """Return the tier whose lane the op is in."""
     assert op.lane is not None, op
     return int(op.lane.key.tier)
 
@@ -147,7 +147,7 @@ class TransferContext:
         return self.scheduler.lanes[kind, tier]  # equal to a `LaneName`
 
     def wait_for(self, fence: Fence | None) -> tuple[Op, ...]:
-        """The op after which a job may touch pages; empty without a fence.
+        """Return the op after which a job may touch pages; empty without a fence.
 
         Jobs of one step have one fence, which is waited for once. Fences are reached in the order
         of plans, whether of loads or of saves.
@@ -161,7 +161,7 @@ class TransferContext:
         return (op,)
 
     def fence_reached(self, op: Op, outcome: Outcome) -> None:
-        """The model's stream has done what a job waits for, or the device has failed."""
+        """Start the ops that wait for the model's stream, or fail them if the device has failed."""
         (self.scheduler.finish if outcome is CellOutcome.DONE else self.scheduler.fail)(op)
         if op is self._fence_op:
             self._fence_op = None  # with all that waited for it

@@ -299,7 +299,7 @@ class Engine:
         self.loans.retain(op.what.entry)
 
     def _reset(self, generation: int | None) -> None:
-        """A reset: no cell from before it may be found after it."""
+        """Reset, so that no cell from before is found afterwards."""
         context = self.context
         still = self.saves.drop_copies()
         self._fetches.cancel_waiting()
@@ -312,7 +312,7 @@ class Engine:
             context.scheduler.add(Owner(Priority.SAVE), None, marker, after=still, always=True)
 
     def _batch_hung(self, batch: Batch) -> None:
-        """A store call is past its limit."""
+        """Leave behind a store call that is past its limit."""
         self.running.remove(batch)
         self.context.scheduler.batch_ended(batch)
         self.hung_calls.reserve_memory(batch)

@@ -135,7 +135,7 @@ class HostCache:
         return self._index.get(slab_id)
 
     def add(self, slab: Slab, *, indexed: bool = True) -> CacheEntry:
-        """A new entry for a slab that will arrive; the caller holds its first pin.
+        """Add an entry for a slab that will arrive, and return it; the caller holds its first pin.
 
         One that is not indexed is freed with its last pin.
         """
@@ -171,7 +171,7 @@ class HostCache:
         entry.slots, entry.loan = [], None
 
     def arrived(self, entry: CacheEntry, now_ns: int, *, dirty: bool = False) -> None:
-        """The slab's bytes are in its slots; the transfer still holds its pin."""
+        """Note that the slab's bytes are in its slots; the transfer still holds its pin."""
         entry.state = CacheEntryState.PRESENT
         entry.op = None
         entry.dirty = dirty
@@ -242,7 +242,7 @@ class HostCache:
         self._raise(chunk.parent, chunk.score)  # it may have a child's score already
 
     def hit(self, chunk_id: str, now_ns: int) -> None:
-        """A request has loaded or saved a chunk, which may be here."""
+        """Count a use of a chunk, which may be here, by a load or save."""
         chunk = self._chunks.get(chunk_id)
         if chunk is not None and chunk.num_slabs:
             self._raise(chunk, self._policy.on_hit(chunk.score, now_ns))
@@ -269,7 +269,7 @@ class HostCache:
         entry.pins += 1
 
     def unpin(self, entry: CacheEntry) -> None:
-        """A transfer is done with the entry, which is freed or becomes evictable after the last."""
+        """Drop a transfer's pin of the entry, which is freed or evictable after the last."""
         entry.pins -= 1
         if entry.pins:
             return
@@ -288,12 +288,12 @@ class HostCache:
             self.num_dirty += num_slots
 
     def cleaned(self, entry: CacheEntry) -> None:
-        """A tier has the slab now, or it was given up; the entry is pinned."""
+        """Mark a pinned entry as clean: a tier has the slab now, or it was given up."""
         assert entry.pins, entry.slab.id
         entry.dirty = False
 
     def quarantine_slots(self, entry: CacheEntry) -> list[Slot]:
-        """A hung call may still write to the slots: quarantine them until `slots.give_back`."""
+        """Quarantine slots to which a hung call may still write, until `slots.give_back`."""
         slots, entry.slots = entry.slots, []
         assert slots, entry.slab.id
         self.slots.quarantine(slots)

@@ -98,7 +98,7 @@ def _keys_of(parts: Sequence[Part]) -> list[str]:
 
 
 def _by_part(outcomes: Sequence[CellOutcome], parts: Sequence[Part]) -> list[Outcome]:
-    """The outcome of each part from those of all their cells."""
+    """Return the outcome of each part from those of all their cells."""
     stops = list(accumulate((part.num_cells for part in parts), initial=0))
     return [outcome_of(outcomes[start:stop]) for start, stop in pairwise(stops)]
 
@@ -317,7 +317,7 @@ class BatchRunner:
     def _rows(
         self, slab: Slab, pieces: _Pieces
     ) -> tuple[Sequence[int], int, int, int, int, int] | None:
-        """The last fields of a `SlabMove`; None if there is nothing to move."""
+        """Return the last fields of a `SlabMove`; None if there is nothing to move."""
         # A state has one row, in the place of the last token before its boundary.
         num_rows, per_row, pages = pieces.num_rows, pieces.per_row, slab.pages[pieces.group]
         start = slab.chunk.position * self.chunk_tokens - pieces.lookahead

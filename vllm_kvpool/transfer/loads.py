@@ -298,7 +298,7 @@ class Loads:
         self._finish_if_done(scatter.load)
 
     def lost(self, op: Op, outcome: CellOutcome) -> None:
-        """A scatter was cancelled because the fetch or gather of its slab has failed."""
+        """Give up a scatter, cancelled because the fetch or gather of its slab has failed."""
         scatter: Scatter = op.what
         if scatter.over or op is not scatter.op:
             return

@@ -194,7 +194,7 @@ class Slab(NamedTuple):
 
     @classmethod
     def of(cls, kind: SlabKind, chunk: ChunkRef, chunk_hex: str) -> Self:
-        """A slab of a whole chunk, without pages."""
+        """Return a slab of a whole chunk, without pages."""
         return cls(chunk.id + kind.part, kind, chunk, chunk_hex, kind.sizes, sum(kind.sizes))
 
     @property
@@ -203,7 +203,7 @@ class Slab(NamedTuple):
         return len(self.sizes)
 
     def cell_keys(self, cells: "Cells" = None) -> list[str]:
-        """The keys of these of its cells."""
+        """Return the keys of these of its cells."""
         chunk_hex, prefixes = self.chunk_hex, self.kind.key_prefixes
         if cells is None:
             return [prefix + chunk_hex for prefix in prefixes]
@@ -231,7 +231,7 @@ class Part(NamedTuple):
         return self.slab.cell_keys(self.cells)
 
     def sizes(self) -> Sequence[int]:
-        """The bytes of each of its cells in a store."""
+        """Return the bytes of each of its cells in a store."""
         sizes = self.slab.sizes
         return sizes if self.cells is None else [sizes[cell] for cell in self.cells]
 
@@ -324,18 +324,18 @@ Outcome = CellOutcome | tuple[CellOutcome, ...]
 
 
 def outcome_of(each: Sequence[CellOutcome]) -> Outcome:
-    """The outcome of a part from those of its cells."""
+    """Return the outcome of a part from those of its cells."""
     first = each[0]
     return first if each.count(first) == len(each) else tuple(each)
 
 
 def each_of(outcome: Outcome, num_cells: int) -> Sequence[CellOutcome]:
-    """The outcome of each cell of a part."""
+    """Return the outcome of each cell of a part."""
     return outcome if isinstance(outcome, tuple) else (outcome,) * num_cells
 
 
 def worst_of(outcome: Outcome) -> CellOutcome:
-    """The first outcome that is no success, of a part with one; else that of its first cell."""
+    """Return the first outcome that is no success, or else that of the first cell."""
     if not isinstance(outcome, tuple):
         return outcome
     return next((each for each in outcome if each not in STORED), outcome[0])

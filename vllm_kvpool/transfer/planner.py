@@ -51,7 +51,7 @@ class _LayerGroup(NamedTuple):
     """Distance of chunk i to the last chunk of its fetcher, at i modulo the length."""
 
     def ref(self, hashes: Sequence[str], place: int, index: int) -> ChunkRef:
-        """The reference of chunk `index`, whose hash is `hashes[place]`."""
+        """Return the reference of chunk `index`, whose hash is `hashes[place]`."""
 
         def id_of(place: int) -> str:
             return self.prefix + hashes[place] + self.suffix if place >= 0 else ""
@@ -120,7 +120,7 @@ class Planner:
     keep tables of a slab's pages by its tuple."""
 
     def named(self, namespace: Namespace, drafter: str = "") -> Self:
-        """A planner of the same cells in another namespace, those of drafts by this drafter."""
+        """Return a planner of the same cells in another namespace; drafts are by this drafter."""
         cells = [
             replace(
                 cell,
@@ -358,7 +358,7 @@ class Planner:
         return tuple(map(self.siblings.get, cell.fetchers(here))) or (None,)
 
     def _local(self, pages: Sequence[JobPages]) -> tuple[JobPages, ...]:
-        """The same pages, counted in tokens of this context-parallel rank."""
+        """Return the pages counted in tokens of this context-parallel rank."""
         if self.context.dcp_size == 1:
             return tuple(pages)
         return tuple(

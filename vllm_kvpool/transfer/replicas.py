@@ -314,7 +314,7 @@ class ReplicaExchange:
                 os.close(descriptor)
 
     def _end(self, link: _Link) -> None:
-        """The other end has closed the connection, or its process has ended."""
+        """Close a connection whose other end has closed it, or whose process has ended."""
         self._selector.unregister(link.peer)
         self._drop(link)
         if link.number is None:

@@ -290,7 +290,7 @@ class SaveManager:
         self._end_put(op, copy, outcome)
 
     def writes_down(self, tier: int) -> None:
-        """A tier takes no writes for now: give up puts that wait for it."""
+        """Give up the waiting puts of a tier that takes no writes for now."""
         for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.PUT, tier)):
             self._end_put(op, op.what, CellOutcome.UNREACHABLE)
 
@@ -329,7 +329,7 @@ class SaveManager:
         return count > 0
 
     def flush(self) -> None:
-        """The process is about to end: put all dirty slabs, now and later ones, into every tier."""
+        """Put all dirty slabs, now and later ones, into every tier: the process is about to end."""
         self._flushing = True
 
     def _copy(self, entry: CacheEntry, tiers: Sequence[int]) -> None:
@@ -353,7 +353,7 @@ class SaveManager:
         self.finish_if_done(copy)
 
     def lost(self, copy: Copy, outcome: CellOutcome) -> None:
-        """An op was cancelled since one before it has failed: a gather since its fence has.
+        """Take an op that was cancelled, since an op before it or a gather's fence has failed.
 
         Later ops of a copy end with the failure of the op before them, which finishes the copy.
         """
@@ -421,7 +421,7 @@ class SaveManager:
             self._context.progress += self.progress.recorded(save.job, slab, is_stored=is_stored)
 
     def hand_over_ends(self, end: HandOverEnd) -> None:
-        """A request that is handed over saves nothing more."""
+        """Note that a request that is handed over saves nothing more."""
         self._context.progress += self.progress.ends(end)
 
     def _finish(self, save: _Save) -> None:

@@ -84,7 +84,7 @@ def no_span(
     seconds: float,
     attributes: Mapping[str, int | str],
 ) -> None:
-    """Records no span."""
+    """Record no span."""
 
 
 class Trace:

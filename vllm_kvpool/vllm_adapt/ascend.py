@@ -89,7 +89,7 @@ def is_vllm_tensor(value: Any) -> bool:
 
 
 def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors of a registered value."""
+    """Return the tensors of a registered value."""
     if isinstance(value, torch.Tensor):
         return (value,)
     if isinstance(value, (tuple, list)):
@@ -98,7 +98,10 @@ def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
 
 
 def from_registered(name: str, value: Any, expected: Expected, device: Device) -> LayerPages:
-    """The pages of a layer that is not in vLLM's own form; ConfigError if they cannot be shared."""
+    """Return the pages of a layer that is not in vLLM's own form.
+
+    Raises ConfigError if they cannot be shared.
+    """
     for tensor in tensors_of(value):
         device.check_format(name, tensor)
     key, value_part = _key_and_value(name, value, expected)

@@ -119,8 +119,9 @@ def host_address() -> str:
 
 
 def configuration(model: Any) -> Any:
-    """The model's configuration (transformers') as vLLM reads it. `model`: vLLM's `ModelConfig`.
+    """Return the model's configuration (transformers') as vLLM reads it.
 
+    `model`: vLLM's `ModelConfig`.
     Some models write into the configuration of the engine when they are built (DeepSeek V2 another
     kind of rope). That is seen where scheduler and model are one process (TP 1) and nowhere else,
     so it is read anew. Where it cannot be, the engine's own is taken.
@@ -149,7 +150,7 @@ def configuration(model: Any) -> Any:
 
 
 def built_max_model_len(model: Any) -> int:
-    """The `max_model_len` that the model was built with. `model`: vLLM's `ModelConfig`.
+    """Return the `max_model_len` that the model was built with. `model`: vLLM's `ModelConfig`.
 
     Where it is "auto" (-1), vLLM lowers it afterwards to what the KV cache has room for.
     """
@@ -177,7 +178,7 @@ def is_interleaved_for_nixl(parallel: Any, transfer: Any) -> bool:
 
 
 def text_part(read: Any) -> Any:
-    """The part of a `configuration` that describes the language model."""
+    """Return the part of a `configuration` that describes the language model."""
     from vllm.transformers_utils.config import get_hf_text_config
 
     return get_hf_text_config(read)
@@ -231,8 +232,9 @@ def _yarn_scale_of(factor: float, weight: float = 1.0) -> float:
 
 
 def kv_heads_of_layer(model: Any, layer: int) -> int:
-    """The KV heads of one layer of the whole model; 0 where its configuration does not say it.
+    """Return the KV heads of one layer of the whole model.
 
+    The result is 0 where its configuration does not say it.
     `model`: vLLM's `ModelConfig`.
     """
     shape = model.model_arch_config
@@ -298,7 +300,7 @@ def indexer_is_fp4(vllm_config: "VllmConfig") -> bool:
 
 
 def fp8_name() -> str:
-    """The one-byte number type of the device; some of AMD's have another than all others."""
+    """Return the one-byte number type of the device; some of AMD's have another than others."""
     from vllm.platforms import current_platform
 
     return str(current_platform.fp8_dtype()).removeprefix("torch.")
@@ -377,7 +379,7 @@ def source_of_random_weights() -> str:
 
 
 def backend_of(vllm_config: "VllmConfig", layer_name: str) -> str:
-    """The name of a layer's attention backend, on a worker; "" where there is none."""
+    """Return the name of a layer's attention backend, on a worker; "" where there is none."""
     layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
     return "" if layer is None else str(layer.get_attn_backend().get_name())
 
@@ -397,7 +399,7 @@ def tokens_per_state(spec: Any) -> int:
 
 
 def environment_variables() -> Mapping[str, Callable[[], Any]]:
-    """VLLM's readers of its environment variables, by name."""
+    """Return vLLM's readers of its environment variables, by name."""
     from vllm import envs
 
     known: Mapping[str, Callable[[], Any]] = envs.environment_variables
@@ -432,7 +434,7 @@ def _own_name(request: "Request") -> tuple[Any, ...]:
 
 
 def _request(**said: Any) -> "Request":
-    """A request of a few tokens."""
+    """Return a request of a few tokens."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -600,7 +602,7 @@ def offers_states() -> bool:
 
 
 def forms_of_layers(kv_cache_config: Any) -> dict[str, int]:
-    """The layers that have pages on this rank -> a number, equal for equal specs in a group.
+    """Return a number for each layer with pages on this rank, equal for equal specs in a group.
 
     Newer releases describe such layers together, older ones give each layer a tensor of its size.
     """
@@ -612,7 +614,7 @@ def forms_of_layers(kv_cache_config: Any) -> dict[str, int]:
 
 
 def page_bytes_of_layers(kv_cache_config: Any) -> dict[str, int]:
-    """The layers that have pages on this rank -> bytes from a page to the next, with padding."""
+    """Return for each layer with pages on this rank the bytes from a page to the next."""
     return {
         name: min(tensor.block_stride, tensor.layer_stride)
         if hasattr(tensor, "layers")
@@ -623,7 +625,10 @@ def page_bytes_of_layers(kv_cache_config: Any) -> dict[str, int]:
 
 
 def hit_source(kinds: Sequence[str]) -> Any:
-    """VLLM's name for the source of hits from any of these kinds of store; None in old releases."""
+    """Return vLLM's name for the source of hits from any of these kinds of store.
+
+    The result is None in old releases.
+    """
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
@@ -634,7 +639,7 @@ def hit_source(kinds: Sequence[str]) -> Any:
 
 
 def transfer_results(loaded: Iterable[str], failed: Iterable[str]) -> Any:
-    """The answer of a worker to newer releases after a step."""
+    """Return the answer of a worker to newer releases after a step."""
     assert _TransferResults is not None
     return _TransferResults(finished_recving=set(loaded), failed_recving=set(failed))
 
@@ -672,7 +677,7 @@ def tells_locality() -> bool:
 
 
 def event_fields(event: type) -> frozenset[str]:
-    """The fields that a KV event has in this release."""
+    """Return the fields that a KV event has in this release."""
     fields: tuple[str, ...] = event.__struct_fields__  # type: ignore[attr-defined]
     return frozenset(fields)
 
@@ -725,7 +730,7 @@ class BlockTables:
         self._tables: dict[str, list[list[int]]] = {}
 
     def of_step(self, output: "SchedulerOutput") -> Callable[[str], Sequence[Sequence[int]]]:
-        """Looks up a scheduled request's tables, one for each KV cache group.
+        """Return a function that looks up a scheduled request's tables, one a KV cache group.
 
         In older releases they still name blocks that were freed since.
         """
@@ -737,7 +742,7 @@ class BlockTables:
         return lambda request_id: find(request_id) or ()
 
     def drop_request(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._tables.pop(request_id, None)
 
     def _table(self, request_id: str) -> Sequence[Sequence[int]]:
@@ -791,7 +796,7 @@ class Defect:
 
 
 def known_defects(vllm_config: "VllmConfig") -> tuple[Defect, ...]:
-    """The defects that an engine of this configuration has."""
+    """Return the defects that an engine of this configuration has."""
     return tuple(defect for defect in DEFECTS if defect.applies(vllm_config))
 
 
@@ -803,7 +808,7 @@ def _is_mla_without_prefixes(vllm_config: "VllmConfig") -> bool:
 
 
 def _caches_no_prefixes(vllm_config: "VllmConfig") -> bool:
-    """A model of which vLLM caches no prefixes, even if it is asked to.
+    """Return True for a model of which vLLM caches no prefixes, even if it is asked to.
 
     Of models without attention (Mamba) it does where it is asked to, and they are refused where it
     is not.

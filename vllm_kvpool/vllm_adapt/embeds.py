@@ -170,12 +170,15 @@ _SHAPES = (
 
 
 def _plain(part: Any) -> dict[str, Any]:
-    """A few values of a part's configuration: all of it differs between releases."""
+    """Return a few values of a part's configuration: all of it differs between releases."""
     return {name: getattr(part, name) for name in _SHAPES if hasattr(part, name)}
 
 
 def fingerprint_with(base: str, weights_version: str) -> str:
-    """The fingerprint with this version of the weights; with the first one it is the base."""
+    """Return the fingerprint with this version of the weights.
+
+    With the first one it is the base.
+    """
     if not weights_version:
         return base
     named = f"{base}/{weights_version}".encode()
@@ -220,7 +223,7 @@ def _has_media(feature: Any, resolver: PlaceholderMetadataResolver) -> bool:
 
 
 def on_device(tensor: Any, vllm_config: "VllmConfig") -> Any:
-    """A host tensor where the model's are, in stream order; itself on a CPU."""
+    """Return a host tensor where the model's are, in stream order; itself on a CPU."""
     device = vllm_config.device_config.device
     if device is None or device.type == "cpu":
         return tensor

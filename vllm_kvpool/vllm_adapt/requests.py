@@ -90,7 +90,7 @@ class AdapterDigests:
         self._path_of.pop(adapter_id, None)
 
     def known(self, adapter_id: int, path: str) -> bytes | None:
-        """The digest, if it has been read. Any thread."""
+        """Return the digest, if it has been read. Any thread."""
         adapter = self._known.get((adapter_id, path))
         return None if adapter is None else adapter.digest
 
@@ -142,7 +142,10 @@ class OwnCaches:
         return self._hold(self._of_blocks, name, {key})
 
     def hold_embeddings(self, name: str, block_name: Hashable, key: AdapterKey) -> bool:
-        """The same of embeddings. Blocks under `block_name` are computed from them."""
+        """Note that embeddings will be computed under `name`, as `hold_blocks` does for blocks.
+
+        Blocks under `block_name` are computed from them.
+        """
         is_own = self._hold(self._of_embeddings, name, {key})
         self._hold(self._of_blocks, block_name, self._of_embeddings.get(name, {UNKNOWN}))
         return is_own
@@ -171,18 +174,18 @@ class OwnCaches:
         return None if digest is None else digest + key.how_read
 
     def replaced(self, adapter_id: int) -> None:
-        """The content under an id is another from now on, also in requests that run."""
+        """Note that the content under an id is another from now on, also in requests that run."""
         for known in (self._of_blocks, self._of_embeddings):
             for keys in known.values():
                 if any(key.adapter_id == adapter_id for key in keys):
                     keys.add(UNKNOWN)
 
     def blocks_were_reset(self) -> None:
-        """The engine's own prefix cache holds nothing."""
+        """Forget all blocks: the engine's own prefix cache holds nothing."""
         self._of_blocks.clear()
 
     def embeddings_were_reset(self) -> None:
-        """The engine's encoder cache holds nothing."""
+        """Forget all embeddings: the engine's encoder cache holds nothing."""
         self._of_embeddings.clear()
 
 
@@ -243,22 +246,22 @@ class RequestReader:
         )
 
     def own_cache_was_reset(self) -> None:
-        """The engine's own prefix cache holds nothing."""
+        """Forget all blocks: the engine's own prefix cache holds nothing."""
         self._caches.blocks_were_reset()
 
     def encoder_cache_was_reset(self) -> None:
-        """The engine's encoder cache holds nothing."""
+        """Forget all embeddings: the engine's encoder cache holds nothing."""
         self._caches.embeddings_were_reset()
 
     def adapter_loaded(self, adapter_id: int, path: str, *, in_place: bool) -> None:
-        """VLLM was told to load an adapter."""
+        """Note that vLLM was told to load an adapter."""
         self._adapters.loaded(adapter_id, path, in_place=in_place)
         if in_place:
             self._caches.replaced(adapter_id)
             self._on_replaced()
 
     def adapter_removed(self, adapter_id: int) -> None:
-        """VLLM was told to remove an adapter."""
+        """Note that vLLM was told to remove an adapter."""
         self._adapters.removed(adapter_id)
 
     def _note_read_again(self, lora: "LoRARequest") -> None:
@@ -281,7 +284,7 @@ class RequestReader:
         self._on_replaced()
 
     def read(self, request: "Request") -> "VllmRequest":
-        """The view of a request that has arrived."""
+        """Return the view of a request that has arrived."""
         options = self._options(request)
         if (lora := request.lora_request) is not None:
             self._note_read_again(lora)
@@ -347,7 +350,7 @@ class VllmRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt; vLLM may change it while a session is resumed."""
+        """Tokens of the prompt, without output."""
         return int(self._request.num_prompt_tokens)
 
     @property
@@ -362,7 +365,7 @@ class VllmRequest:
 
     @property
     def num_preemptions(self) -> int:
-        """How often vLLM has preempted the request."""
+        """Number of times that vLLM has preempted the request."""
         return int(self._request.num_preemptions)
 
     def tokens(self) -> Sequence[int]:

@@ -108,7 +108,7 @@ class TableStats:
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The values of the log line."""
+        """Return the values of the log line."""
         return log_values(self.data)
 
 
@@ -118,7 +118,7 @@ class KVPoolStats(TableStats, KVConnectorStats):
 
     @classmethod
     def since_last(cls, registry: MetricsRegistry) -> "KVPoolStats | None":
-        """The changes in a side's registry since the last call; None if there are none."""
+        """Return the changes in a side's registry since the last call; None if there are none."""
         changes = registry.take_changes()
         return cls(changes) if changes else None
 

@@ -25,7 +25,7 @@ OTHER_MODELS = ("audio_model_id", "text_model_id")
 
 
 def other_models(model: Any) -> dict[str, str]:
-    """The models that one loads as parts of itself, by their names in its configuration."""
+    """Return the models that one loads as parts of itself, by their names in its configuration."""
     named = ((name, getattr(model.hf_config, name, None)) for name in OTHER_MODELS)
     return {name: other for name, other in named if isinstance(other, str) and other}
 
@@ -63,7 +63,7 @@ class WeightSources(NamedTuple):
 
 
 def sample_at_start(path: Path) -> str | None:
-    """The sample of weights that an engine has just read from files, or None if there are none.
+    """Return the sample of weights that an engine has just read from files; None without files.
 
     A directory of the user's may have been written to since the engine read it. Then which weights
     it has is not known, and the sample is random. Raises OSError.

@@ -208,7 +208,7 @@ class WorkerPart:
         self.registry.set("kvpool_page_locked_share", share)
 
     def use_namespace(self, namespace: Namespace, drafter: str = "") -> None:
-        """The namespace of cells in plans from now on, and the drafter of those of drafts."""
+        """Use this namespace for cells in plans, and this drafter's for drafts, from now on."""
         if namespace != self._namespace:
             self._namespace = namespace
             self._executor.post(UseNamespace(namespace, drafter))
@@ -395,7 +395,10 @@ def _join(
 
 
 def _members(cells: Sequence[LocalCell], exchange: ReplicaExchange) -> dict[str, frozenset[int]]:
-    """The ranks that share each layer group; groups that no other rank holds are left out."""
+    """Return the ranks that share each layer group.
+
+    Groups that no other rank holds are left out.
+    """
     siblings = exchange.siblings
     members = {
         cell.span.layer_group: {siblings[each] for each in cell.replicas if each in siblings}

@@ -89,7 +89,7 @@ class Growth:
         }
 
     def total(self, name: str, **labels: str) -> float:
-        """The growth of all series of a name that have these labels."""
+        """Return the growth of all series of a name that have these labels."""
         wanted = set(labels.items())
         return sum(
             grown
@@ -98,16 +98,16 @@ class Growth:
         )
 
     def rate(self, name: str, **labels: str) -> float:
-        """The growth a second."""
+        """Return the growth a second."""
         return self.total(name, **labels) / self._seconds
 
     def mean(self, name: str, **labels: str) -> float | None:
-        """The mean of what a histogram has counted in the interval."""
+        """Return the mean of what a histogram has counted in the interval."""
         count = self.total(f"{name}_count", **labels)
         return self.total(f"{name}_sum", **labels) / count if count else None
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """The growth by one label, where there is any."""
+        """Return the growth by one label, where there is any."""
         found: dict[str, float] = defaultdict(float)
         for series, grown in self._grown.items():
             if series.name == name and grown > 0:

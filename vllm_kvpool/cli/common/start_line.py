@@ -26,7 +26,10 @@ def engine_arguments(words: Sequence[str]) -> list[str]:
 
 
 def transfer_config(arguments: Sequence[str]) -> str:
-    """The value of `--kv-transfer-config` among an engine's options; ConfigError without it."""
+    """Return the value of `--kv-transfer-config` among an engine's options.
+
+    Raises ConfigError without it.
+    """
     given = option_of(arguments, TRANSFER_CONFIG)
     if given is not None:
         return given

@@ -70,7 +70,7 @@ class TextTable:
         return replace(self, columns=columns, rows=tuple(rows))
 
     def as_rich(self) -> "Table":
-        """The same for rich, which must be installed."""
+        """Return the table for rich, which must be installed."""
         from rich.table import Table
 
         table = Table(title=self.title or None, title_justify="left", box=None, pad_edge=False)
@@ -93,7 +93,7 @@ def show_live(frames: Iterable[Sequence[TextTable]]) -> None:
 
 
 def size_text(nbytes: float) -> str:
-    """A size with a unit: 1536 is 1.5 KiB."""
+    """Return a size with a unit: 1536 is 1.5 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.4g} {unit}"
@@ -102,7 +102,7 @@ def size_text(nbytes: float) -> str:
 
 
 def time_text(seconds: float | None) -> str:
-    """A duration with a unit, - for none: 0.0015 is 1.5 ms."""
+    """Return a duration with a unit, - for none: 0.0015 is 1.5 ms."""
     if seconds is None:
         return "-"
     for factor, unit in ((1e6, "µs"), (1e3, "ms")):
@@ -112,7 +112,7 @@ def time_text(seconds: float | None) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """An age in its largest whole unit: 7200 is 2 h."""
+    """Return an age in its largest whole unit: 7200 is 2 h."""
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"

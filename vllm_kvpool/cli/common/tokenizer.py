@@ -54,7 +54,10 @@ class PromptOptions:
         return any((self.tokens_file, self.text_file, self.messages_file))
 
     def tokens(self) -> list[int] | None:
-        """The token ids of the prompt, None without one; ConfigError if it cannot be read."""
+        """Return the token ids of the prompt, None without one.
+
+        Raises ConfigError if it cannot be read.
+        """
         files = (self.tokens_file, self.text_file, self.messages_file)
         if sum(each is not None for each in files) > 1:
             raise click.UsageError("give one of --tokens, --text and --messages")
@@ -107,7 +110,7 @@ def prompt_options(command: Any) -> Any:
 
 
 def tokenize(prompt: Prompt, tokenizer: str, beside: Mapping[str, Any] = NOTHING_ELSE) -> list[int]:
-    """The token ids that an engine makes of a prompt. Blocks.
+    """Return the token ids that an engine makes of a prompt. Blocks.
 
     `tokenizer` is the URL of an engine or router, whose `/tokenize` is asked, or the directory or
     name of a model, which needs transformers. `beside` are other fields of the request: `model`,

@@ -172,7 +172,10 @@ class PiecePool:
         self._is_closed = False
 
     def take(self, timeout_s: float) -> Bytes | None:
-        """A piece; None if none is free in time, or after `close`. Who waits must hold none."""
+        """Return a piece; None if none is free in time, or after `close`.
+
+        A caller that waits must hold no piece.
+        """
         deadline = self._clock() + timeout_s
         with self._changed:
             while True:
@@ -271,7 +274,10 @@ class MooncakeWriter:
         self._reached: set[str] = set()  # sessions whose last write succeeded
 
     def write(self, window: Window, writes: Sequence[RowCopy]) -> list[tuple[int, ...]]:
-        """A digest for each run of each write; after a WriteError none of them is certain."""
+        """Write, and return a digest for each run of each write.
+
+        After a WriteError none of the runs is certain.
+        """
         if not isinstance(window, MooncakeWindow):
             raise other_transport("mooncake")
         for rows in writes:
@@ -308,7 +314,7 @@ class MooncakeWriter:
         self._memory.retire()
 
     def take(self, *, wait: bool) -> Bytes | None:
-        """A piece of the staging memory; WriteError if none is free in time."""
+        """Return a piece of the staging memory; WriteError if none is free in time."""
         piece = self.staging.take(TRANSFER_TIMEOUT_S if wait else 0.0)
         if piece is None and wait:
             self._check_open()
@@ -439,7 +445,7 @@ class _InFlight:
             self._writer.release(self._flying.popleft())
 
     def _room(self, offset: int) -> Bytes:
-        """The piece that the next bytes, for `offset`, go to."""
+        """Return the piece that the next bytes, for `offset`, go to."""
         if self._piece is not None:
             is_next = self._ranges[-1].offset + self._ranges[-1].nbytes == offset
             is_full = len(self._ranges) == MAX_RANGES and not is_next

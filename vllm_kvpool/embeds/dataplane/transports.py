@@ -55,8 +55,9 @@ class RowWriter(Protocol):
 def open_landing(
     transport: Transport, nbytes: int, *, host: str, protocol: str = "tcp", device: str = ""
 ) -> LandingWindow:
-    """A landing window of `nbytes`; `host` is the address at which producers reach this process.
+    """Return a landing window of `nbytes`.
 
+    `host` is the address at which producers reach this process.
     ConfigError for an impossible configuration, StoreError if the network refuses.
     """
     if nbytes < 1:

@@ -66,11 +66,11 @@ class AdmissionQueue:
         return self._requested[0][2] if self._requested else None
 
     def unrequested(self) -> Iterator[str]:
-        """The first item of each producer, in the order of their turns."""
+        """Return the first item of each producer, in the order of their turns."""
         return (next(iter(items)) for items in self._by_producer.values())
 
     def move_to_end(self, producer: str) -> None:
-        """An unrequested item of this producer was admitted; the others' items come first now."""
+        """Put this producer's turn last, as an unrequested item of it was admitted."""
         if producer in self._by_producer:
             self._by_producer.move_to_end(producer)
 
@@ -114,7 +114,7 @@ class Admission:
         self._queue.add(item.mm_hash, item.sender[0], item.order)
 
     def request(self, item: Item, order: int) -> None:
-        """A request of this age now waits for an item, maybe beside others."""
+        """Note that a request of this age now waits for an item, maybe beside others."""
         if item.requested and item.order <= order:
             return
         if item.requested:
@@ -205,7 +205,7 @@ class Admission:
     # Admitted items
 
     def activate(self, item: Item) -> None:
-        """An admitted item has an offer and lacks rows."""
+        """Start granting rows to an admitted item, which has an offer and lacks rows."""
         self._active[item.mm_hash] = self._grantable[item.mm_hash] = item
 
     def mark_grantable(self, item: Item) -> None:
@@ -223,13 +223,13 @@ class Admission:
         self._grantable.pop(item.mm_hash, None)
 
     def remove(self, item: Item) -> None:
-        """An item has no sender any more."""
+        """Remove an item that has no sender any more."""
         self._queue.remove(item.mm_hash)
         self._unrequested_may_fit = True
         self.deactivate(item)
 
     def forget(self, item: Item) -> None:
-        """An item has ended."""
+        """Forget an item that has ended."""
         self.remove(item)
         if item.requested:
             self._forget_order(item)

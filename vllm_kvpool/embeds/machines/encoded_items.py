@@ -68,13 +68,13 @@ class EncodedItemCache:
         return item
 
     def begin(self, item: EncodedItem, tid: int) -> None:
-        """A transfer of it begins."""
+        """Hold an item for a transfer that begins."""
         item.transfers.add(tid)
         self.update_held_bytes(item)
         self.items.move_to_end(item.mm_hash)
 
     def end(self, item: EncodedItem, tid: int, now: float) -> None:
-        """A transfer of it has ended and writes nothing any more."""
+        """Release an item from a transfer that has ended and writes nothing any more."""
         item.transfers.remove(tid)
         self.update_held_bytes(item)
         item.since = now
@@ -145,7 +145,7 @@ class PendingTargets:
         return self._targets.keys()
 
     def add(self, mm_hash: str, target: str, expires_at: float) -> None:
-        """An item is to go to a target; again renews it."""
+        """Add a target for an item until `expires_at`; a second call renews it."""
         self._expires_at[mm_hash, target] = expires_at
         self._targets.setdefault(mm_hash, {})[target] = None
         while len(self._expires_at) > self._most:

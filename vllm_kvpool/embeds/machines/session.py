@@ -99,7 +99,7 @@ class Session:
         self._actions: list[Action] = []
 
     def take_actions(self) -> list[Action]:
-        """The actions since the last call, in order."""
+        """Return the actions since the last call, in order."""
         actions, self._actions = self._actions, []
         return actions
 
@@ -133,7 +133,7 @@ class Session:
         self._sent_at = now
 
     def hello(self, message: PeerHello, now: float) -> None:
-        """The peer has sent its hello."""
+        """Take the peer's hello: begin the session, or refuse it."""
         self._received_at = now
         if self.peer is not None and self.peer.incarnation != message.incarnation:
             self._lose(quiesced=False)
@@ -163,7 +163,7 @@ class Session:
         self._actions.append(PeerUp(message))
 
     def rejected(self, message: HelloReject, now: float) -> bool:
-        """The peer refuses a session; whether the reason is new."""
+        """Take the peer's refusal of a session, and return True if the reason is new."""
         self._received_at = now
         is_news = self._refused_by_peer != message.text
         self._refused_by_peer = message.text
@@ -173,13 +173,13 @@ class Session:
         return is_news
 
     def received(self, now: float) -> None:
-        """The peer has sent something else."""
+        """Note that the peer has sent something else."""
         self._received_at = now
         if self.state is SessionState.DEGRADED:
             self.state = SessionState.UP
 
     def goodbye(self) -> None:
-        """The peer ends in order."""
+        """End the session in order, as the peer does."""
         if self.is_up:
             self._lose(quiesced=True)
 
@@ -211,7 +211,7 @@ class Session:
             self.state = SessionState.DEGRADED
 
     def lost(self) -> None:
-        """The connection is broken."""
+        """End the session, as the connection is broken."""
         if self.is_up:
             self._lose(quiesced=False)
 

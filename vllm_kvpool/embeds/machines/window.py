@@ -24,7 +24,7 @@ MOST_WINDOW_BYTES = 32 << 20  # longer grants overlap less and put more into qua
 
 
 def window_bytes(arena_bytes: int, active: int) -> int:
-    """The most bytes of one grant while so many items are active."""
+    """Return the most bytes of one grant while so many items are active."""
     share = arena_bytes // (WINDOWS_IN_FLIGHT * max(1, min(active, MOST_SHARES)))
     return min(share, MOST_WINDOW_BYTES)
 
@@ -164,7 +164,7 @@ class WindowLedger:
         return self._allocator.free_bytes > 0
 
     def of(self, ref: TransferRef, gid: int) -> GrantRecord | None:
-        """The grant `gid`, if it was given to this transfer."""
+        """Return the grant `gid`, if it was given to this transfer."""
         granted = self._live.get(gid)
         return granted if granted is not None and granted.ref == ref else None
 
@@ -182,12 +182,12 @@ class WindowLedger:
         return extents
 
     def add(self, granted: GrantRecord) -> None:
-        """Number a grant of memory that `take` returned."""
+        """Give a number to a grant of memory that `take` returned."""
         granted.gid, self._next_gid = self._next_gid, self._next_gid + 1
         self._live[granted.gid] = granted
 
     def end(self, granted: GrantRecord, now: float, *, quiesced: bool) -> None:
-        """A grant ends: its memory is free if nothing writes to it, else quarantined."""
+        """End a grant: its memory is free if nothing writes to it, else quarantined."""
         self._end(granted, GrantState.FREE if quiesced else GrantState.QUARANTINED, now)
 
     def end_unresolved(self, granted: GrantRecord, now: float) -> None:
@@ -239,7 +239,7 @@ class WindowLedger:
             granted.move(GrantState.QUARANTINED)
 
     def resolve(self, ref: TransferRef, gid: int) -> None:
-        """The producer reported the end of the write: end the quarantine, if there is one."""
+        """End a grant's quarantine, if there is one: its producer reported the end of the write."""
         granted = self._unresolved_of(ref, gid)
         if granted is not None:
             self._end_quarantine(granted)

@@ -59,7 +59,7 @@ class Outbox:
         return [(link, self._waiting.pop(link)) for link in due]
 
     def frames(self, queued: list[tuple[str, Message]]) -> Iterator[bytes]:
-        """The messages in as few frames as possible, each to one target."""
+        """Yield the messages in as few frames as possible, each to one target."""
         for target, messages in groupby(queued, key=itemgetter(0)):
             bodies: list[msgspec.Raw] = []
             nbytes = 0

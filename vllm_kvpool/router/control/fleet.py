@@ -134,7 +134,7 @@ NO_MODELS: frozenset[str] = frozenset()
 
 
 def _groups_of(sets: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
-    """Each model's group: the models of all sets that overlap, directly or by others."""
+    """Return each model's group: the models of all sets that overlap, directly or by others."""
     groups: list[frozenset[str]] = []
     for models in sets:
         near = [each for each in groups if not models.isdisjoint(each)]

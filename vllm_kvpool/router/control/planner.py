@@ -78,7 +78,7 @@ class PlanInputs:
         return self.prefill if role is Role.PREFILL else self.decode
 
     def missing(self) -> list[str]:
-        """Names of what must be positive and is not."""
+        """Return the names of what must be positive and is not."""
         given = {
             "blocks_per_replica": self.blocks_per_replica,
             "block_tokens": self.block_tokens,
@@ -134,7 +134,7 @@ def _replicas(exactly: float) -> int:
 
 
 def equations(inputs: PlanInputs, queue_target_s: float) -> tuple[Equation, ...]:
-    """The demands of decode, then of prefill. Needs inputs of which nothing is missing.
+    """Return the demands of decode, then of prefill. Needs inputs of which nothing is missing.
 
     Each is a demand in replicas that would be fully used, divided by the utilisation they may have:
 
@@ -204,7 +204,7 @@ class RoleMemory:
     """Number of times that hold and flip cooldown have been doubled."""
 
     def longer(self, seconds: float) -> float:
-        """A hold or cooldown, as patient as the role has become."""
+        """Return a hold or cooldown, as patient as the role has become."""
         return min(seconds * 2.0**self.patience, LONGEST_HOLD_S)
 
     def went_up(self, now: float, down_hold_s: float) -> None:
@@ -288,7 +288,7 @@ class _Bounds(NamedTuple):
 
 
 def plan(inputs: PlanInputs, config: PlannerConfig, memory: PlanMemory) -> tuple[Plan, PlanMemory]:
-    """The next plan and what to remember of it; `memory` is left as it is."""
+    """Return the next plan and what to remember of it; `memory` is left as it is."""
     memory = replace(memory, prefill=replace(memory.prefill), decode=replace(memory.decode))
     now = inputs.now
     held = _not_trusted(inputs)
@@ -368,7 +368,7 @@ def _bounds(role: Role, inputs: PlanInputs, floor: int, terms: Sequence[Equation
 def _flip(
     bounds_of: Mapping[Role, _Bounds], deltas: Mapping[Role, int], memory: PlanMemory, now: float
 ) -> Role | None:
-    """The role that is to get one from the other."""
+    """Return the role that is to get a replica from the other."""
     for role in (Role.DECODE, Role.PREFILL):
         urgent = bounds_of[role].is_urgent
         back_s = memory.of(role.other).longer(FLIP_COOLDOWN_S)
@@ -387,7 +387,7 @@ def _down(
     now: float,
     down_hold_s: float,
 ) -> Role | None:
-    """The role that has had too many for longest, if any may go down now."""
+    """Return the role that has had too many for longest, if any may go down now."""
     ready: list[tuple[float, Role]] = []
     for role, bounds in bounds_of.items():
         mine = memory.of(role)

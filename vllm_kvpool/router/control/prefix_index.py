@@ -36,7 +36,7 @@ SEGMENT_ENDS = tuple(_segment_ends())
 
 
 def spans_of(depth: int) -> int:
-    """Spans that the first `depth` hashes of a prompt stand for."""
+    """Return the spans that the first `depth` hashes of a prompt stand for."""
     return SEGMENT_ENDS[depth - 1] if depth else 0
 
 

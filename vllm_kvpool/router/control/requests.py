@@ -231,7 +231,7 @@ class RequestQueue:
             del self._sorted[model], self.by_model[model]
 
     def head(self, without: Collection[str] = ()) -> Request | None:
-        """The next request, of all models but some; None if there is none."""
+        """Return the next request, of all models but some; None if there is none."""
         heads = [waiting[0] for model, waiting in self._sorted.items() if model not in without]
         return min(heads)[1] if heads else None
 

@@ -150,7 +150,7 @@ EDGES: Mapping[tuple[State, Cause], State] = {
 
 
 def follow(state: State, cause: Cause) -> State:
-    """The state that `cause` leads to; IllegalEdge where there is no such edge."""
+    """Return the state that `cause` leads to; IllegalEdge where there is no such edge."""
     try:
         return EDGES[state, cause]
     except KeyError:

@@ -55,7 +55,7 @@ class Origins:
 
 
 def _name_of(host: str) -> str:
-    """The name in `name:port`, in lower case; empty if it is none."""
+    """Return the name in `name:port`, in lower case; empty if it is none."""
     match = _HOST.fullmatch(host)
     return match[1].strip("[]").lower() if match is not None else ""
 

@@ -231,7 +231,10 @@ _decode_detokenized = msgspec.json.Decoder(_Detokenized).decode
 
 
 def read_reply(body: bytes, stops: Sequence[str] = ()) -> TokenCounts:
-    """The counts of an answer in one piece; raises EngineLost. `stops` is as in `check_end`."""
+    """Return the counts of an answer in one piece.
+
+    Raises EngineLost. `stops` is as in `check_end`.
+    """
     try:
         reply = _decode(body)
     except UNREADABLE as error:
@@ -289,7 +292,7 @@ def without_reserved(body: bytes) -> bytes:
 
 
 def read_detokenized(body: bytes) -> str:
-    """The text of an answer of `/detokenize`; raises EngineLost."""
+    """Return the text of an answer of `/detokenize`; raises EngineLost."""
     try:
         return _decode_detokenized(body).prompt
     except UNREADABLE as error:

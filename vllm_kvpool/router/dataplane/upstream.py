@@ -94,7 +94,10 @@ class Upstream:
         answer_timeout_s: float,
         api_key: str,
     ) -> None:
-        """`silence_timeout_s`: of a stream; `answer_timeout_s`: of an answer in one piece."""
+        """Set the time limits.
+
+        `silence_timeout_s` of a stream, `answer_timeout_s` of a whole answer.
+        """
         self._silence_timeout_s = silence_timeout_s
         self._answer_timeout_s = answer_timeout_s
         self._own_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -155,7 +158,10 @@ class Upstream:
         timeout_s: float | None = None,
         most_bytes: int = SMALL_ANSWER_BYTES,
     ) -> EngineResponse:
-        """POST, and read the whole answer. Without headers it is a request of the router's own."""
+        """Send a POST and read the whole answer.
+
+        Without headers it is a request of the router's own.
+        """
         if headers is None:
             headers = self._own_headers | {"Content-Type": "application/json"}
         limit_s = self._answer_timeout_s if timeout_s is None else timeout_s
@@ -168,7 +174,10 @@ class Upstream:
         headers: Mapping[str, str] | None = None,
         most_bytes: int = SMALL_ANSWER_BYTES,
     ) -> EngineResponse:
-        """GET. Without headers it is a request of the router's own."""
+        """Send a GET and read the whole answer.
+
+        Without headers it is a request of the router's own.
+        """
         given = self._own_headers if headers is None else headers
         return await self._whole("GET", url, b"", given, timeout_s, most_bytes)
 
@@ -191,7 +200,10 @@ class Upstream:
             raise EngineBroke(f"no answer within {timeout_s:g} s") from None
 
     def keep(self, connection: "UpstreamConnection") -> None:
-        """Its call has ended: it may serve the next one, for KEEP_ALIVE_S or little longer."""
+        """Keep a connection whose call has ended for the next one.
+
+        It is kept for KEEP_ALIVE_S or little longer.
+        """
         self._idle[connection.origin].append(connection)
         if self._sweep is None:
             self._close_unused_later()
@@ -315,7 +327,7 @@ class UpstreamResponse:
         return data
 
     async def read(self) -> EngineResponse:
-        """The whole answer; EngineLost if it is larger than it may be."""
+        """Return the whole answer; EngineLost if it is larger than it may be."""
         body = bytearray()
         await self.pump(body.extend)
         return EngineResponse(self.status, self.headers, bytes(body))
@@ -342,7 +354,7 @@ class UpstreamResponse:
     # Called by the connection
 
     def feed(self, data: bytes) -> None:
-        """A part of the body; raises EngineLost beyond what it may have."""
+        """Add a part of the body; raises EngineLost beyond what it may have."""
         self._num_bytes += len(data)
         if self._num_bytes > self._most_bytes:
             raise EngineLost(f"answers more than {self._most_bytes} bytes")
@@ -351,7 +363,7 @@ class UpstreamResponse:
         self.unread_bytes += len(data)
 
     def lost(self, why: EngineLost) -> None:
-        """The rest will not come."""
+        """Fail the answer: its rest will not come."""
         if not self.is_complete and self._lost is None:
             self._lost = why
 

@@ -43,7 +43,7 @@ ALIGNMENT = 4096  # of cells in memory, for direct I/O
 
 
 def read_keys(path: Path) -> list[bytes]:
-    """The keys of a file that its owner alone may read, as of `parse_keys`."""
+    """Return the keys of a file that its owner alone may read, as of `parse_keys`."""
     where = f"encryption_key_file {path}"
     content = read_secret(path, "encryption_key_file")
     try:

@@ -55,7 +55,7 @@ class Transfer(NamedTuple):
         return sum(part.nbytes for part in self.parts)
 
     def after(self, skip_bytes: int) -> list[Buffer]:
-        """The parts without their first `skip_bytes`."""
+        """Return the parts without their first `skip_bytes`."""
         if skip_bytes == 0:
             return list(self.parts)
         rest: list[Buffer] = []
@@ -239,7 +239,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def _system_call(number: int, *args: int) -> int:
-    """The result, or -errno."""
+    """Make a system call and return the result, or -errno."""
     result: int = _libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, args))
     return result if result >= 0 else -ctypes.get_errno()
 

@@ -45,7 +45,7 @@ def make_directory(path: str) -> None:
 
 
 def entries(directory: str) -> list[os.DirEntry[str]]:
-    """The entries of a directory; none if it is missing or a symbolic link."""
+    """Return the entries of a directory; none if it is missing or a symbolic link."""
     if os.path.islink(directory):
         return []
     try:
@@ -56,7 +56,7 @@ def entries(directory: str) -> list[os.DirEntry[str]]:
 
 
 def directories(directory: str) -> list[os.DirEntry[str]]:
-    """The directories in a directory, without symbolic links."""
+    """Return the directories in a directory, without symbolic links."""
     return [entry for entry in entries(directory) if entry.is_dir(follow_symlinks=False)]
 
 
@@ -110,7 +110,7 @@ def is_there(path: str) -> bool:
 
 
 def may_be_there(path: str) -> bool:
-    """False only if the file system says that nothing has this name."""
+    """Return False only if the file system says that nothing has this name."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -246,7 +246,7 @@ def check_parents(path: str) -> None:
 
 
 def _ways_to(path: str) -> list[str]:
-    """A path and every directory above it."""
+    """Return a path and every directory above it."""
     found = [path]
     while path != os.path.dirname(path):
         path = os.path.dirname(path)

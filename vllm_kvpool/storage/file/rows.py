@@ -114,7 +114,7 @@ class StoredCell(NamedTuple):
 
 
 def new_cell(ref: ChunkRef, namespace: str, name: bytes, nbytes: int) -> StoredCell:
-    """A cell from its writer's description; numbers that no row can hold are cut."""
+    """Return a cell from its writer's description; numbers that no row can hold are cut."""
     parent = b"" if ref.parent in ("", ref.id) else chunk_name(namespace, ref.parent)
     chunk = chunk_name(namespace, ref.id)
     position = min(max(ref.position, 0), MAX_POSITION)
@@ -128,7 +128,7 @@ def is_directory_of_cells(name: object) -> bool:
 
 
 def chunk_name(namespace: str, chunk_id: str) -> bytes:
-    """The digest that names a chunk in the index."""
+    """Return the digest that names a chunk in the index."""
     text = f"{namespace}/{chunk_id}".encode("utf-8", "surrogatepass")
     return blake2b(text, digest_size=ID_BYTES).digest()
 
@@ -197,7 +197,7 @@ _TYPES_OF_ROW = frozenset(
 
 
 def _checked_row(row: tuple[Any, ...]) -> ChunkRow:
-    """The chunk of a row of `_COLUMNS`; DamagedIndex if it cannot have been written."""
+    """Return the chunk of a row of `_COLUMNS`; DamagedIndex if it cannot have been written."""
     if tuple(map(type, row)) not in _TYPES_OF_ROW or len(row[-1]) % CELL_ENTRY.size:
         raise DamagedIndex("a row of a chunk cannot be read")
     numbers = row[2:4] + row[5:-1]  # without ids, which are not added to
@@ -216,7 +216,7 @@ def _check_numbers(values: Iterable[object]) -> None:
 
 
 def number_in(row: tuple[Any, ...] | None) -> int:
-    """The number that a query has answered; DamagedIndex if it is none."""
+    """Return the number that a query has answered; DamagedIndex if it is none."""
     if row is None:
         raise DamagedIndex("a row is missing")
     _check_numbers(row[:1])
@@ -288,7 +288,7 @@ class Rows:
     # Chunks
 
     def of(self, row: tuple[Any, ...]) -> ChunkRow:
-        """The object for a row of `_COLUMNS`."""
+        """Return the object for a row of `_COLUMNS`."""
         chunk = self._by_id.get(row[0])
         if chunk is None:
             chunk = self._by_id[row[0]] = self.by_name[row[1]] = _checked_row(row)
@@ -298,13 +298,13 @@ class Rows:
         return chunk
 
     def named(self, names: Iterable[bytes]) -> list[ChunkRow]:
-        """The chunks with these names that have a row."""
+        """Return the chunks with these names that have a row."""
         names = dict.fromkeys(names)
         self._select("name", [name for name in names if name not in self.by_name])
         return [self.by_name[name] for name in names if name in self.by_name]
 
     def with_ids(self, ids: Sequence[int]) -> list[ChunkRow]:
-        """The chunks with these ids; DamagedIndex if a row is missing."""
+        """Return the chunks with these ids; DamagedIndex if a row is missing."""
         self._select("id", [each for each in ids if each not in self._by_id])
         if not self._by_id.keys() >= set(ids):
             raise DamagedIndex("a chunk is missing")
@@ -320,7 +320,7 @@ class Rows:
                 self.of(row)
 
     def new(self, name: bytes, namespace: str, position: int) -> ChunkRow:
-        """A new chunk, whose row `write` inserts."""
+        """Return a new chunk, whose row `write` inserts."""
         if self._next_id == 0:
             last = self.db.execute("SELECT ifnull(max(id), 0) FROM chunk").fetchone()
             self._next_id = number_in(last) + 1
@@ -330,7 +330,7 @@ class Rows:
         return chunk
 
     def after(self, last_id: int) -> list[ChunkRow]:
-        """The next `MAX_ROWS` chunks in the order of their ids."""
+        """Return the next `MAX_ROWS` chunks in the order of their ids."""
         query = f"SELECT {_COLUMNS} FROM chunk WHERE id > ? ORDER BY id LIMIT ?"
         return [self.of(row) for row in self.db.execute(query, (last_id, MAX_ROWS)).fetchall()]
 
@@ -389,7 +389,7 @@ class Rows:
         self.db.execute(query, (now_ns, MAX_ROWS))
 
     def pinned_bytes(self) -> int:
-        """The charge of pinned chunks."""
+        """Return the charge of pinned chunks."""
         query = "SELECT ifnull(sum(bytes), 0) FROM chunk INDEXED BY pinned WHERE pinned_until > 0"
         return number_in(self.db.execute(query).fetchone())
 
@@ -421,7 +421,7 @@ class Rows:
     # Namespaces
 
     def namespace(self, name: str) -> int:
-        """The id of a namespace, which is added if it is new."""
+        """Return the id of a namespace, which is added if it is new."""
         known = self._namespaces.get(name)
         if known is None:
             query = "SELECT id FROM namespace WHERE name = ?"
@@ -433,7 +433,10 @@ class Rows:
         return known
 
     def _namespace_name(self, number: int) -> str:
-        """The name of a namespace, which is a directory's; DamagedIndex if it could be no such."""
+        """Return the name of a namespace, which is a directory's.
+
+        Raises DamagedIndex if it could be no such.
+        """
         known = self._namespace_names.get(number)
         if known is None:
             query = "SELECT name FROM namespace WHERE id = ?"
@@ -446,7 +449,7 @@ class Rows:
     # Owners
 
     def owner(self, name: str) -> int:
-        """The id of an owner, which is added if it is new; 0 for ""."""
+        """Return the id of an owner, which is added if it is new; 0 for ""."""
         if not name:
             return 0
         self.db.execute("INSERT OR IGNORE INTO owner VALUES (NULL, ?, 0)", (name,))
@@ -501,13 +504,13 @@ class Rows:
         return number_in(self.db.execute(query).fetchone())
 
     def round_of(self, writer: str) -> int | None:
-        """The number of an unfinished round of a writer."""
+        """Return the number of an unfinished round of a writer."""
         query = "SELECT id FROM round WHERE writer = ? LIMIT 1"
         row = self.db.execute(query, (writer,)).fetchone()
         return None if row is None else number_in(row)
 
     def round(self, writer: str, number: int) -> tuple[list[ChunkRow], list[ChunkRow]]:
-        """The chunks that a round holds and those that it evicts; none if it has ended.
+        """Return the chunks that a round holds and those that it evicts; none if it has ended.
 
         Numbers are reused, so the writer must be the round's.
         """
@@ -686,7 +689,7 @@ def chunks_in(path: str) -> list[tuple[Any, ...]]:
 
 
 def cells_of_owner(path: str, namespace: str, owner: str) -> Iterator[StoredCell]:
-    """The cells of an owner in a namespace, read as in `usage_in`."""
+    """Yield the cells of an owner in a namespace, read as in `usage_in`."""
     query = (
         "SELECT chunk.name, cells FROM chunk JOIN owner ON owner.id = chunk.owner "
         "JOIN namespace ON namespace.id = chunk.namespace "
@@ -710,7 +713,7 @@ def _is_wal(path: str) -> bool:
 
 
 def files_of(path: str) -> tuple[str, ...]:
-    """An index and what SQLite keeps beside it."""
+    """Return an index and what SQLite keeps beside it."""
     return (path, f"{path}-wal", f"{path}-shm", f"{path}-journal")
 
 

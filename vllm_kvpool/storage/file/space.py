@@ -337,7 +337,7 @@ class FileSpace:
         return ""
 
     def path_of(self, cell: StoredCell) -> str:
-        """The path of a cell's file."""
+        """Return the path of a cell's file."""
         return cell_path(self.objects, cell)
 
     # Writing: reserve; per object open a temporary file, then publish or discard it; close.
@@ -402,7 +402,7 @@ class FileSpace:
         return None
 
     def _give(self, written_bytes: int) -> int:
-        """The most bytes that are used where `written_bytes` is all that the file system gives."""
+        """Return the most bytes used where `written_bytes` is all that the file system gives."""
         if not self._has_quota:
             self._has_quota = True
             logger.warning(
@@ -417,8 +417,8 @@ class FileSpace:
     def _make_room_for_index(self) -> bool:
         """Delete files so that the index can be written; False if there are none.
 
-        Then chunks can be evicted. Files of evicted cells go first, then those of cells that go next.
-        The charge of these is too high until the index can be written.
+        Then chunks can be evicted. Files of evicted cells go first, then those of cells that go
+        next. The charge of these is too high until the index can be written.
         """
         if self._recycled.charged_bytes():
             self._recycled.trim(0, ())
@@ -585,7 +585,10 @@ class FileSpace:
         self.index.remove_writer(name)
 
     def _dead_writers(self) -> Iterator[tuple[str, HeldLock]]:
-        """The directories of killed writers, each with its lock, which the caller releases."""
+        """Yield the directories of killed writers, each with its lock.
+
+        The caller releases the lock.
+        """
         for writer in directories(self._writers):
             if not _WRITER.fullmatch(writer.name):
                 continue
@@ -687,24 +690,24 @@ class FileSpace:
 
 
 def _unpacked(found: bytes, namespace: str, owner: str) -> tuple[StoredCell, int]:
-    """The cell of a file, and its time of writing."""
+    """Return the cell of a file, and its time of writing."""
     written_ns, name, nbytes, chunk, parent, position = _FOUND.unpack(found)
     parent = b"" if parent == _NO_PARENT else parent
     return StoredCell(namespace, name, nbytes, chunk, parent, position, owner=owner), written_ns
 
 
 def charge_of(nbytes: int, unit_bytes: int) -> int:
-    """The charge of a file: whole blocks of the file system, at least one."""
+    """Return the charge of a file: whole blocks of the file system, at least one."""
     return max(-(-nbytes // unit_bytes), 1) * unit_bytes
 
 
 def object_name(key: str) -> str:
-    """The path of a key's object below the objects directory."""
+    """Return the path of a key's object below the objects directory."""
     return _object_name(namespace_of(key) or FOREIGN, name_digest(key))
 
 
 def cell_path(objects: str, cell: StoredCell) -> str:
-    """The path of a cell's file."""
+    """Return the path of a cell's file."""
     return f"{objects}/{_object_name(cell.namespace, cell.name)}"
 
 
@@ -714,18 +717,18 @@ def _object_name(namespace: str, name: bytes) -> str:
 
 
 def name_digest(key: str) -> bytes:
-    """The digest that names a key's file."""
+    """Return the digest that names a key's file."""
     return blake2b(key.encode("utf-8", "surrogatepass"), digest_size=NAME_DIGEST_BYTES).digest()
 
 
 def cell_of(key: str, chunk: ChunkRef, nbytes: int) -> StoredCell:
-    """A key's cell; the id of its chunk is derived from the key."""
+    """Return a key's cell; the id of its chunk is derived from the key."""
     ref = chunk._replace(id=chunk_id_of_key(key))
     return new_cell(ref, namespace_of(key) or FOREIGN, name_digest(key), nbytes)
 
 
 def read_file_footer(path: str) -> Footer | None:
-    """The footer of a file; None if the file is missing or damaged."""
+    """Return the footer of a file; None if the file is missing or damaged."""
     try:
         fd = os.open(path, READ_FLAGS)
     except OSError:
@@ -746,7 +749,7 @@ def read_file_footer(path: str) -> Footer | None:
 
 
 def _chunk_of(footer: Footer | None, namespace: str, name: bytes) -> ChunkRef:
-    """The chunk of a file; a file whose key is unknown is a chunk of its own."""
+    """Return the chunk of a file; a file whose key is unknown is a chunk of its own."""
     if footer is None or footer.key is None:
         return ChunkRef(f"file:{name.hex()}")
     if object_name(footer.key) != _object_name(namespace, name):
@@ -755,7 +758,7 @@ def _chunk_of(footer: Footer | None, namespace: str, name: bytes) -> ChunkRef:
 
 
 def cell_directories(objects: str) -> list[os.DirEntry[str]]:
-    """The directories of namespaces, and that of keys without one."""
+    """Return the directories of namespaces, and that of keys without one."""
     return [entry for entry in directories(objects) if is_directory_of_cells(entry.name)]
 
 
@@ -769,7 +772,7 @@ def cell_files(directory: str) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
 
 
 def shards(directory: str) -> list[os.DirEntry[str]]:
-    """The directories of files in a namespace's directory."""
+    """Return the directories of files in a namespace's directory."""
     return [entry for entry in directories(directory) if _SHARD.fullmatch(entry.name)]
 
 

@@ -198,7 +198,7 @@ class _Item(NamedTuple):
         return self.body_bytes + self.tail_bytes
 
     def parts(self, tail: Buffer) -> tuple[Buffer, ...]:
-        """The file's memory: its body in the caller's buffer, its tail in `tail`."""
+        """Return the file's memory: its body in the caller's buffer, its tail in `tail`."""
         end = tail.part(0, self.tail_bytes)
         return (self.buffer.part(0, self.body_bytes), end) if self.body_bytes else (end,)
 
@@ -278,16 +278,16 @@ class _FileBatch(ABC):
         return os.O_DIRECT if self._reader.direct and is_aligned else 0
 
     def _moved(self, i: int, file: _OpenFile) -> None:
-        """Called when all bytes of a file are moved. By default nothing."""
+        """Handle a file whose bytes are all moved. By default nothing."""
         return None
 
     def _closed(self, i: int, file: _OpenFile) -> None:
-        """Called after `_moved`, when the file is closed. By default nothing."""
+        """Handle a file that is closed, after `_moved`. By default nothing."""
         return None
 
     @abstractmethod
     def _failed(self, i: int, file: _OpenFile, error: OSError) -> None:
-        """Called when a file's bytes were not all moved, or it was not closed."""
+        """Handle a file whose bytes were not all moved, or that was not closed."""
 
 
 class _GetBatch(_FileBatch):
@@ -561,7 +561,7 @@ class DirectoryReader(Store):
             raise StoreError(f"file store {self.root} cannot be listed: {error}") from error
 
     def _read(self, cells: Sequence[StoredCell]) -> None:
-        """Called with the cells that a `get` has read."""
+        """Handle the cells that a `get` has read. By default nothing."""
 
     def warn(self, error: OSError) -> None:
         """Log an error, each errno once: a bad disk fails every call."""
@@ -574,7 +574,7 @@ class DirectoryReader(Store):
         return f"{self._objects}/{object_name(key)}"
 
     def _read_at(self, path: str) -> tuple[str, Footer] | None:
-        """The key and footer of a file; None unless it stands where its key belongs."""
+        """Return the key and footer of a file; None unless it stands where its key belongs."""
         footer = read_file_footer(path)
         if footer is None or footer.key is None or self._path(footer.key) != path:
             return None

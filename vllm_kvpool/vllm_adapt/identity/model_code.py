@@ -108,7 +108,7 @@ def _package_of(name: str) -> str:
 
 
 def _registered_classes(model: Any) -> dict[str, str]:
-    """Module and class of what is registered from outside vLLM, by architecture."""
+    """Return module and class of what is registered from outside vLLM, by architecture."""
     from vllm.model_executor.models import ModelRegistry
 
     named = {
@@ -122,7 +122,7 @@ def _registered_classes(model: Any) -> dict[str, str]:
 
 
 def _classes_of_workers(parallel: Any) -> dict[str, str]:
-    """The classes from outside vLLM that run a model, by the option that names them."""
+    """Return the classes from outside vLLM that run a model, by the option that names them."""
     named = {option: getattr(parallel, option) for option in _NAMES_OF_WORKERS}
     classes = {
         option: f"{each.__module__}.{each.__qualname__}" if isinstance(each, type) else str(each)
@@ -173,7 +173,10 @@ def _canonical(name: str) -> str:
 
 
 def _places_of(package: str) -> list[Path]:
-    """The folders of a package, or the file of a module or script; nothing if there is none."""
+    """Return the folders of a package, or the file of a module or script.
+
+    The result is empty if there is none.
+    """
     module = sys.modules.get(package)
     spec = getattr(module, "__spec__", None) or (find_spec(package) if module is None else None)
     file = getattr(module, "__file__", None) or getattr(spec, "origin", None)
@@ -187,7 +190,7 @@ def _files_of(place: Path) -> dict[str, Path]:
 
 
 def _release_of(places: list[Path], names: Iterable[str]) -> str:
-    """The releases that have brought a package here; "" if it is in development."""
+    """Return the releases that have brought a package here; "" if it is in development."""
     found = []
     for name in sorted(names):
         of = distribution(name)
@@ -209,7 +212,7 @@ def _digest(files: Iterable[tuple[str, Path]]) -> str:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """The packages that a file imports anywhere; nothing of what is no source."""
+    """Yield the packages that a file imports anywhere; nothing of what is no source."""
     if path.suffix != ".py":
         return
     try:

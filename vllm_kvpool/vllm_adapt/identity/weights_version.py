@@ -93,7 +93,7 @@ class Models:
 
 
 def _sample(model: torch.nn.Module) -> bytes:
-    """A digest of a few bytes of every parameter."""
+    """Return a digest of a few bytes of every parameter."""
     digest = hashlib.blake2b(digest_size=16)
     for parameter in model.parameters():
         if parameter.numel() and not parameter.is_meta:
@@ -114,7 +114,7 @@ def _some_bytes(data: torch.Tensor) -> torch.Tensor:
 
 
 def _step(count: int, wanted: int) -> int:
-    """An odd step, so that not only the elements' first bytes are met."""
+    """Return an odd step, so that not only the elements' first bytes are met."""
     return max(1, count // wanted) | 1
 
 
@@ -141,7 +141,7 @@ class Watcher(Protocol):
     """Notified of changes of the weights."""
 
     def weights_changed(self, weights_version: str) -> None:
-        """The weights have changed; the version is that of files, or random."""
+        """Take the new version of the weights, that of files or random."""
 
 
 class Model(NamedTuple):
@@ -217,7 +217,7 @@ def is_pausing() -> bool:
 def version_of_files(
     sources: WeightSources, sample: Callable[[Path], str | None] = sample_weights
 ) -> str:
-    """The version of weights that are read from files now; random if one is not local.
+    """Return the version of weights that are read from files now; random if one is not local.
 
     With `sample_at_start`, of those that an engine starts with.
     """
@@ -232,7 +232,7 @@ def version_of_files(
 
 
 def _tensors_of(sources: WeightSources) -> frozenset[tuple[int, str]]:
-    """The names of the tensors in each place."""
+    """Return the names of the tensors in each place."""
     try:
         places = enumerate(sources.places() or ())
         return frozenset((i, name) for i, path in places for name in tensor_shapes(path))
@@ -245,7 +245,7 @@ def _model_of(config: Any) -> Model | None:
 
 
 def _version_of_all(config: Any, sources: WeightSources) -> str | None:
-    """The version of weights that all come from these files; None if some may be kept."""
+    """Return the version of weights that all come from these files; None if some may be kept."""
     weights_version = version_of_files(sources)
     first = _model_of(config)
     if first is None or weights_version == first.weights_version:
@@ -274,7 +274,7 @@ def notify(why: str, weights_version: str | None = None, config: object = None) 
 
 
 def own_cache_was_reset() -> None:
-    """VLLM resets an engine's own prefix cache: notify watchers if parameters have changed."""
+    """Notify watchers if parameters have changed, as vLLM resets an engine's own prefix cache."""
     if models.have_changed():
         notify("parameters were set")
 
@@ -400,7 +400,7 @@ def _reset_encoder_cache(call: Callable[..., Any], core: Any, /) -> Any:
 
 
 def _of_engine(core: Any, watchers: "WeakKeyDictionary[W, Any]") -> list[W]:
-    """The watchers of an engine; all where none is known to be its own."""
+    """Return the watchers of an engine; all where none is known to be its own."""
     config = core.vllm_config.model_config
     return [each for each, its in watchers.items() if its is config] or list(watchers)
 

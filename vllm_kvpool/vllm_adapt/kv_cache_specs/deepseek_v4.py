@@ -104,7 +104,10 @@ def _form(spec: Any) -> tuple[object, ...]:
 
 
 def _latents(kv_cache_config: KVCacheConfig) -> Any:
-    """The spec of any latents: those of the window, and the compressed ones, have equal rows."""
+    """Return the spec of any latents.
+
+    Those of the window, and the compressed ones, have equal rows.
+    """
     for group in kv_cache_config.kv_cache_groups:
         told: Any = group.kv_cache_spec
         for spec in getattr(told, "kv_cache_specs", {"": told}).values():
@@ -118,7 +121,7 @@ def _latents(kv_cache_config: KVCacheConfig) -> Any:
 
 
 def _derived(vllm_config: "VllmConfig", latents: Any, first: Any, name: str) -> Any:
-    """The spec of layer `name`, where `first` is that of any layer of its group.
+    """Return the spec of layer `name`, where `first` is that of any layer of its group.
 
     Names end as vLLM's modules do: `swa_cache`, `state_cache` of a compressor, `k_cache` of an
     indexer; the others are compressed latents.

@@ -50,7 +50,7 @@ class UnsharedDrafterError(ConfigError):
 def draft_layer_groups(
     vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, config: KVPoolConfig
 ) -> tuple[RankLayerGroup, ...]:
-    """The layer groups of the drafter's layers; empty without a drafter that has any.
+    """Return the layer groups of the drafter's layers; empty without a drafter that has any.
 
     Raises UnsharedDrafterError, with the reason, where its layers cannot be stored.
     """
@@ -84,7 +84,7 @@ def draft_layer_groups(
 
 
 def max_drafted_tokens(vllm_config: "VllmConfig") -> int:
-    """The most tokens of a request with which the drafter still computes a step.
+    """Return the most tokens of a request with which the drafter still computes a step.
 
     In a step in which any request comes to have more, vLLM's first runner drafts for none.
     """
@@ -160,7 +160,10 @@ def _spec_of(
 
 
 def _derived(vllm_config: "VllmConfig", spec: Any) -> Any:
-    """The spec of a drafter's layers, where `spec` is that of the model's in the same group."""
+    """Return the spec of a drafter's layers.
+
+    `spec` is that of the model's layers in the same group.
+    """
     draft = vllm_config.speculative_config.draft_model_config
     if compat.is_latent(spec):
         raise UnsharedDrafterError("its latents have another form than the model's")
@@ -173,7 +176,7 @@ def _derived(vllm_config: "VllmConfig", spec: Any) -> Any:
 
 
 def _num_heads(vllm_config: "VllmConfig", spec: Any) -> int:
-    """The KV heads of the whole drafter."""
+    """Return the KV heads of the whole drafter."""
     if compat.is_latent(spec):
         return 1
     draft = vllm_config.speculative_config.draft_model_config

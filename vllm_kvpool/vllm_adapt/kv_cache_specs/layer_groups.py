@@ -129,7 +129,7 @@ class RankLayerGroup:
 def rank_layer_groups(
     vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig
 ) -> tuple[RankLayerGroup, ...]:
-    """The layer groups of this model; ConfigError for what cannot be shared.
+    """Return the layer groups of this model; ConfigError for what cannot be shared.
 
     Left out are layers of a drafter (`drafters.py`), inputs of rows that are not complete, and
     layers that attend to another layer's KV: these have no pages of their own.
@@ -204,7 +204,7 @@ def _new_groups(
 
 
 def _told_apart(layer_groups: Sequence[RankLayerGroup]) -> Iterator[RankLayerGroup]:
-    """The groups with different names, also where rows of equal size have different forms."""
+    """Yield the groups with different names, also where rows of equal size have different forms."""
     names = Counter(layer_group.name for layer_group in layer_groups)
     for layer_group in layer_groups:
         spec = layer_group.spec
@@ -240,7 +240,7 @@ def form_of(spec: Any) -> tuple[object, ...]:
 def _by_form(
     vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, index: int, names: list[str]
 ) -> list[tuple[Any, list[str]]]:
-    """The layers `names` of a KV cache group, by spec; ConfigError if it is not known.
+    """Return the layers `names` of a KV cache group, by spec; ConfigError if it is not known.
 
     A group may hold layers with different rows. vLLM gives its workers the spec of each layer, and
     its scheduler only the first one's: what follows from that must be equal to the workers'.
@@ -313,7 +313,7 @@ def _is_indexer(name: str) -> bool:
 
 
 def _beside_indexer(vllm_config: "VllmConfig", spec: Any, page_bytes: int) -> Any:
-    """The spec of an indexer's keys beside latents, or of latents beside an indexer's keys.
+    """Return the spec of an indexer's keys beside latents, or of latents beside an indexer's keys.
 
     Latents have one of a few forms, which attention backends choose: the longest one that fits the
     page.
@@ -370,7 +370,7 @@ def _check_skipped_layers(vllm_config: "VllmConfig") -> None:
 
 
 def group_name(spec: Any, window: AttentionWindow, num_heads: int) -> str:
-    """The same for the same layers in every engine, whatever its parallelism."""
+    """Return the name of a group, the same for the same layers in every engine."""
     if window.sliding:
         name = f"window{spec.sliding_window}"
     elif window.local:
@@ -408,7 +408,7 @@ def _check_spec(vllm_config: "VllmConfig", spec: Any) -> None:
 
 
 def num_own_layers(vllm_config: "VllmConfig") -> int:
-    """The index from which on layers are a draft model's; ConfigError if it cannot be told.
+    """Return the index from which on layers are a draft model's; ConfigError if it cannot be told.
 
     Without drafts all are the model's own: a model that runs through its layers several times
     numbers the KV of each time on.
@@ -442,7 +442,7 @@ def shared_layer_groups(
     layer_groups: Sequence[RankLayerGroup],
     config: KVPoolConfig,
 ) -> tuple[LayerGroup, ...]:
-    """The cells of each layer group."""
+    """Return the cells of each layer group."""
     context = context_of(vllm_config, layer_groups, config)
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     shared = []
@@ -504,7 +504,7 @@ def _tail_tokens(layer_group: RankLayerGroup, config: KVPoolConfig) -> int:
 
 
 def _num_heads(vllm_config: "VllmConfig", spec: Any, layer_name: str) -> int:
-    """The KV heads of the whole model in a layer; layers may differ."""
+    """Return the KV heads of the whole model in a layer; layers may differ."""
     if compat.is_latent(spec):
         return 1
     model = vllm_config.model_config
@@ -556,7 +556,7 @@ def _shapes_in(weights: Path) -> Mapping[str, tuple[int, ...]]:
 
 
 def _heads_of_ranks_of_one(vllm_config: "VllmConfig", total: int, tp_size: int) -> int:
-    """The number of heads to count, where each rank has one head and there are more ranks.
+    """Return the number of heads to count, where each rank has one head and there are more ranks.
 
     Some layers may have more heads than the model's total, and with one head on each rank it cannot
     be told which. A common multiple of all numbers in the configuration is right for each layer: at
@@ -622,7 +622,7 @@ def _layers_and_stages(
 def _group_of_each_layer(
     vllm_config: "VllmConfig", layer_groups: Sequence[RankLayerGroup]
 ) -> list[int]:
-    """The group of every layer of the whole model, by its configuration."""
+    """Return the group of every layer of the whole model, by its configuration."""
     types = getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ()
     of_type = {}
     for layer_type, prefix in _LAYER_TYPES.items():
@@ -677,7 +677,10 @@ def groups_of(
     layer_groups: Sequence[RankLayerGroup],
     shared: Sequence[LayerGroup],
 ) -> tuple[KVCacheGroup, ...]:
-    """VLLM's KV cache groups, in its order; `shared` are the layer groups, in the same order."""
+    """Return vLLM's KV cache groups in its order.
+
+    `shared` are the layer groups in the same order.
+    """
     held: dict[int, LayerGroup] = {}
     lookaheads: dict[int, int] = {}
     for layer_group, each in zip(layer_groups, shared, strict=True):

@@ -124,7 +124,7 @@ def _has_planes(spec: AttentionSpec) -> bool:
 
 
 def _scale_bytes(spec: MLAAttentionSpec) -> int | None:
-    """The bytes of scales in an indexer's row; None if they cannot be told from the keys."""
+    """Return the bytes of scales in an indexer's row; None if they cannot be told from the keys."""
     if spec.dtype.itemsize > 1:
         return 0
     groups, rest = divmod(int(spec.head_size), INDEXER_GROUP + INDEXER_SCALE_BYTES)
@@ -143,7 +143,7 @@ def device_layer_pages(
     is_rocm: bool = False,
     blocks_per_id: int = 1,
 ) -> LayerPages:
-    """The pages of one layer as its attention backend writes them on a GPU.
+    """Return the pages of one layer as its attention backend writes them on a GPU.
 
     ConfigError if it is not known in which form that is.
     """
@@ -192,8 +192,9 @@ def cpu_layer_pages(
     isa: str = "",
     blocks_per_id: int = 1,
 ) -> LayerPages:
-    """The pages of one layer, `[B, H, N, C]`; a row is `key_bytes` of K and `value_bytes` of V.
+    """Return the pages of one layer, `[B, H, N, C]`.
 
+    A row is `key_bytes` of K and `value_bytes` of V.
     `isa` names a kernel of CPU attention; by default the one that vLLM chooses. ConfigError if the
     form that it writes is not known.
     """

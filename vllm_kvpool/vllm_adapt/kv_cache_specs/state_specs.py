@@ -78,7 +78,7 @@ def check_blocks(block_size: int, chunk_tokens: int) -> None:
 
 
 def kind_of(spec: Any) -> str:
-    """The kind of state, as in names of layer groups."""
+    """Return the kind of state, as in names of layer groups."""
     return _kind(spec).name
 
 
@@ -181,7 +181,7 @@ def _parts(
 
 
 def _num_groups(vllm_config: "VllmConfig", tp_size: int) -> int:
-    """Groups of Mamba2 in the whole model, where a rank has one."""
+    """Return the groups of Mamba2 in the whole model, where a rank has one."""
     if tp_size == 1:
         return 1
     text = vllm_config.model_config.hf_text_config
@@ -197,7 +197,7 @@ def _num_groups(vllm_config: "VllmConfig", tp_size: int) -> int:
 def state_pages(
     tensor: torch.Tensor, spec: Any, form: StateForm, vllm_config: "VllmConfig"
 ) -> LayerPages:
-    """The pages of one layer on this rank, vLLM's `[B, 1, 1, C]` in bytes."""
+    """Return the pages of one layer on this rank, vLLM's `[B, 1, 1, C]` in bytes."""
     tp_size = 1 if spec.tp_replicated else vllm_config.parallel_config.tensor_parallel_size
     return page_formats.from_state(
         tensor,

@@ -1,1 +1,1 @@
-"""One stream to the client out of the streams of several engines (pure)."""
+"""A single stream to the client, made of the streams of several engines (pure)."""
