@@ -31,12 +31,15 @@ class Buffer(NamedTuple):
         return self.view.nbytes
 
     def part(self, start: int, stop: int) -> "Buffer":
-        """Its bytes `[start, stop)`, in the same memory."""
+        """Return the bytes `[start, stop)`, in the same memory."""
         return Buffer(self.address + start, self.view[start:stop])
 
 
 def map_buffer(nbytes: int) -> Buffer:
-    """Fresh memory, zeroed, from the start of a page on; it lives as long as a view of it."""
+    """Return fresh memory, zeroed, from the start of a page on.
+
+    It lives as long as a view of it.
+    """
     view = memoryview(mmap.mmap(-1, nbytes))
     return Buffer(int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]), view)
 

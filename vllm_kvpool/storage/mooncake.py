@@ -232,7 +232,10 @@ def all_lost(codes: Sequence[int]) -> bool:
 
 
 def checked(codes: list[int], num_keys: int) -> list[int]:
-    """StoreError unless there is a code for each key: a client that is not set up returns none."""
+    """Raise StoreError unless there is a code for each key.
+
+    A client that is not set up returns none.
+    """
     if len(codes) != num_keys:
         raise StoreError(f"Mooncake gave {len(codes)} results for {num_keys} keys")
     return codes

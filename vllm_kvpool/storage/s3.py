@@ -281,7 +281,7 @@ class Call:
         raise AssertionError("the last attempt returns or raises")
 
     async def names_after(self, folder: str, name: str | None) -> list[str]:
-        """Up to `MAX_DELETE_KEYS` names of a folder after a name, in order."""
+        """Return up to `MAX_DELETE_KEYS` names of a folder after a name, in order."""
         async with self._request():
             pages = obstore.list(
                 self._reader, f"{folder}/", offset=name, chunk_size=MAX_DELETE_KEYS
@@ -435,7 +435,7 @@ class S3Store(Store):
         return len(there)
 
     def remove_namespace(self, namespace: str) -> int:
-        """`MAX_DELETE_KEYS` objects may take `CALL_TIMEOUT_S` twice."""
+        """Remove a namespace; `MAX_DELETE_KEYS` objects may take `CALL_TIMEOUT_S` twice."""
         folder = f"{self._root}/{folder_of(namespace)}"
         num_removed, last = 0, None
         while names := self._one(partial(Call.names_after, folder=folder, name=last)):
@@ -450,7 +450,7 @@ class S3Store(Store):
         return [name for name in found if is_namespace(name)]
 
     def usage(self) -> list[NamespaceUsage]:
-        """Names of objects are digests of keys, so chunks are not known: 0."""
+        """Return the usage; chunks are 0, as names of objects are digests of keys."""
         found = []
         for namespace in map(Namespace, self.namespaces()):
             folder = f"{self._root}/{folder_of(namespace)}"
@@ -466,7 +466,7 @@ class S3Store(Store):
         time.sleep(LET_GO_S)
 
     def _check_access(self) -> None:
-        """ConfigError or StoreUnreachable unless an absent object is reported as absent."""
+        """Raise ConfigError or StoreUnreachable unless an absent object is reported as absent."""
         absent, view = f"{self._root}/{ABSENT}", memoryview(bytearray(1))
         [result] = self._run(lambda call: [call.get(absent, view)], CALL_TIMEOUT_S)
         self._raise_at_open(result)
@@ -543,7 +543,7 @@ class S3Store(Store):
                 raise (StoreUnreachable if lost else StoreError)(f"{self._where}: {failure.text}")
 
     def _raise_if_all_lost(self, results: Sequence[T | S3Error]) -> None:
-        """StoreError if nothing is known about any key."""
+        """Raise StoreError if nothing is known about any key."""
         if all(
             isinstance(result, S3Error) and result.scope is not ErrorScope.OWN for result in results
         ):

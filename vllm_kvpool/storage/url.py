@@ -122,7 +122,7 @@ class UrlOptions:
         return value
 
     def shares(self) -> Shares:
-        """Owners that share the room of a file store or host memory."""
+        """Return the owners that share the room of a file store or host memory."""
         return Shares(self.choice("shares", [each.value for each in Shares], Shares.NONE.value))
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -155,7 +155,7 @@ class UrlOptions:
         return int(given)
 
     def refuse_secrets(self) -> None:
-        """ConfigError for an option whose name suggests a credential."""
+        """Raise ConfigError for an option whose name suggests a credential."""
         for name in self._values:
             if _SECRET.search(name):
                 raise ConfigError(
@@ -228,7 +228,7 @@ def names_no_master(url: str) -> bool:
 
 
 def check_capacity(spec: StoreSpec, cell_bytes: int) -> None:
-    """ConfigError if the store cannot hold one cell."""
+    """Raise ConfigError if the store cannot hold one cell."""
     match spec.options:
         case FileOptions(size_bytes=size_bytes):
             name, least_bytes = "size", file_bytes(cell_bytes, "x" * MAX_KEY_BYTES)
@@ -252,7 +252,7 @@ def uses_device(spec: StoreSpec) -> bool:
 
 
 def environment_for(spec: StoreSpec) -> Mapping[str, str]:
-    """Environment variables for the store's client, unless the user has set them."""
+    """Return the environment variables for the store's client, unless the user has set them."""
     match spec.options:
         case MooncakeOptions(protocol=protocol):
             return {**MOONCAKE_ENVIRONMENT, **environment_of(protocol)}
@@ -387,7 +387,7 @@ def _first_of(env: Mapping[str, str], names: tuple[str, ...]) -> str:
 
 
 def _check_endpoint(url: str, endpoint: str, allow_http: bool) -> None:
-    """ConfigError unless "" or http(s)://host:port; not quoted, as it may hold a secret."""
+    """Raise ConfigError unless "" or http(s)://host:port; not quoted, as it may hold a secret."""
     if not endpoint:
         return
     try:
@@ -414,7 +414,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _check_credentials(url: str, env: Mapping[str, str]) -> None:
-    """ConfigError if there are none: the client would ask an instance's metadata service."""
+    """Raise ConfigError if there are none: the client would ask an instance's metadata service."""
     pair = S3_CREDENTIALS[0]
     missing = [name for name in pair if name not in env]
     if len(missing) == 1:

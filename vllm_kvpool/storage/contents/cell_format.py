@@ -111,7 +111,7 @@ class EncryptedHeader(NamedTuple):
     counter: int
 
     def pack(self) -> bytes:
-        """Its fields as they are stored and authenticated."""
+        """Return the fields as they are stored and authenticated."""
         return _ENCRYPTED_FIELDS.pack(
             *(ENCRYPTED_MAGIC, ENCRYPTED_VERSION, HEADER_BYTES, self.key_id, self.payload_bytes),
             *(self.salt, self.counter),

@@ -102,7 +102,7 @@ def write_manifest(manifest: Manifest) -> bytes:
 
 
 def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values without secrets, and with the deepest and longest omitted until they fit."""
+    """Return the values without secrets; the deepest and longest are omitted until they fit."""
     plain: dict[str, Any] = shown(values)
     excess = len(_json(plain)) - VALUES_BYTES
     for depth in range(MOST_DEPTH, 0, -1):
@@ -227,8 +227,9 @@ def explain(first: Manifest, second: Manifest) -> Explanation:
 
 
 def cut_of(manifest: Manifest) -> dict[str, Any]:
-    """Values that say how an engine cuts KV into cells. Keys contain them, namespaces do not.
+    """Return the values that say how an engine cuts KV into cells.
 
+    Keys contain them, namespaces do not.
     `layer_span` counts layers, by kind of layer if there are several; with stages of pipeline
     parallelism that end within a span, it names these ends, too.
     """

@@ -390,7 +390,7 @@ class FileIndex:
             rows.found_bytes += rows.used_bytes - used_bytes
 
     def complete(self) -> None:
-        """Every file has been added."""
+        """Mark the index as complete: every file has been added."""
         with self._writing() as rows:
             rows.incomplete_since = 0
 
@@ -662,7 +662,7 @@ class _NoRoom(Exception):
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """Device and inode; None if nothing is there."""
+    """Return the device and inode; None if nothing is there."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:

@@ -61,7 +61,7 @@ def directories(directory: str) -> list[os.DirEntry[str]]:
 
 
 def _check_directory(path: str) -> None:
-    """OSError if a path is no directory, a symbolic link, or another user's."""
+    """Raise OSError if a path is no directory, a symbolic link, or another user's."""
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "refused, as it is a symbolic link", path)
@@ -83,7 +83,7 @@ class DirectoryGuard:
         self._checked = {root.rpartition("/")[0]}
 
     def check(self, path: str) -> None:
-        """OSError if a directory on the way is refused; missing ones are not."""
+        """Raise OSError if a directory on the way is refused; missing ones are not."""
         self._check(path.rpartition("/")[0])
 
     def _check(self, directory: str) -> None:
@@ -95,7 +95,7 @@ class DirectoryGuard:
 
 
 def check_root(root: str) -> None:
-    """StoreError if the store's directory is missing, or another one stands in its place."""
+    """Raise StoreError if the store's directory is missing, or another one stands in its place."""
     try:
         _check_directory(root)
     except NotADirectoryError as error:
@@ -218,7 +218,7 @@ def _is_container() -> bool:
 
 
 def check_parents(path: str) -> None:
-    """ConfigError if another user could put a directory of theirs in the place of a store's.
+    """Raise ConfigError if another user could put a directory of theirs in the place of a store's.
 
     `root`, and whoever owns `/`, could do so anyway. Directories of a group are trusted to it.
     """

@@ -335,7 +335,7 @@ class Rows:
         return [self.of(row) for row in self.db.execute(query, (last_id, MAX_ROWS)).fetchall()]
 
     def leaves(self, owner: int, count: int, above: int = -1) -> list[ChunkRow]:
-        """Leaves of an owner with the lowest scores above one."""
+        """Return the leaves of an owner with the lowest scores above one."""
         query = f"SELECT {_COLUMNS} {_LEAVES} AND owner = ? AND score > ? ORDER BY score LIMIT ?"
         found = self.db.execute(query, (owner, above, count)).fetchall()
         return [self.of(row) for row in found]
@@ -394,7 +394,7 @@ class Rows:
         return number_in(self.db.execute(query).fetchone())
 
     def expired_leaves(self, now_ns: int, count: int) -> list[ChunkRow]:
-        """Leaves whose time to live has ended."""
+        """Return the leaves whose time to live has ended."""
         query = (
             f"SELECT {_COLUMNS} FROM chunk INDEXED BY expiring WHERE expires > 0 AND expires <= ? "
             "AND children = 0 AND holders = 0 AND bytes > 0 AND pinned_until = 0 "

@@ -104,7 +104,7 @@ class RecycledFiles:
         self._paths: defaultdict[int, list[str]] = defaultdict(list)
 
     def charged_bytes(self, sizes: Iterable[int] = ()) -> int:
-        """Their charge, less that of the files which files of these sizes will reuse."""
+        """Return the files' charge, less that of the files which files of `sizes` will reuse."""
         wanted = Counter(sizes)
         with self._lock:
             return sum(
@@ -673,7 +673,7 @@ class FileSpace:
             raise Closing
 
     def _found(self, namespace: os.DirEntry[str]) -> Iterator[bytes]:
-        """Every published file of a namespace, packed, as there may be millions."""
+        """Return every published file of a namespace, packed, as there may be millions."""
         disk = os.statvfs(self.objects)
         most_bytes = min(self.size_bytes, disk.f_blocks * disk.f_frsize)
         for name, entry in cell_files(namespace.path):

@@ -273,7 +273,7 @@ class _FileBatch(ABC):
             os.close(file.fd)
 
     def _direct_flag(self, buffer: Buffer) -> int:
-        """O_DIRECT if the file system and the buffer's address allow it."""
+        """Return O_DIRECT if the file system and the buffer's address allow it."""
         is_aligned = buffer.address % PAGE_BYTES == 0 or buffer.nbytes < PAGE_BYTES
         return os.O_DIRECT if self._reader.direct and is_aligned else 0
 
@@ -554,7 +554,10 @@ class DirectoryReader(Store):
         return not self.namespaces() and not os.path.exists(self._index_path)
 
     def _check_listed(self) -> None:
-        """StoreError if a directory on the way to the cells is refused: it is not just empty."""
+        """Raise StoreError if a directory on the way to the cells is refused.
+
+        It is not just empty.
+        """
         try:
             DirectoryGuard(self.root).check(f"{self._objects}/")
         except OSError as error:
