@@ -94,7 +94,7 @@ class ItemDataPlane(Protocol):
     """Moves rows. Neither call blocks, and work that ends in a report posts it."""
 
     def perform(self, effect: Effect) -> None:
-        """MemoryError or OSError if the host has no memory for an item."""
+        """Raise MemoryError or OSError if the host has no memory for an item."""
 
     def begin(self) -> None:
         """Start the work that this turn's effects ask for."""
@@ -198,7 +198,7 @@ class Control:
         self.post(partial(self._producer.written, result))
 
     def work_failed(self, kind: str, error: BaseException) -> None:
-        """Work of a thread has failed by an error of ours, or of the device."""
+        """Fail the work of a thread that ended by an error of ours, or of the device."""
         text = f"kvpool: {kind}: {OF_FAILED_WORK[kind]}"
         self._guard.log.log(logging.ERROR, "failed work", kind, text, error=error)
         event = "internal_errors" if isinstance(error, Exception) else "dead_threads"

@@ -41,7 +41,7 @@ class Delivery:
         return (self.names or {}).get(mm_hash, mm_hash)
 
     def peers_of(self, mm_hash: str) -> tuple[str, ...]:
-        """Endpoints of encoders that have, or will have, an item."""
+        """Return the endpoints of encoders that have, or will have, an item."""
         return (*(self.peers_by_item or {}).get(mm_hash, ()), *self.peers)
 
 

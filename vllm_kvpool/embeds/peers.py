@@ -385,7 +385,7 @@ class Peers:
         return not session.is_of_scheduler and self._matches_session(session, envelope)
 
     def update_hello(self, hello: PeerHello, now: float) -> None:
-        """Our own hello has changed, since the weights have."""
+        """Send the own hello anew, which has changed with the weights."""
         self.hello = hello
         for link, connection in list(self._connections.items()):
             connection.session.update_hello(hello)

@@ -49,7 +49,7 @@ WORKERS_LOST_S = 30.0  # without an answer: requests no longer wait for the work
 
 
 def workers_lost_s(config: EmbedsConfig) -> float:
-    """Seconds of the workers' silence after which requests go on without them."""
+    """Return the seconds of the workers' silence after which requests go on without them."""
     missed_s = config.heartbeat_s * config.heartbeat_max_failures
     return max(missed_s, min(WORKERS_LOST_S, config.bootstrap_timeout_s))
 
@@ -524,7 +524,7 @@ class EmbedsScheduler:
         self.registry.add("kvpool_ec_events", 1, side="scheduler", event=event)
 
     def take_samples(self) -> Samples:
-        """Metric samples of this side and of the workers since the last call."""
+        """Return the metric samples of this side and of the workers since the last call."""
         numbers, self._from_workers = self._from_workers, {}
         merge_samples(numbers, self.registry.take_changes())
         return numbers

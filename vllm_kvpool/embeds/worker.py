@@ -231,7 +231,7 @@ def _open_data_plane(
 
 
 def _check_memory(config: EmbedsConfig, identity: WorkerIdentity) -> None:
-    """ConfigError if this rank, or all on its host, cannot have the memory that options set."""
+    """Raise ConfigError if the host lacks the memory that options set, for one rank or all."""
     is_network = config.transport is Transport.MOONCAKE
     windows = identity.receives + (identity.sends and is_network)
     arena = {"arena_bytes": config.nbytes("arena_bytes") * windows}

@@ -64,7 +64,7 @@ class WorkerCard(NamedTuple):
 
 
 def host_name() -> str:
-    """Equal in processes of one host alone; its random id of this boot."""
+    """Return a name that processes of one host alone share: the random id of this boot."""
     return BOOT_ID.read_text().strip()
 
 

@@ -56,7 +56,7 @@ W = TypeVar("W")
 def batches_of(
     works: Iterable[W], nbytes_of: Callable[[W], int], most_bytes: int = BATCH_BYTES
 ) -> Iterator[list[W]]:
-    """Batches of at most so many bytes, or of one piece, in order."""
+    """Yield batches of at most so many bytes, or of one piece, in order."""
     batch: list[W] = []
     batch_bytes = 0
     for work in works:

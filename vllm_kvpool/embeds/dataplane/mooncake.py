@@ -193,7 +193,7 @@ class PiecePool:
             self._changed.notify()
 
     def quarantine(self, sent: _Sent, quarantine_s: float) -> None:
-        """Transfers that were given up may still read the piece."""
+        """Set a piece aside that transfers that were given up may still read."""
         with self._changed:
             self._held.append((sent, self._clock() + quarantine_s))
 
@@ -390,7 +390,7 @@ class MooncakeWriter:
         return self.native.transfer_check_status(number) in (WRITTEN, FAILED)
 
     def _check_reachable(self, session: str) -> None:
-        """WriteError, quiesced, if no engine answers at a session.
+        """Raise WriteError, quiesced, if no engine answers at a session.
 
         A probe makes certain that nothing was sent; and the engine connects to a session under a
         lock that delays writes to all others.

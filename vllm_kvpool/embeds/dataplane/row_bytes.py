@@ -45,8 +45,8 @@ def copy_digested(target: Bytes, source: Bytes, digest: Any, *, of_target: bool 
 def item_name(data: Bytes) -> str:
     """Return the name of an encoding: a digest of rows all over the item.
 
-    Two encoders' rows of the same media and weights are equal, or the order in which a
-    processor adds makes them differ from the first row on. So a sample is enough, and an item of any size is
+    Two encoders' rows of the same media and weights are equal, or the order in which a processor
+    adds makes them differ from the first row on. So a sample is enough, and an item of any size is
     offered at once. The runs' digests verify that the rows arrive unchanged.
     """
     digest: Any = xxhash.xxh3_128()
@@ -129,8 +129,9 @@ def write(window: Bytes, rows: RowCopy) -> tuple[int, ...]:
 def drain(window: Bytes, rows: RowCopy) -> tuple[int, ...]:
     """Copy runs out of a window into the item, and return a digest for each run.
 
-    The digest is of the item's bytes after the copy. A write to the window during or after the
-    copy shows in the digest or changed nothing. The item's memory is checked. Any thread; no two with the same rows.
+    The digest is of the item's bytes after the copy. A write to the window during or after the copy
+    shows in the digest or changed nothing. The item's memory is checked. Any thread; no two with
+    the same rows.
     """
     rows.check(window.nbytes)
 

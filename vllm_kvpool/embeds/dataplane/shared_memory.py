@@ -40,7 +40,7 @@ MAX_MAPPED = 64  # mapped windows of peers; the least recently used is unmapped
 
 
 def host_identity() -> str:
-    """Equal in two processes if and only if they see the same `/dev/shm`."""
+    """Return an identity that two processes share if and only if they see the same `/dev/shm`."""
     try:
         # Containers share the boot id; two mounts have different device numbers, and two
         # directories of one mount have different inodes.

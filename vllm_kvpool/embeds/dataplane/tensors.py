@@ -60,7 +60,7 @@ class MemoryPool:
         return sum(map(len, self._kept))
 
     def take(self, nbytes: int) -> Bytes:
-        """So many undefined bytes; they return to the pool when nothing refers to them."""
+        """Return so many undefined bytes; they go back to the pool when nothing refers to them."""
         if nbytes < MIN_HUGE_BYTES:
             return np.empty(nbytes, np.uint8)
         wanted = nbytes + HUGE_PAGE_BYTES
@@ -94,7 +94,7 @@ class MemoryPool:
 
 
 def allocate(shape: ItemShape, memory: MemoryPool) -> Bytes:
-    """Undefined host memory for an item: an array [rows, row_bytes]."""
+    """Return undefined host memory for an item: an array [rows, row_bytes]."""
     return memory.take(shape.nbytes).reshape(shape.rows, shape.row_bytes)
 
 

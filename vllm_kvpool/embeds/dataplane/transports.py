@@ -36,7 +36,7 @@ class LandingWindow(Protocol):
         """The window's address for producers."""
 
     def close(self) -> None:
-        """No write can start any more. Does nothing when called again."""
+        """Start no write any more; a second call does nothing."""
 
 
 class RowWriter(Protocol):

@@ -209,12 +209,12 @@ class Admission:
         self._active[item.mm_hash] = self._grantable[item.mm_hash] = item
 
     def mark_grantable(self, item: Item) -> None:
-        """Rows of an item may be neither received nor granted any more."""
+        """Grant rows to an item again: some may be neither received nor granted any more."""
         if item.mm_hash in self._active:
             self._grantable[item.mm_hash] = item
 
     def mark_fully_granted(self, item: Item) -> None:
-        """Until one of its grants ends, an item gets no further one."""
+        """Grant an item nothing more until one of its grants ends."""
         del self._grantable[item.mm_hash]
 
     def deactivate(self, item: Item) -> None:

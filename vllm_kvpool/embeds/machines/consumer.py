@@ -105,7 +105,7 @@ class Consumer:
         self.discovery.want(item, now)
 
     def forget(self, mm_hash: str) -> None:
-        """No request waits for the item any more."""
+        """Drop the requests of an item, for which none waits any more."""
         item = self.items.get(mm_hash)
         if item is not None and item.requested:
             self._end(item, TransferState.CANCELLED, Code.CANCELLED)

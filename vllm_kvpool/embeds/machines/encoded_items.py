@@ -84,7 +84,7 @@ class EncodedItemCache:
             self.release_if_unused(item)
 
     def expired(self, now: float, timeout_s: float) -> list[EncodedItem]:
-        """Items that no consumer has taken for so long, nor will now."""
+        """Return the items that no consumer has taken for so long, nor will now."""
         return [
             each
             for each in self.items.values()

@@ -102,7 +102,7 @@ class Item:
         return next(iter(self.offers))
 
     def covered(self) -> Intervals:
-        """Rows that are received or granted."""
+        """Return the rows that are received or granted."""
         covered = self.received
         for granted in self.grants.values():
             covered = covered.with_rows(granted.row, granted.row + granted.rows)

@@ -169,7 +169,10 @@ class Producer:
                 self.cache.update_held_bytes(item)
 
     def missing(self) -> set[str]:
-        """Items that consumers wait for and that are not here; the engine's cache may have them."""
+        """Return the items that consumers wait for and that are not here.
+
+        The engine's cache may have them.
+        """
         waited_for = self._wants.items | self._pushes.items
         return {mm_hash for mm_hash in waited_for if mm_hash not in self.cache.items}
 

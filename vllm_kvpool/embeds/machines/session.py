@@ -122,7 +122,7 @@ class Session:
         return self.peer is not None and PeerRole.SCHEDULER not in (self._own.role, self.peer.role)
 
     def update_hello(self, hello: PeerHello) -> None:
-        """Our own hello has changed: the weights are others."""
+        """Send the own hello anew, which has changed: the weights are others."""
         self._own = hello
         self._send(hello)
         if self.peer is not None:

@@ -44,7 +44,7 @@ class ExtentAllocator:
         self.free_bytes = nbytes
 
     def take(self, nbytes: int, granule: int, most_extents: int) -> tuple[Extent, ...]:
-        """Whole granules (rows): `nbytes` in all, or as many as are free, maybe none.
+        """Return whole granules (rows): `nbytes` in all, or as many as are free, maybe none.
 
         The lowest extent that holds everything, else the lowest ones.
         """
@@ -169,7 +169,7 @@ class WindowLedger:
         return granted if granted is not None and granted.ref == ref else None
 
     def take(self, rows: int, row_bytes: int) -> tuple[Extent, ...]:
-        """Memory for `rows` rows or fewer; empty if that is too little (`is_worth_it`)."""
+        """Return memory for `rows` rows or fewer; empty if that is too little (`is_worth_it`)."""
         wanted = rows * row_bytes
         extents = self._allocator.take(wanted, row_bytes, MAX_EXTENTS)
         if len(extents) == 1 and extents[0].nbytes == wanted:
@@ -223,7 +223,7 @@ class WindowLedger:
                     self.end_unresolved(granted, now)
 
     def unresolved(self) -> list[GrantRecord]:
-        """Quarantined grants whose producers may still report the end."""
+        """Return the quarantined grants whose producers may still report the end."""
         return [each for each in self._quarantined.values() if each.state is GrantState.UNRESOLVED]
 
     def _unresolved_of(self, ref: TransferRef, gid: int) -> GrantRecord | None:

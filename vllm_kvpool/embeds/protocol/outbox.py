@@ -48,7 +48,7 @@ class Outbox:
         self._due_at.pop(link, None)
 
     def next_at(self) -> float:
-        """When the next messages must go."""
+        """Return the time at which the next messages must go."""
         return min(self._due_at.values(), default=float("inf"))
 
     def take(self, now: float) -> list[tuple[Link, list[tuple[str, Message]]]]:
