@@ -45,7 +45,7 @@ _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 
 
 def callers() -> Iterator[Any]:
-    """`self` of the methods that have called this one's caller, the nearest first.
+    """Yield `self` of the methods that have called this one's caller, the nearest first.
 
     vLLM gives connectors no reference to its own objects.
     """
@@ -84,7 +84,7 @@ def watch_arrivals(on_arrival: Callable[[], None]) -> Callable[[], bool] | None:
 
 
 def engine_began_ns() -> int | None:
-    """When the engine that calls began, by the wall clock: before it read any weights.
+    """Return when the calling engine began, by the wall clock: before it read any weights.
 
     vLLM names an engine's configuration by the time at which it is made. None without an engine.
     """
@@ -243,7 +243,7 @@ def kv_heads_of_layer(model: Any, layer: int) -> int:
 
 
 def row_bytes(spec: Any) -> int:
-    """Bytes of one token's K and V (or latent) of one head in one layer."""
+    """Return bytes of one token's K and V (or latent) of one head in one layer."""
     content = getattr(spec, "state_content_size_bytes", None)
     if content is not None:
         slots = getattr(spec, "num_head_slots", None) or spec.num_kv_heads
@@ -683,7 +683,10 @@ def event_fields(event: type) -> frozenset[str]:
 
 
 def event_extra_keys(keys: list[Any]) -> Any:
-    """Extra keys of blocks as KV events have them; newer releases tag them in hashes only."""
+    """Return the extra keys of blocks as KV events have them.
+
+    Newer releases tag them in hashes only.
+    """
     try:
         from vllm.v1.core.kv_cache_utils import to_event_extra_keys
     except ImportError:
@@ -801,7 +804,7 @@ def known_defects(vllm_config: "VllmConfig") -> tuple[Defect, ...]:
 
 
 def _is_mla_without_prefixes(vllm_config: "VllmConfig") -> bool:
-    """MLA on a CPU without AMX, where vLLM turns both of these off."""
+    """Return True for MLA on a CPU without AMX, where vLLM turns both of these off."""
     of_cpu = device_type() == "cpu" and vllm_config.model_config.use_mla
     chunks = vllm_config.scheduler_config.enable_chunked_prefill
     return of_cpu and not (chunks or vllm_config.cache_config.enable_prefix_caching)

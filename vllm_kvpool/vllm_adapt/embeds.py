@@ -53,7 +53,7 @@ class Endpoints(NamedTuple):
 
 
 def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
-    """`ec_connector_extra_config` as the user wrote it."""
+    """Return `ec_connector_extra_config` as the user wrote it."""
     assert vllm_config.ec_transfer_config is not None
     return vllm_config.ec_transfer_config.ec_connector_extra_config or {}
 
@@ -90,7 +90,10 @@ def warn_of_numbers(vllm_config: "VllmConfig") -> None:
 
 
 def endpoints_of(vllm_config: "VllmConfig", config: EmbedsConfig) -> Endpoints:
-    """Ports run over ranks, then over data-parallel engines; ConfigError if they run out."""
+    """Return the endpoints; ports run over ranks, then over data-parallel engines.
+
+    Raises ConfigError if ports run out.
+    """
     transfer, parallel = vllm_config.ec_transfer_config, vllm_config.parallel_config
     assert transfer is not None
     host, port = str(transfer.ec_ip), int(transfer.ec_port)
@@ -125,7 +128,7 @@ def endpoints_of(vllm_config: "VllmConfig", config: EmbedsConfig) -> Endpoints:
 
 
 def base_fingerprint(vllm_config: "VllmConfig", config: EmbedsConfig) -> str:
-    """Digest of what decides an encoder's output for given media, but for later updates.
+    """Return the digest of what decides an encoder's output for given media, but for later updates.
 
     Reads the model's files, a sample of its weights among them. Raises OSError.
     """
@@ -231,7 +234,7 @@ def on_device(tensor: Any, vllm_config: "VllmConfig") -> Any:
 
 
 def transfer_params(request: "Request") -> Mapping[str, Any] | None:
-    """`ec_transfer_params` as the client or proxy sent it."""
+    """Return `ec_transfer_params` as the client or proxy sent it."""
     params: Mapping[str, Any] | None = request.ec_transfer_params
     return params
 

@@ -95,7 +95,7 @@ def first_weights_version(vllm_config: "VllmConfig") -> str:
 
 
 def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
-    """`kv_connector_extra_config` as the user wrote it."""
+    """Return `kv_connector_extra_config` as the user wrote it."""
     assert vllm_config.kv_transfer_config is not None
     return vllm_config.kv_transfer_config.kv_connector_extra_config or {}
 
@@ -191,7 +191,7 @@ def _of_drafter(layer_group: LayerGroup, drafter: str) -> LayerGroup:
 
 
 def refuse_options(vllm_config: "VllmConfig") -> None:
-    """ConfigError where an option makes KV that no other engine can use."""
+    """Raise ConfigError where an option makes KV that no other engine can use."""
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise ConfigError(
             "calculate_kv_scales computes scales at run time that other engines cannot know; use "
@@ -250,7 +250,7 @@ def refuse_layerwise(
     layer_groups: Sequence[RankLayerGroup],
     groups: Sequence[KVCacheGroup],
 ) -> None:
-    """ConfigError where a load that fails within a step could leave wrong KV."""
+    """Raise ConfigError where a load that fails within a step could leave wrong KV."""
     has_states = any(group.is_state for group in groups)
     if len(layer_groups) > 1 or has_states or not GroupTables(groups).resumes:
         raise ConfigError(
@@ -470,7 +470,10 @@ def notice_place(
 
 
 def _ranks_on_host(parallel: Any) -> int:
-    """Workers that vLLM starts on this host; 1 where others start them. `parallel`: vLLM's."""
+    """Return the workers that vLLM starts on this host; 1 where others start them.
+
+    `parallel` is vLLM's.
+    """
     if parallel.distributed_executor_backend in ("ray", "external_launcher"):
         return 1
     return int(parallel.local_world_size) * max(1, int(parallel.data_parallel_size_local))
@@ -566,7 +569,7 @@ def triton_is_here() -> bool:
 
 
 def preferred_layout(vllm_config: "VllmConfig") -> str | None:
-    """Head-major pages, where heads exist; vLLM may choose another layout."""
+    """Return head-major pages, where heads exist; vLLM may choose another layout."""
     if vllm_config.model_config is None or vllm_config.model_config.use_mla:
         return None
     return "LBHNC"

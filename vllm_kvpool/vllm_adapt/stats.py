@@ -260,8 +260,9 @@ class HitSources:
         chunk_tokens: int,
         in_host: Callable[[bytes], bool],
     ) -> dict[Any, int]:
-        """Tokens of the hit by source; `in_host` says of a chunk's hash whether all ranks have it.
+        """Return the tokens of the hit by source.
 
+        `in_host` says of a chunk's hash whether all ranks have it.
         A cell may leave host memory before it is loaded, or come into it.
         """
         from_host = 0

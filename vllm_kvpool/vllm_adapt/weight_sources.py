@@ -56,7 +56,7 @@ class WeightSources(NamedTuple):
         return self._replace(model=path, revision=None, parts=parts)
 
     def places(self) -> list[Path] | None:
-        """Directories and files, the model's first; None if one is not local."""
+        """Return the directories and files, the model's first; None if one is not local."""
         named = [(self.model, self.revision), *((part, None) for part in self.parts)]
         found = [local_weights(name, revision, self.download_dir) for name, revision in named]
         return None if None in found else [each for each in found if each is not None]

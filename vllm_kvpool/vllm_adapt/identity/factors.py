@@ -366,7 +366,7 @@ def canonical(value: Any) -> Any:
 
 
 def encoded(values: Any) -> bytes:
-    """Canonical values as bytes."""
+    """Return canonical values as bytes."""
     return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 

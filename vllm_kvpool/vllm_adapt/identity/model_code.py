@@ -75,7 +75,7 @@ def code_outside_vllm(model: Any, parallel: Any) -> dict[str, Any]:
 
 
 def source_files(folder: Path) -> dict[str, Path]:
-    """Python files and compiled modules below a folder, by their path from it."""
+    """Return the Python files and compiled modules below a folder, by their path from it."""
     found: dict[str, Path] = {}
     seen = set()
     for here, folders, names in os.walk(folder, followlinks=True):
@@ -90,7 +90,7 @@ def source_files(folder: Path) -> dict[str, Path]:
 
 
 def _loaded_plugins() -> Iterator[EntryPoint]:
-    """By vLLM's rule: all that are installed, or those that VLLM_PLUGINS names."""
+    """Return the plugins by vLLM's rule: all installed ones, or those that VLLM_PLUGINS names."""
     named = environment().get("VLLM_PLUGINS")
     for each in entry_points(group=GROUP):
         is_loaded = named is None or each.name in named.split(",")
@@ -108,7 +108,7 @@ def _package_of(name: str) -> str:
 
 
 def _registered_classes(model: Any) -> dict[str, str]:
-    """Return module and class of what is registered from outside vLLM, by architecture."""
+    """Return the module and class of what is registered from outside vLLM, by architecture."""
     from vllm.model_executor.models import ModelRegistry
 
     named = {

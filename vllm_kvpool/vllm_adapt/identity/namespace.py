@@ -340,7 +340,7 @@ def _is_quantised(spec: Any) -> bool:
 
 
 def device_values(spec: Any) -> dict[str, str]:
-    """Values that tell apart devices on which the bytes of one spec mean different things."""
+    """Return the values that tell devices apart on which a spec's bytes mean different things."""
     values = {}
     is_fp8 = spec.kv_quant_mode.name.startswith("FP8") or compat.is_indexer(spec)
     if is_fp8 and spec.dtype.itemsize == 1 and compat.fp8_name() != "float8_e4m3fn":
@@ -465,7 +465,7 @@ def _part(name: str, download_dir: str | None) -> dict[str, Any]:
 
 
 def _rope(text: Any, max_model_len: int) -> dict[str, Any]:
-    """Rotary embedding in one form, whatever fields a release of transformers keeps it in."""
+    """Return the rotary embedding in one form, whatever fields transformers keeps it in."""
     rope = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})
     rope.setdefault("rope_theta", getattr(text, "rope_theta", None))
     original = rope.get("original_max_position_embeddings") or getattr(

@@ -102,7 +102,7 @@ def _sample(model: torch.nn.Module) -> bytes:
 
 
 def _some_bytes(data: torch.Tensor) -> torch.Tensor:
-    """Bytes at about equal distances; `data` may be part of a larger storage."""
+    """Return bytes at about equal distances; `data` may be part of a larger storage."""
     item = data.element_size()
     span = 1 + sum((n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True))
     if span != data.numel():  # with gaps
@@ -406,7 +406,10 @@ def _of_engine(core: Any, watchers: "WeakKeyDictionary[W, Any]") -> list[W]:
 
 
 def _add_lora(call: Callable[..., Any], core: Any, /, lora_request: Any) -> Any:
-    """Servers load adapters before any request names them; their files may change in between."""
+    """Read an adapter when a server loads it, before any request names it.
+
+    Its files may change in between.
+    """
     key = (lora_request.lora_int_id, lora_request.lora_path)
     directory = local_directory(lora_request.lora_path, None)
     if directory is not None and (lora_request.load_inplace or key not in _adapters):

@@ -41,7 +41,7 @@ def keeps_ends(spec: Any) -> bool:
 
 
 def check_engine(vllm_config: "VllmConfig") -> None:
-    """ConfigError, with what helps, if this engine's caches cannot be shared."""
+    """Raise ConfigError, with what helps, if this engine's caches cannot be shared."""
     if not compat.offers_states():
         raise ConfigError(
             "this release of vLLM has another form of DeepSeek V4's caches; use vLLM 0.32, or run "
@@ -65,7 +65,7 @@ def check_engine(vllm_config: "VllmConfig") -> None:
 
 
 def check_chunks(block_size: int, chunk_tokens: int) -> None:
-    """ConfigError if a hit, which ends with a block, may end within a chunk."""
+    """Raise ConfigError if a hit, which ends with a block, may end within a chunk."""
     if chunk_tokens % block_size:
         raise ConfigError(
             f"of DeepSeek V4 hits end with blocks of {block_size} tokens, of which chunks hold "

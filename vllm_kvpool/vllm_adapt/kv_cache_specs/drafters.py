@@ -96,7 +96,7 @@ def max_drafted_tokens(vllm_config: "VllmConfig") -> int:
 
 
 def _check_engine(vllm_config: "VllmConfig", config: KVPoolConfig) -> None:
-    """UnsharedDrafterError, with the reason, for methods and options that are not known here."""
+    """Raise UnsharedDrafterError, with the reason, for unknown methods and options."""
     speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     assert speculation is not None
     method = str(speculation.method)

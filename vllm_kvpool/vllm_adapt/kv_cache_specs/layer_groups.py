@@ -359,7 +359,7 @@ def _beside_indexer(vllm_config: "VllmConfig", spec: Any, page_bytes: int) -> An
 
 
 def _check_skipped_layers(vllm_config: "VllmConfig") -> None:
-    """ConfigError with pipeline stages: the scheduler part knows the layers of one alone."""
+    """Raise ConfigError with pipeline stages: the scheduler part knows the layers of one alone."""
     cache, stages = vllm_config.cache_config, vllm_config.parallel_config.pipeline_parallel_size
     named = [name for name in cache.kv_cache_dtype_skip_layers if name.isdecimal()]
     if stages > 1 and named and cache.cache_dtype != "auto":
@@ -644,7 +644,7 @@ def _group_of_each_layer(
 def context_of(
     vllm_config: "VllmConfig", layer_groups: Sequence[RankLayerGroup], config: KVPoolConfig
 ) -> Context:
-    """Context parallelism; ConfigError if it is not known which tokens a rank holds."""
+    """Return context parallelism; ConfigError if it is not known which tokens a rank holds."""
     parallel = vllm_config.parallel_config
     context = Context(
         parallel.prefill_context_parallel_size,

@@ -43,7 +43,7 @@ _PACKED_ROWS = ("PER_TOKEN_HEAD", "TURBOQUANT", "ULTRAQUANT")
 
 
 def check_spec(spec: Any) -> None:
-    """ConfigError, by name and with what to do, unless pages of this spec consist of rows."""
+    """Raise ConfigError, by name and with what to do, unless pages of this spec consist of rows."""
     if not isinstance(spec, AttentionSpec):
         raise ConfigError(
             f"layers of this model keep KV of different forms in a group ({type(spec).__name__}), "
@@ -101,7 +101,7 @@ def _check_latent(spec: MLAAttentionSpec) -> None:
 
 
 def check_compressed(spec: Any) -> None:
-    """ConfigError unless it is known how DeepSeek V4's latents of this spec lie in a block."""
+    """Raise ConfigError unless the form of DeepSeek V4's latents of this spec is known."""
     if compat.has_own_content(spec) and compat.row_bytes(spec) != _COMPRESSED_BYTES:
         raise ConfigError(
             f"DeepSeek V4's latents have {compat.row_bytes(spec)} bytes here, whose form is not "

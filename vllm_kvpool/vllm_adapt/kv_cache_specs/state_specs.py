@@ -45,7 +45,7 @@ _NAMES_OF_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
 
 def check_engine(vllm_config: "VllmConfig") -> None:
-    """ConfigError, with the option that helps, if this engine's states cannot be shared."""
+    """Raise ConfigError, with the option that helps, if this engine's states cannot be shared."""
     if not compat.offers_states():
         raise ConfigError(
             "this model keeps recurrent states, and this release of vLLM does not say when one is "
@@ -69,7 +69,7 @@ def check_engine(vllm_config: "VllmConfig") -> None:
 
 
 def check_blocks(block_size: int, chunk_tokens: int) -> None:
-    """ConfigError if states at the ends of blocks fall between the ends of chunks."""
+    """Raise ConfigError if states at the ends of blocks fall between the ends of chunks."""
     if block_size % chunk_tokens and chunk_tokens % block_size:
         raise ConfigError(
             f"recurrent states are kept every {block_size} tokens, which chunks of {chunk_tokens} "
@@ -135,7 +135,7 @@ def _recurrent_shape(spec: Any) -> tuple[int, ...]:
 
 
 def _window_shape(spec: Any, kind: _StateKind, vllm_config: "VllmConfig") -> tuple[int, int]:
-    """Channels of a rank, and rows of the window without those for drafts."""
+    """Return the channels of a rank, and rows of the window without those for drafts."""
     if not kind.has_window:
         return 0, 0
     channels, rows = spec.shapes[0] if _dim_first() else spec.shapes[0][::-1]
