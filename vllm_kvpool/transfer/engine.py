@@ -222,7 +222,7 @@ class Engine:
                 pass
 
     def next_deadline(self) -> float | None:
-        """When a `TimePassed` is due, or None."""
+        """Return the time at which a `TimePassed` is due, or None."""
         parts = (self.loads, self.saves, self.loans)
         return min((due for part in parts if (due := part.next_time()) is not None), default=None)
 

@@ -89,7 +89,7 @@ class Fetches:
                 self._fail(op, CellOutcome.CANCELLED)
 
     def got(self, op: Op, outcome: Outcome) -> None:
-        """GET has ended: check the cells that the tier gave."""
+        """Check the cells that a tier gave: the GET has ended."""
         fetch: Fetch = op.what
         if not fetch.entry.indexed:  # before a reset
             self._fail(op, CellOutcome.CANCELLED)
@@ -107,7 +107,7 @@ class Fetches:
             self._arrived(op)
 
     def checked(self, op: Op, outcome: Outcome) -> None:
-        """CHECK has ended: ask the next tier for cells that this one lacked or that are bad."""
+        """Ask the next tier for cells that this one lacked or that are bad: the CHECK has ended."""
         fetch: Fetch = op.what
         self._refuse(op, outcome)
         if fetch.refused:
@@ -155,7 +155,7 @@ class Fetches:
             self._removing[tier, key] = removal
 
     def removed(self, op: Op, outcome: Outcome) -> None:
-        """REMOVE of a bad cell has ended."""
+        """Take the end of the REMOVE of a bad cell."""
         [key] = op.what.part.cell_keys()
         del self._removing[tier_of(op), key]
         if outcome is CellOutcome.DONE:

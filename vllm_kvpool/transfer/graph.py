@@ -134,7 +134,7 @@ class Lane:
     running_bytes: int = 0
 
     def turns(self) -> Sequence[int]:
-        """Priorities in the order in which they may start a batch."""
+        """Return the priorities in the order in which they may start a batch."""
         starved = [p for p in IN_ORDER if self.passed_over[p] >= FAIR_EVERY]
         return (*starved, *IN_ORDER)
 
@@ -307,7 +307,7 @@ class Scheduler:
         return reached
 
     def take_lost(self) -> list[tuple[Op, Op]]:
-        """Since the last call: ops that were cancelled because another failed, and that other."""
+        """Return the ops cancelled since the last call because another failed, and that other."""
         lost, self._lost = self._lost, []
         return lost
 

@@ -99,7 +99,7 @@ class HostCache:
         has_shares: bool = False,
         least_cells: int = 1,
     ) -> None:
-        """`has_shares`: what leaves belongs to the tenant that has the most cells.
+        """Begin empty; `has_shares`: what leaves belongs to the tenant that has the most cells.
 
         A chunk of a layer group has at least `least_cells` cells.
         """
@@ -319,7 +319,7 @@ class HostCache:
         return found
 
     def take_change(self) -> HostCacheChange | None:
-        """Chunks that have become complete or incomplete since the last call."""
+        """Return the chunks that have become complete or incomplete since the last call."""
         if not self._changes:
             return None
         changes, self._changes = self._changes, {}
@@ -410,7 +410,7 @@ class HostCache:
         self._free(entry)
 
     def unindex(self, entry: CacheEntry) -> None:
-        """`get` does not find the entry any more; it is freed with its last pin."""
+        """Hide an entry from `get`; it is freed with its last pin."""
         if not entry.indexed:
             return
         entry.indexed = False
@@ -450,7 +450,7 @@ class HostCache:
         return loans
 
     def num_slots(self) -> tuple[int, int, int]:
-        """Slots of unpinned clean slabs, of unpinned dirty ones, and of pinned ones."""
+        """Return the slots of unpinned clean slabs, of unpinned dirty ones, and of pinned ones."""
         held = self.slots.num_held - self.num_idle
         return self.num_idle - self.num_dirty, self.num_dirty, held
 

@@ -272,7 +272,7 @@ class Loads:
             self._set_deadline(load, CLEAR_S)
 
     def next_time(self) -> float | None:
-        """When the next deadline passes, or the next slabs are named."""
+        """Return when the next deadline passes, or the next slabs are named."""
         if self._growing:
             return self._context.now + NAME_EVERY_S
         while self._deadlines and self._deadlines[0][1] not in self._loads:

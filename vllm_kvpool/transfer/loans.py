@@ -249,7 +249,7 @@ class Loans:
             self._drop_oldest()
 
     def next_time(self) -> float | None:
-        """When the first of these times is over."""
+        """Return when the first of these times is over."""
         asks = [asked_at + self._set.ask_s for _, asked_at in self._asked.values()][:1]
         loans = [until for _, until in self._lent.values()][:1]
         return min((*asks, *loans, *list(self._retained.values())[:1]), default=None)

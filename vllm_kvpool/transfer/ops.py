@@ -411,7 +411,7 @@ class HostCacheChange:
 
     @classmethod
     def of(cls, complete: Mapping[str, bool]) -> Self:
-        """From chunk ids to whether the chunk is complete now."""
+        """Return the change from a table of chunk ids to whether the chunk is complete now."""
         return cls(
             tuple(chunk_id for chunk_id, is_complete in complete.items() if is_complete),
             tuple(chunk_id for chunk_id, is_complete in complete.items() if not is_complete),

@@ -77,7 +77,10 @@ class _Names(NamedTuple):
         tenant: str = "",
         retention: Retention = NO_RETENTION,
     ) -> Iterator[tuple[int, str, list[ChunkRef]]]:
-        """Each chunk's index, its hash in hexadecimal, and its reference in each layer group."""
+        """Yield each chunk's index, its hash in hexadecimal, and its references.
+
+        There is a reference for each layer group.
+        """
         is_plain = not tenant and retention == NO_RETENTION
         every = [chunk_hash.hex() for chunk_hash in (*before, *hashes)]
         for place in range(len(before), len(every)):
@@ -136,7 +139,7 @@ class Planner:
         return self.chunk_tokens // self.context.dcp_size
 
     def max_cell_bytes(self) -> int:
-        """Header and payload of this rank's largest cell."""
+        """Return the header and payload of this rank's largest cell."""
         return max(self._cell_bytes(cell) for cell in self.cells)
 
     def begin_load(self, plan: LoadPlan) -> LoadJob:

@@ -23,7 +23,7 @@ class _Request:
     stop: int | None = None  # no chunk from here on is saved
 
     def plan(self, first: int, stop: int) -> None:
-        """Chunks [first, stop) are planned, or were found with all before them (first == stop)."""
+        """Plan chunks [first, stop), or take them as found with all before them (first == stop)."""
         if first == stop:
             self.planned = max(self.planned, stop)
         else:

@@ -74,7 +74,10 @@ class Card(msgspec.Struct, frozen=True):
 
 
 def host_digest() -> bytes:
-    """Equal in processes that can pass each other memory: same kernel, network and user."""
+    """Return a digest that processes share if they can pass each other memory.
+
+    They have the same kernel, network and user.
+    """
     try:
         parts = (BOOT_ID.read_text().strip(), os.readlink(_NETWORK), str(os.geteuid()))
     except OSError:  # unknown: then no other process is on this host

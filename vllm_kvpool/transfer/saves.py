@@ -363,7 +363,7 @@ class SaveManager:
             self.finish_if_done(copy)
 
     def finish_if_done(self, copy: Copy) -> None:
-        """If the last op of a copy has ended, unpin its entry."""
+        """Unpin a copy's entry if its last op has ended."""
         if copy not in self._copies or not OVER.issuperset([op.state for op in copy.ops]):
             return
         del self._copies[copy]
@@ -490,7 +490,7 @@ class SaveManager:
             self._context.reports.append(SavesStalled())
 
     def next_time(self) -> float | None:
-        """When `watch_stall` is due, or the next slabs are named."""
+        """Return when `watch_stall` is due, or the next slabs are named."""
         if self._growing:
             return self._context.now + NAME_EVERY_S
         if not self._gathers.num_ready or self._stall_ends is None:

@@ -101,7 +101,7 @@ class Trace:
         return 0
 
     def add(self, record: Record) -> None:
-        """Any thread; returns at once and never raises."""
+        """Record a batch. Any thread; returns at once and never raises."""
 
     def close(self, timeout_s: float = CLOSE_JOIN_S) -> None:
         """Write what is left and end, within `timeout_s`; may be called again."""
@@ -117,7 +117,10 @@ class _Renderer:
     """Turns records into trace events. Owned by the writer thread."""
 
     def __init__(self, process_name: str, pid: int, epoch_s: float, epoch_ns: int) -> None:
-        """At `epoch_s` of the recorders' clock it was `epoch_ns` since the epoch."""
+        """Set the clocks.
+
+        At `epoch_s` of the recorders' clock it was `epoch_ns` since the epoch.
+        """
         self._process_name = process_name
         self._pid = pid
         self._epoch_s = epoch_s
