@@ -69,7 +69,7 @@ class PinLedger:
         self.num_blocks += len(block_ids)
 
     def release(self, job_id: JobId, ranks: int) -> None:
-        """`ranks` more ranks have gathered the job; the last one releases its blocks."""
+        """Count `ranks` more ranks that have gathered the job; the last one releases its blocks."""
         pinned = self._pinned[job_id]
         pinned.ranks_left -= ranks
         assert pinned.ranks_left >= 0, f"save {job_id} reported by too many ranks"

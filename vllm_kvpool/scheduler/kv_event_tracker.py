@@ -81,7 +81,7 @@ class _Content:
         return 0 if all(need in self.chunks for need in blocks.needs) else 1
 
     def count_in(self, block: Hashable) -> bool:
-        """Another chunk has the block; whether it is the first."""
+        """Count another chunk with the block, and return True if it is the first."""
         self.counts[block] = self.counts.get(block, 0) + 1
         return self.counts[block] == 1
 
@@ -222,7 +222,7 @@ class KVEventTracker:
         self._has_forgotten = False
 
     def repeat(self) -> None:
-        """Receivers have dropped all blocks of this engine: announce everything again."""
+        """Announce everything again, as receivers have dropped all blocks of this engine."""
         for medium, content in list(self._media.items()):
             announced: set[Hashable] = set()
             for chunk in list(content.chunks):

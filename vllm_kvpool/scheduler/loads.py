@@ -24,7 +24,7 @@ IDLE_WAIT_SHARE = 0.1
 
 
 def idle_wait_s(waited_s: float) -> float:
-    """Seconds that an engine with nothing to compute may wait in a step.
+    """Return the seconds that an engine with nothing to compute may wait in a step.
 
     Grows with the time waited so far: a request that arrives meanwhile is held up.
     """

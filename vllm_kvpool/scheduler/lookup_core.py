@@ -62,7 +62,7 @@ class TierPace:
             self._breaker.succeeded()
 
     def late(self, now: float) -> bool:
-        """Lookups were answered without the tier; whether it is left alone from now on."""
+        """Note that lookups were answered without the tier; return True if it is left alone now."""
         if self.is_left_alone:
             return False
         self.is_left_alone = self._breaker.failed(now)
@@ -392,7 +392,7 @@ class LookupCore:
         )
 
     def fail_all(self) -> None:
-        """After a bug: answer every open lookup, so that no request waits."""
+        """Answer every open lookup after a bug, so that no request waits."""
         for opened in list(self._open.values()):
             self._finish(opened, LookupOutcome.STORE_ERROR, LookupOutcome.ANSWERED)
 
@@ -408,7 +408,7 @@ class LookupCore:
     # Lookups
 
     def _usable(self, now: float) -> list[int]:
-        """Tiers that are not left alone, nor late with a call."""
+        """Return the tiers that are not left alone, nor late with a call."""
         return [
             number
             for number, tier in enumerate(self._tiers)
@@ -653,7 +653,7 @@ class LookupCore:
         return LookupOutcome.TIMED_OUT if is_left_out else LookupOutcome.ANSWERED
 
     def _answer_late(self, opened: _OpenLookup, now: float) -> None:
-        """`answer_by` is over: answer with what is known, and note the late tiers."""
+        """Answer with what is known, as `answer_by` is over, and note the late tiers."""
         for number in opened.waits_for:
             tier = self._tiers[number]
             if (
@@ -760,7 +760,10 @@ class LookupCore:
         present: Present,
         now: float,
     ) -> None:
-        """`asked`: the lookups of the call, each with its search and how many keys it has."""
+        """Take the answer to a call of `exists`.
+
+        `asked`: the lookups of the call, each with its search and how many keys it has.
+        """
         start = 0
         for opened, search, count in asked:
             stop = start + count

@@ -254,7 +254,7 @@ class PoolScheduler:
         self.saves.drop_request(state.view.request_id)
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
-        """Tokens beyond `num_computed` (block aligned) that a load can bring.
+        """Return the tokens beyond `num_computed` (block aligned) that a load can bring.
 
         (None, False) while the lookup is pending; (0, False) when there is nothing to load.
         """
@@ -319,7 +319,7 @@ class PoolScheduler:
         return is_lacking or bool(state.retention.pinned_until_ns)
 
     def wanted_boundary(self, request_id: str, own_boundary: int = 0) -> int:
-        """Tokens after which the engine should keep a recurrent state besides its own choice; or 0.
+        """Return the tokens after which the engine should keep one more recurrent state; or 0.
 
         Either a prefix without a state that other requests have in common, of which the pool has
         the attention, or the engine's own cache (`own_boundary`): a state after it serves them all.
@@ -354,7 +354,7 @@ class PoolScheduler:
     # Loads
 
     def allocated(self, request_id: str, tables: Sequence[BlockTable], num_external: int) -> None:
-        """Blocks are allocated; `num_external` of the offered tokens are to be loaded (or 0).
+        """Take the allocated blocks; `num_external` of the offered tokens are to be loaded (or 0).
 
         `tables`: the request's block table in each KV cache group.
         """
@@ -418,14 +418,14 @@ class PoolScheduler:
             self._loads.land(load, found, True)  # the lookup has ended since the offer
 
     def step_ended(self) -> None:
-        """Every rank has reported a step, so its layered loads have ended; call `apply` first."""
+        """End the layered loads of a step that every rank has reported; call `apply` first."""
         for load in self._loads.pop_layered():
             lost_blocks = load.lost_blocks(self._tables.block_size)
             self.saves.step_load_ended(load.plan.request_id, lost_blocks)
             self._count_load(load)
 
     def load_ended(self, request_id: str) -> None:
-        """Every rank has reported the request's load; call `apply` first."""
+        """End a load that every rank has reported; call `apply` first."""
         load = self._loads.get(request_id)
         if load is None or load.plan.layered:
             return

@@ -98,7 +98,7 @@ class PrefixSearch:
 
 
 def _spread(start: int, stop: int, count: int) -> tuple[int, ...]:
-    """Up to `count` numbers of [start, stop), evenly apart."""
+    """Return up to `count` numbers of [start, stop), evenly apart."""
     width = max(0, stop - start)
     if width <= count:
         return tuple(range(start, stop))

@@ -243,7 +243,7 @@ class SavePlanner:
         return state.stale or (all_prompt and not self._seeks_end(state))
 
     def _prompt_chunks(self, state: RequestState) -> int:
-        """Whole chunks of the prompt."""
+        """Return whole chunks of the prompt."""
         return state.view.num_prompt_tokens // self._shape.chunk_tokens
 
     def _seeks_end(self, state: RequestState) -> bool:
@@ -448,7 +448,7 @@ class SavePlanner:
         self.outcomes.dropped(save.job_id)
 
     def gathered(self, ranks_by_job: Mapping[JobId, int]) -> None:
-        """Ranks have gathered the blocks of saves."""
+        """Release the blocks of saves, as ranks have gathered them."""
         for job_id, ranks in ranks_by_job.items():
             self.ledger.release(job_id, ranks)
         if ranks_by_job:

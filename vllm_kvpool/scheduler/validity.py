@@ -41,7 +41,7 @@ class Reset:
         return self.ended < self.generation
 
     def acked(self, ranks: int) -> bool:
-        """`ranks` more ranks have dropped their saves; whether these were the last."""
+        """Count `ranks` more ranks that have dropped their saves; return True after the last."""
         before, self.acks = self.acks, self.acks + ranks
         return before < self.num_ranks <= self.acks
 
@@ -105,7 +105,7 @@ class Validity:
             self._embeddings = CachedEmbeddings.OLD
 
     def foreign_load_started(self) -> None:
-        """Another connector loads blocks that vLLM's prefix cache shows at once."""
+        """Note that another connector loads blocks that vLLM's prefix cache shows at once."""
         if not self.has_doubtful_blocks:
             self.has_doubtful_blocks = True
             logger.warning(
