@@ -49,7 +49,7 @@ def explanations(stores: Sequence[NamedStore], names: Sequence[str]) -> list[Exp
 
 
 def explanations_json(found: Sequence[Explanation]) -> list[dict[str, Any]]:
-    """Explanations as JSON."""
+    """Return the explanations as JSON."""
     return [
         {
             "first": first,
@@ -61,7 +61,7 @@ def explanations_json(found: Sequence[Explanation]) -> list[dict[str, Any]]:
 
 
 def explanations_text(found: Sequence[Explanation], stores: Sequence[NamedStore]) -> str:
-    """Explanations in words; without any, the reason for each store."""
+    """Return the explanations in words; without any, the reason for each store."""
     if found:
         return "\n\n".join(map(_in_words, found))
     nothing = "no two namespaces of one model to compare:"

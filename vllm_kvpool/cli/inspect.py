@@ -194,8 +194,9 @@ class _Node:
 def described_chunks(
     chunks: Iterable[ChunkUsage], chunk_tokens: Mapping[str, int], now_ns: int
 ) -> dict[str, Any]:
-    """Ages and hits by namespace and kind of layer, and the prefixes with most bytes behind them.
+    """Return the ages and hits by namespace and kind of layer, and the prefixes with most bytes.
 
+    A prefix counts with the bytes behind it.
     `chunks` has parents before children (pure).
     """
     kinds: defaultdict[tuple[str, str], _Kind] = defaultdict(_Kind)

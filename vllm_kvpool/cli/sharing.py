@@ -155,7 +155,7 @@ def _tokens(url: str, growth: Growth) -> Iterator[Finding]:
 
 
 def of_values(check: str, values: Mapping[str, Any]) -> Iterator[Finding]:
-    """With which other engines one of these values shares (pure)."""
+    """Return with which other engines one of these values shares (pure)."""
     weights = str(values.get("weights", ""))
     limits = (
         (

@@ -67,7 +67,7 @@ def scrape(url: str) -> Samples:
 
 
 def check_url(url: str) -> None:
-    """ConfigError if it is no URL of an engine."""
+    """Raise ConfigError if the text is no URL of an engine."""
     try:
         parts = urlsplit(url)
         is_well = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

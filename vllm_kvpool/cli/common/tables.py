@@ -33,7 +33,10 @@ class TextTable:
     """The name of a column whose words may wrap."""
 
     def as_text(self) -> str:
-        """Lines of aligned columns, indented below the title; on a terminal as wide as that."""
+        """Return lines of aligned columns, indented below the title.
+
+        On a terminal the lines are as wide as the terminal.
+        """
         table = self.fitted(shutil.get_terminal_size().columns) if is_on_terminal() else self
         lines = [table.title] if table.title else []
         widths = table._widths()
@@ -120,5 +123,5 @@ def age_text(seconds: float) -> str:
 
 
 def texts(rows: Sequence[Sequence[object]]) -> tuple[tuple[str, ...], ...]:
-    """Rows of any values as rows of text."""
+    """Return rows of any values as rows of text."""
     return tuple(tuple(map(str, row)) for row in rows)

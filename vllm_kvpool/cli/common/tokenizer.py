@@ -128,7 +128,7 @@ def is_engine(tokenizer: str) -> bool:
 
 
 def read_messages(text: str) -> list[dict[str, Any]]:
-    """Messages from JSON, a list of them or an object with `messages`; ConfigError."""
+    """Return the messages from JSON, a list of them or an object with `messages`; ConfigError."""
     try:
         given = json.loads(text)
         messages = given["messages"] if isinstance(given, dict) else given
