@@ -242,7 +242,7 @@ def _madvise(address: int, nbytes: int, advice: int) -> bool:
 
 
 def _allocate(nbytes: int, large: bool, shared: bool) -> tuple[mmap.mmap, int | None]:
-    """Memory, and its descriptor if it is a memory file."""
+    """Return memory, and its descriptor if it is a memory file."""
     if shared:
         try:
             return _allocate_file(nbytes, large)
@@ -271,7 +271,10 @@ def _allocate_private(nbytes: int, large: bool) -> mmap.mmap:
 
 
 def _allocate_file(nbytes: int, large: bool) -> tuple[mmap.mmap, int]:
-    """Memory without a name, and its descriptor; it ends with the last process that maps it."""
+    """Return memory without a name, and its descriptor.
+
+    It ends with the last process that maps it.
+    """
     rounded = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     if large and rounded <= huge_pages_left():
         with contextlib.suppress(OSError):  # none are set aside

@@ -140,7 +140,7 @@ def _copy_few(typing_context: Any, dst: Any, src: Any, nbytes: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _publish(typing_context: Any) -> Any:
-    """Non-temporal stores are ordered by nothing weaker than a full fence."""
+    """Emit a full fence: nothing weaker orders non-temporal stores."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -185,7 +185,7 @@ def _shuffle(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
 
 
 def _transposed_square(builder: Any, rows: list[Any]) -> list[Any]:
-    """log2(n) rounds that interleave the rows of the upper half with those of the lower."""
+    """Transpose in log2(n) rounds, which interleave the upper half's rows with the lower's."""
     width = len(rows)
     low = [lane for i in range(width // 2) for lane in (i, i + width)]
     high = [lane + width // 2 for lane in low]
@@ -254,7 +254,7 @@ def _copy_bytes(dst: int, src: int, nbytes: int) -> None:
 
 
 def _matrix_transposer(elem_bytes: int) -> Callable[..., None]:
-    """Specialised by element size: rows of `src` become columns of `dst`."""
+    """Make a function for an element size: rows of `src` become columns of `dst`."""
     width = VECTOR_BYTES // elem_bytes
     line = LINE_BYTES // elem_bytes
     stream_tile = _tile_transposer(elem_bytes, line, stream=True)
@@ -359,7 +359,7 @@ def _move_tiles(
     first: int,
     num_rows: int,
 ) -> None:
-    """Rows of a block, from its token `first` on, whose tokens lie in tiles."""
+    """Move rows of a block, from its token `first` on, whose tokens lie in tiles."""
     token = first
     while token < first + num_rows:
         tile, within = divmod(token, run[_TILE_TOKENS])

@@ -130,7 +130,7 @@ class TorchCopier:
     def _layer_rows(
         self, group: _Group, payload: torch.Tensor
     ) -> Iterator[tuple[LayerPages, torch.Tensor]]:
-        """Each layer with its part of the payload, `[..., heads, tokens, row]`."""
+        """Yield each layer with its part of the payload, `[..., heads, tokens, row]`."""
         start, num_tokens = 0, group.shape.chunk_tokens
         for pages in self._layers[slice(*group.layers)]:
             stop = start + num_tokens * pages.row_bytes
@@ -154,7 +154,7 @@ class TorchCopier:
                 dst_rows[head, clip].copy_(src_rows[head, clip], non_blocking=True)
 
     def _move_pages(self, group: _Group, payload: torch.Tensor, *, is_gather: bool) -> None:
-        """Between pages and the payload, `[chunks, heads, bytes of a head]`, both of one device."""
+        """Copy between pages and payload, `[chunks, heads, bytes of a head]`, of one device."""
         heads = group.all_heads
         pieces_of: dict[tuple[int, int], list[tuple[torch.Tensor, _Piece]]] = {}
         for pages, rows in self._layer_rows(group, payload):
@@ -190,7 +190,7 @@ class TorchCopier:
                             part.index_copy_(0, blocks, some.flatten(0, 1))
 
     def _pieces(self, group: _Group, pages: LayerPages) -> list[tuple[torch.Tensor, _Piece]]:
-        """Pieces of each chunk, with the kernel blocks of all chunks, on the device."""
+        """Return pieces of each chunk, with the kernel blocks of all chunks, on the device."""
         blocks = group.block_ids[:, :, None] * pages.blocks_per_id + np.arange(pages.blocks_per_id)
         on_device = torch.from_numpy(blocks.reshape(len(blocks), -1)).to(self._device)
         return [
@@ -246,7 +246,7 @@ def _tiles(run: Run, piece: _Piece, block_tokens: int) -> Iterator[_Tiles]:
 
 
 def _pieces(shape: Shape, block_tokens: int) -> Iterator[_Piece]:
-    """At most three pieces: a block's tail, whole blocks, a block's head."""
+    """Return at most three pieces: a block's tail, whole blocks, a block's head."""
     start, stop = shape.token_start - shape.first_token, shape.token_stop - shape.first_token
     first_whole, last_whole = (
         -(-start // block_tokens) * block_tokens,

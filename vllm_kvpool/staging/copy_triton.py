@@ -53,7 +53,7 @@ class DeviceStream(Protocol):
         """Return the point after all work so far."""
 
     def wait(self, event: DeviceEvent) -> None:
-        """Later work waits for the event."""
+        """Let later work of the stream wait for the event."""
 
     def copy(self, copies: "Int64s") -> None:
         """Copy contiguous bytes between host and device.
@@ -73,7 +73,7 @@ class Streams(Protocol):
     """A device's streams and memory."""
 
     def enter_thread(self) -> None:
-        """Every thread calls it before it uses streams."""
+        """Prepare the calling thread; every thread calls it before it uses streams."""
 
     def new_stream(self) -> DeviceStream:
         """Return a stream of the caller's own."""
@@ -88,7 +88,7 @@ class Streams(Protocol):
         """
 
     def pinned_memory(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised page-locked uint8 on the host."""
+        """Return uninitialised page-locked uint8 on the host."""
 
 
 # --- The copier ---------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Device:
         self.torch_device = torch_device
 
     def enter_thread(self) -> None:
-        """Make it the calling thread's device; idempotent."""
+        """Prepare the calling thread for the device."""
 
     def new_stream(self) -> Any:
         """Return a stream beside the model's; None on the host."""
@@ -64,15 +64,15 @@ class Device:
         return None
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Inside, this thread launches on `stream`."""
+        """Return a context in which this thread launches on `stream`."""
         raise AssertionError("the host has no streams")
 
     def host_memory(self, nbytes: int) -> memoryview | None:
-        """Page-locked host memory from the device's runtime; None if any memory serves."""
+        """Return page-locked host memory from the device's runtime; None if any memory serves."""
         return None
 
     def check_format(self, name: str, pages: torch.Tensor) -> None:
-        """ConfigError, naming `name`, if the bytes of `pages` do not lie where strides say."""
+        """Raise ConfigError, naming `name`, if the bytes of `pages` are not where strides say."""
 
 
 class HostDevice(Device):
@@ -93,7 +93,7 @@ class AcceleratorDevice(Device):
     copy_batch_bytes = DEVICE_COPY_BATCH_BYTES
 
     def enter_thread(self) -> None:
-        """Otherwise threads begin with the first device of the process."""
+        """Choose the device for the thread: threads begin with the first device of the process."""
         if self.torch_device.index is not None:
             torch.accelerator.set_device_index(self.torch_device.index)
 
@@ -114,12 +114,12 @@ class AcceleratorDevice(Device):
 
 
 def pinned_bytes(nbytes: int) -> torch.Tensor:
-    """Page-locked host memory from the runtime of the process's accelerator, uint8."""
+    """Return page-locked host memory from the runtime of the process's accelerator, uint8."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def npu_format(pages: torch.Tensor) -> int:
-    """Ascend's number for how the bytes of a tensor are arranged."""
+    """Return Ascend's number for how the bytes of a tensor are arranged."""
     import torch_npu
 
     return int(torch_npu.get_npu_format(pages))
@@ -145,7 +145,7 @@ class NpuDevice(Device):
         self._format_of = format_of
 
     def enter_thread(self) -> None:
-        """Without it the thread's work goes to the first card, or fails."""
+        """Choose the card for the thread; its work would go to the first card, or fail."""
         self._npu.set_device(self.torch_device)
 
     def new_stream(self) -> Any:

@@ -53,7 +53,7 @@ def move_fragments(  # type: ignore[no-untyped-def]
     TILE_TOKENS: tl.constexpr,
     TILE_WORDS: tl.constexpr,
 ) -> None:
-    """Move fragments between pages and a buffer; each program takes every n-th tile."""
+    """Move fragments between pages and a buffer; each program moves one tile."""
     program = tl.program_id(0)
     fragment = table + fragments_at + program % num_fragments * FRAGMENT_COLUMNS
     tile = program // num_fragments
