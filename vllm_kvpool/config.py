@@ -372,7 +372,7 @@ def _read(kind: type[C], extra: Mapping[str, Any], where: str, env: Mapping[str,
 
 
 def _check_choice(value: object, kind: Any, where: str) -> None:
-    """ConfigError, which names the choices, for a text that is none of them."""
+    """Raise ConfigError, which names the choices, for a text that is none of them."""
     for choices in (kind, *get_args(kind)):
         if isinstance(choices, type) and issubclass(choices, Enum) and isinstance(value, str):
             known = [str(member.value) for member in choices]
@@ -471,7 +471,7 @@ _SIZES = ("staging_bytes", "arena_bytes", "max_item_bytes", "max_landing_bytes",
 
 
 def _check_values(config: KVPoolConfig | EmbedsConfig) -> None:
-    """ConfigError for a value that is outside its limits."""
+    """Raise ConfigError for a value that is outside its limits."""
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
         if name in _LIMITS:
@@ -504,7 +504,7 @@ def _check_embeds(config: EmbedsConfig) -> None:
 
 
 def _check_endpoints(name: str, endpoints: Sequence[str], other: str = "") -> None:
-    """ConfigError for a text that is not the endpoint of a socket."""
+    """Raise ConfigError for a text that is not the endpoint of a socket."""
     for endpoint in endpoints:
         if len(endpoint) > MAX_ENDPOINT_CHARS or not _ENDPOINT.fullmatch(endpoint):
             given = _short(endpoint)

@@ -204,7 +204,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
-        """Head-major pages where the model has heads: they are gathered in larger pieces."""
+        """Return head-major pages where the model has heads: they are gathered in larger pieces."""
         return engine_config.preferred_layout(vllm_config)
 
     @classmethod
@@ -263,7 +263,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_part.worker.start_loads(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """With `layerwise`, wait until the layer's KV is loaded."""
+        """Wait until the layer's KV is loaded, with `layerwise`."""
         if self._worker_part is not None:
             self._worker_part.worker.wait_for_layer(layer_name)
 
@@ -311,7 +311,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that ended loads have not filled, since the last call."""
+        """Return the blocks that ended loads have not filled, since the last call."""
         if self._step_fails:
             return set()
         blocks, self._invalid_blocks = self._invalid_blocks, frozenset()
@@ -375,7 +375,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return matched
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
-        """KV cache groups whose blocks a load fills, every layer of them: none.
+        """Return the KV cache groups whose blocks a load fills in every layer: none.
 
         A drafter's layers are in the same blocks, and the drafter's cells may be missing. vLLM
         zeroes the blocks of all other groups if these may hold bytes of another type (recurrent
@@ -442,7 +442,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """`request_finished` with one block table for each KV cache group."""
+        """End a request as `request_finished`, with one block table for each KV cache group."""
         self._block_tables.drop_request(request.request_id)
         if self._events is not None:
             self._events.finished(request.request_id)
@@ -472,13 +472,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.reset()
 
     def take_events(self) -> Iterable[Any]:
-        """KV events of the pool's tiers since the last call."""
+        """Return the KV events of the pool's tiers since the last call."""
         return () if self._events is None else self._events.take()
 
     def get_external_cache_hit_sources(
         self, request: "Request", num_external_tokens: int
     ) -> dict[Any, int]:
-        """Tokens of the request's hit by the medium that they come from."""
+        """Return the tokens of the request's hit by the medium that they come from."""
         load = self._scheduler.load_of(request.request_id)
         namespace = with_weights(self._facts.shape.namespace, self._scheduler.weights_version)
         layer_group = self._facts.reference_group.name

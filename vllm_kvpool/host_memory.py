@@ -40,7 +40,7 @@ def memory_limits(root: Path = ROOT) -> list[MemoryLimit]:
 
 
 def meminfo(root: Path = ROOT) -> Mapping[str, int]:
-    """`/proc/meminfo`: sizes in bytes, numbers of pages as they are; 0 for what it lacks."""
+    """Read `/proc/meminfo`: sizes in bytes, numbers of pages as they are; 0 for what it lacks."""
     found: Counter[str] = Counter()
     for name, value, unit in re.findall(
         r"^(\w+):\s+(\d+)( kB)?$", text_of(root / "proc/meminfo"), re.MULTILINE

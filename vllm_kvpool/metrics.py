@@ -270,7 +270,10 @@ METRICS = {
 
 
 def named_values(samples: Samples) -> Iterator[tuple[str, float]]:
-    """Each sample under its name in `stats_file`: by name and labels, from the lowest bucket on."""
+    """Yield each sample under its name in `stats_file`.
+
+    Samples are ordered by name and labels, from the lowest bucket on.
+    """
     for name in sorted(samples):
         metric = METRICS[name]
         for labels, value in sorted(samples[name].items(), key=itemgetter(0)):
@@ -292,7 +295,7 @@ def _named(name: str, pairs: list[str]) -> str:
 
 
 def _bound_name(bounds: tuple[float, ...], index: int) -> str:
-    """Decimal seconds without an exponent."""
+    """Return decimal seconds without an exponent."""
     return f"{bounds[index]:.9f}".rstrip("0").rstrip(".") if index < len(bounds) else "inf"
 
 
@@ -477,7 +480,7 @@ def write_stats(path: Path, samples: Mapping[str, float]) -> bool:
 
 
 def _check_stats(path: Path) -> None:
-    """OSError if something else than samples is there, which is somebody else's."""
+    """Raise OSError if something else than samples is there, which is somebody else's."""
     try:
         status = path.stat()
         is_ours = stat.S_ISREG(status.st_mode) and status.st_size <= MAX_STATS_BYTES

@@ -45,7 +45,7 @@ class _Topic:
     told: tuple[int, int | None] | None = None  # what is stored stays so
 
     def merged(self) -> tuple[int, int | None] | None:
-        """Chunks stored, and where they end, over all groups: the best of them counts.
+        """Return the chunks stored, and where they end, over all groups: the best of them counts.
 
         None as long as there is nothing stored, no end, and no group whose ranks have all answered.
         """
@@ -120,7 +120,7 @@ class Watches:
         return actions
 
     def connected(self, endpoint: str) -> list[Action]:
-        """There is a connection to an endpoint anew: watch there what is waited for."""
+        """Watch anew what is waited for at an endpoint that is connected again."""
         return [Send(endpoint, Watch(topic)) for topic in self.topics_at(endpoint)]
 
     def _send_changes(self, topic: bytes, state: _Topic) -> list[Send]:

@@ -57,12 +57,12 @@ def _field(data: bytes) -> bytes:
 
 
 def _encoded(text: str) -> bytes:
-    """UTF-8; a request may hold half a surrogate pair."""
+    """Encode as UTF-8; a request may hold half a surrogate pair."""
     return text.encode(errors="surrogatepass")
 
 
 def tokens_le(tokens: Sequence[int]) -> memoryview:
-    """Token ids as u32, little endian, `TOKEN_BYTES` each."""
+    """Return token ids as u32, little endian, `TOKEN_BYTES` each."""
     encoded = array("I", tokens)
     if sys.byteorder == "big":
         encoded.byteswap()

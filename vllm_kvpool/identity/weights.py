@@ -198,7 +198,7 @@ def known_sample(path: Path, clock_ns: Callable[[], int] = time.time_ns) -> str 
 
 
 def changed_ns(path: Path) -> int:
-    """When the newest of the weight files was written, replaced or moved here. Raises OSError."""
+    """Return when the newest weight file was written, replaced or moved here. Raises OSError."""
     files = [*weight_files(path), *_index_files(path)]
     return max((FileState.of(each).ctime_ns for each in files), default=0)
 

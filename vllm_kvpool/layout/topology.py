@@ -24,7 +24,7 @@ STATE_TOKENS = 2048  # between the states of an answer, in a model without atten
 
 
 def default_layer_span(num_layers: int, row_bytes: int, chunk_tokens: int) -> int:
-    """ceil(layers / 4), halved (rounded up) while a one-head cell exceeds 4 MiB."""
+    """Return ceil(layers / 4), halved (rounded up) while a one-head cell exceeds 4 MiB."""
     span = -(-num_layers // DEFAULT_SPAN_PIECES)
     while span > 1 and span * chunk_tokens * row_bytes > MAX_DEFAULT_CELL_BYTES:
         span = -(-span // 2)

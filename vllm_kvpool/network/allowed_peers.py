@@ -55,7 +55,7 @@ class PeerEndpoint(NamedTuple):
 
 
 def check_advertised(endpoint: str) -> None:
-    """ConfigError if peers would not connect to the endpoint that an engine tells them."""
+    """Raise ConfigError if peers would not connect to the endpoint that an engine tells them."""
     if PeerEndpoint.parse(endpoint) is None:
         raise ConfigError(
             f"peers cannot reach this engine at {endpoint}: its host is neither an address (four "
@@ -74,7 +74,7 @@ class Rule(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, option: str = OPTION) -> "Rule":
-        """ConfigError unless the text is an address, a block of addresses or a host name."""
+        """Raise ConfigError unless the text is an address, a block of addresses or a host name."""
         given = text.strip().removeprefix("tcp://")
         found = _RULE.fullmatch(given)
         host, first, last = given, 1, MAX_PORT

@@ -319,7 +319,10 @@ def _open_trace(config: KVPoolConfig, number: int) -> Trace:
 
 
 def _zeros(planner: Planner) -> Buffer | None:
-    """Zeros for the pages of optional cells that cannot be had; None if no cell is optional."""
+    """Return zeros for the pages of optional cells that cannot be had.
+
+    The result is None if no cell is optional.
+    """
     tokens = planner.local_chunk_tokens
     nbytes = max((c.payload_bytes(tokens) for c in planner.cells if c.is_optional), default=0)
     if not nbytes:
@@ -329,7 +332,7 @@ def _zeros(planner: Planner) -> Buffer | None:
 
 
 def _check_memory(config: KVPoolConfig, specs: TierSpecs, ranks: int) -> None:
-    """ConfigError if this worker, or all on its host, cannot have the memory that options set."""
+    """Raise ConfigError if the host lacks the memory that options set, for one worker or all."""
     arena = {"staging_bytes": config.staging_nbytes, "host://": specs.host.nbytes}
     locked, given = dict(arena), dict[str, int]()
     has_rdma = False
