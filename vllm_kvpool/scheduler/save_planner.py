@@ -205,7 +205,7 @@ class SavePlanner:
     def _blocks_without_room(self, state: RequestState, final: int) -> int:
         """Return the number of blocks of the next chunk if they cannot be pinned; else 0.
 
-        A chunk that ends behind token `final` needs none.
+        The result is 0, too, for a chunk that ends behind token `final`.
         """
         start = state.next_save * self._shape.chunk_tokens
         stop = start + self._shape.chunk_tokens
@@ -243,7 +243,7 @@ class SavePlanner:
         return state.stale or (all_prompt and not self._seeks_end(state))
 
     def _prompt_chunks(self, state: RequestState) -> int:
-        """Return whole chunks of the prompt."""
+        """Return the number of whole chunks in the prompt."""
         return state.view.num_prompt_tokens // self._shape.chunk_tokens
 
     def _seeks_end(self, state: RequestState) -> bool:

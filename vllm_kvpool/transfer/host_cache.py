@@ -450,7 +450,7 @@ class HostCache:
         return loans
 
     def num_slots(self) -> tuple[int, int, int]:
-        """Return the slots of unpinned clean slabs, of unpinned dirty ones, and of pinned ones."""
+        """Return the numbers of slots of clean unpinned slabs, of dirty ones and of pinned ones."""
         held = self.slots.num_held - self.num_idle
         return self.num_idle - self.num_dirty, self.num_dirty, held
 

@@ -293,7 +293,7 @@ class Autoscaler:
         )
 
     def _tokens_in_handover(self, replica: Replica) -> int:
-        """Return the prompt tokens that it is being handed over, of prompts that are computed."""
+        """Return the prompt tokens that a replica is being handed over, of computed prompts."""
         requests = self._state.requests
         return sum(
             requests[request_id].ask.prompt_tokens

@@ -42,7 +42,7 @@ class PrefillChoice(NamedTuple):
 
 
 def blocks_for(tokens: int, replica: Replica) -> int:
-    """Return the blocks that so many tokens take at a replica."""
+    """Return the number of blocks that so many tokens take at a replica."""
     return -(-tokens // (replica.sample.block_size or DEFAULT_BLOCK_SIZE))
 
 

@@ -137,7 +137,7 @@ class HttpRequest:
     def put(self, data: bytes, headers: Mapping[str, str]) -> bool:
         """Send a part of a stream, which begins with `headers`.
 
-        If False, `drain` before the next.
+        Returns False if `drain` must come before the next part.
         """
         assert not self.is_answered
         self._connection.write(self._begin_stream(headers) + self._chunk(data))
