@@ -41,7 +41,7 @@ class Fetch(SlabOp):
 
     @property
     def failure(self) -> CellOutcome:
-        """The worst outcome of the tiers that were tried."""
+        """The outcome that loads report if they fail with this fetch."""
         return self.trouble
 
 

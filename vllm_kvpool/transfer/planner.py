@@ -139,7 +139,7 @@ class Planner:
         return self.chunk_tokens // self.context.dcp_size
 
     def max_cell_bytes(self) -> int:
-        """Return the header and payload of this rank's largest cell."""
+        """Return the bytes of this rank's largest cell, header and payload."""
         return max(self._cell_bytes(cell) for cell in self.cells)
 
     def begin_load(self, plan: LoadPlan) -> LoadJob:

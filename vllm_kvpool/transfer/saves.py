@@ -79,7 +79,7 @@ class Copy(SlabOp):
 
     @property
     def failure(self) -> CellOutcome:
-        """The worst outcome of the slab's cells so far."""
+        """The outcome of the copy's last failure; CANCELLED without one."""
         return CellOutcome.CANCELLED if self.outcome is None else worst_of(self.outcome)
 
     def lost(self, op: Op, failure: CellOutcome) -> None:
