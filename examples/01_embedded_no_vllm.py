@@ -54,11 +54,12 @@ def worker(store: str, tp_rank: int, tp_size: int, block: int) -> tuple[WorkerPa
 
 
 def whole_prompt(block: int) -> tuple[JobPages, ...]:
-    """Which blocks hold the tokens, in the only KV cache group. Block 0 means none."""
+    """Return the blocks that hold the tokens, in the only KV cache group. Block 0 means none."""
     return (JobPages(tuple(range(1, 1 + TOKENS // block)), 0, 0, TOKENS),)
 
 
 def main() -> None:
+    """Save under TP 2 and load under TP 1, through a file store."""
     chain = ChunkChain(CHUNK, RequestIdentity())
     chain.extend(range(TOKENS))
     hashes = tuple(chain.hashes)

@@ -190,7 +190,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _picture() -> bytes:
-    """A PNG of 56 x 56 pixels, from red to blue."""
+    """Return a PNG of 56 x 56 pixels, from red to blue."""
     rows = b"".join(
         b"\0" + b"".join(bytes((255 - 4 * x, 4 * y, 4 * x)) for x in range(56)) for y in range(56)
     )

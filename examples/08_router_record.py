@@ -22,7 +22,7 @@ IDLE = "#bbbbbb"
 
 
 def record(url: str, token: str, seconds: float, out: Path) -> list[dict[str, Any]]:
-    """The states, each with `at_s` since the begin; a router that is away is left out."""
+    """Return the states, each with `at_s` since the begin; a router that is away is left out."""
     request = urllib.request.Request(
         f"{url.rstrip('/')}/state", headers={"Authorization": f"Bearer {token}"}
     )
@@ -77,6 +77,7 @@ def _share(replica: dict[str, Any]) -> float:
 
 
 def main() -> None:
+    """Record until the time is over or Ctrl-C, then draw."""
     parser = argparse.ArgumentParser(description="Record the state of a router, and draw it.")
     parser.add_argument("admin", help="the administration's address")
     parser.add_argument("--token-file", type=Path, required=True)

@@ -64,6 +64,7 @@ BEGAN = time.monotonic()
 
 
 def say(text: str) -> None:
+    """Print a line with the seconds since the start."""
     print(f"[{time.monotonic() - BEGAN:3.0f}s] {text}", flush=True)
 
 
@@ -78,7 +79,7 @@ class Conversation:
     questions: tuple[str, ...]
 
     def text(self, tokens: list[int]) -> str:
-        """An answer in words, or as numbers where the model has none."""
+        """Return an answer in words, or as numbers where the model has none."""
         if self.stop_token is None:
             return " ".join(map(str, tokens[:6])) + " …"
         from tokenizers import Tokenizer
@@ -88,6 +89,7 @@ class Conversation:
 
 
 def main(*arguments: str) -> int:
+    """Run the writer, then the reader; return the exit status."""
     with tempfile.TemporaryDirectory(prefix="kvpool-demo-") as scratch_name:
         scratch = Path(scratch_name)
         conversation = choose(scratch, is_random="--random" in arguments)
@@ -103,7 +105,7 @@ def main(*arguments: str) -> int:
 
 
 def choose(scratch: Path, *, is_random: bool) -> Conversation:
-    """The real model's conversation, or that of random weights where the model cannot be had."""
+    """Return the real model's conversation, or that of random weights if it cannot be had."""
     from tests.support.real_model import NAME, ModelUnavailable, real_model
 
     if not is_random:
@@ -132,7 +134,7 @@ def about_guide(model: Path) -> Conversation:
 
 
 def of_random_tokens(scratch: Path) -> Conversation:
-    """Turns of random tokens, for a model just large enough that computing them takes a while."""
+    """Return turns of random tokens, for a model that takes a while to compute them."""
     from tests.support.models import LlamaShape, make_model
 
     shape = LlamaShape(
@@ -204,7 +206,7 @@ def run_engine(name: str, conversation: Conversation, scratch: Path) -> dict[str
 
 
 def engine_main(name: str, task_path: str, answers: str) -> None:
-    """What the child process does."""
+    """Run an engine on the conversation, in the child process, and write its answers."""
     from vllm import LLM
 
     task = json.loads(Path(task_path).read_text())

@@ -65,8 +65,10 @@ class LookupAnswer(msgspec.Struct, kw_only=True):
 
 
 class ServeError(Exception):
-    """The request was refused, or the service did not answer. `status` is HTTP's, 0 without an
-    answer."""
+    """The request was refused, or the service did not answer.
+
+    `status` is HTTP's, 0 without an answer.
+    """
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)

@@ -52,27 +52,37 @@ class KVRole(Enum):
 
 
 class LoadPolicy(Enum):
+    """Load every hit, or only hits whose load is expected to pay."""
+
     ALWAYS = "always"
     AUTO = "auto"
 
 
 class WritePolicy(Enum):
+    """Save into stores at once, or when host memory has to make room."""
+
     THROUGH = "through"
     BACK = "back"
 
 
 class LoadFailure(Enum):
+    """Compute a request's tokens that failed to load, or fail the request."""
+
     RECOMPUTE = "recompute"
     FAIL = "fail"
 
 
 class Drafts(Enum):
+    """Prefer or require the cells of drafting layers, or leave these layers out."""
+
     PREFER = "prefer"
     REQUIRE = "require"
     OFF = "off"
 
 
 class Verify(Enum):
+    """Check a loaded cell's checksum, or its length alone."""
+
     CHECKSUM = "checksum"
     LENGTH = "length"
 
@@ -144,14 +154,17 @@ class KVPoolConfig:
 
     @property
     def store_urls(self) -> tuple[str, ...]:
+        """The urls of the stores, nearest first."""
         return (self.store,) if isinstance(self.store, str) else self.store
 
     @property
     def encrypts_cells(self) -> bool:
+        """True if cells are encrypted on their way into stores."""
         return bool(self.encryption_key_file)
 
     @property
     def staging_nbytes(self) -> int:
+        """Bytes of staging memory for cells in flight, on each rank."""
         return parse_size(self.staging_bytes, "staging_bytes")
 
 
@@ -217,12 +230,12 @@ class EmbedsConfig:
     """Prefix of the JSON files with counters: `{stats_file}.ec.{scheduler|worker}.{rank}`."""
 
     def nbytes(self, name: str) -> int:
-        """An option that is a size, in bytes."""
+        """Return an option that is a size, in bytes."""
         return parse_size(getattr(self, name), name)
 
 
 def default_store_url(env: Mapping[str, str] | None = None) -> str:
-    """The file store under the user's cache directory."""
+    """Return the url of the file store under the user's cache directory."""
     env = os.environ if env is None else env
     try:
         base = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -239,7 +252,7 @@ _NOT_IN_URLS = re.compile(r"[%?#\t\r\n]")  # they end a path, or are lost in it
 
 
 def environment() -> Mapping[str, str]:
-    """The process's environment, for readers of other programs' variables."""
+    """Return the process's environment, for readers of other programs' variables."""
     return os.environ
 
 
@@ -249,8 +262,9 @@ class _Connector(msgspec.Struct):
 
 
 def pool_options(kv_transfer_config: str) -> Mapping[str, Any] | None:
-    """The options of KVPoolConnector in an engine's `--kv-transfer-config`; None without one.
+    """Return the options of KVPoolConnector in an engine's `--kv-transfer-config`.
 
+    The result is None without one.
     It may be one of several connectors. ValueError if the text is no such configuration.
     """
     try:
@@ -282,7 +296,10 @@ def set_meanwhile(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def json_named_by(variable: str, env: Mapping[str, str] | None = None) -> dict[str, object] | None:
-    """The JSON object in the file that an environment variable names; None if it is not set."""
+    """Return the JSON object in the file that an environment variable names.
+
+    The result is None if it is not set.
+    """
     path = (os.environ if env is None else env).get(variable)
     if not path:
         return None
@@ -306,7 +323,7 @@ _NOT_JSON = '; it takes the JSON itself, of a file "$(cat FILE)"'
 
 
 def read_engine_config(kv_transfer_config: str) -> KVPoolConfig:
-    """The configuration of the pool in an engine's `--kv-transfer-config`; ConfigError."""
+    """Return the configuration of the pool in an engine's `--kv-transfer-config`; ConfigError."""
     try:
         options = pool_options(kv_transfer_config)
     except ValueError as error:
@@ -355,7 +372,7 @@ def _read(kind: type[C], extra: Mapping[str, Any], where: str, env: Mapping[str,
 
 
 def _check_choice(value: object, kind: Any, where: str) -> None:
-    """ConfigError, which names the choices, for a text that is none of them."""
+    """Raise ConfigError, which names the choices, for a text that is none of them."""
     for choices in (kind, *get_args(kind)):
         if isinstance(choices, type) and issubclass(choices, Enum) and isinstance(value, str):
             known = [str(member.value) for member in choices]
@@ -389,7 +406,7 @@ def _convert(value: Any, kind: type[T], where: str) -> T:
 
 
 def _short(given: object) -> str:
-    """A given value as text, cut to `MAX_SHOWN_CHARS`, for errors."""
+    """Return a given value as text, cut to `MAX_SHOWN_CHARS`, for errors."""
     try:
         text = str(given)
     except UNREADABLE:  # thousands of digits, or too many levels
@@ -398,8 +415,10 @@ def _short(given: object) -> str:
 
 
 def _from_env(name: str, text: str, kind: Any) -> Any:
-    """A value of the option's type. Blanks around the text are stripped: variables that are read
-    from files end in a newline."""
+    """Return a value of the option's type.
+
+    Blanks around the text are stripped: variables that are read from files end in a newline.
+    """
     text = text.strip()
     if name in _LISTS and text.startswith("["):
         try:
@@ -452,7 +471,7 @@ _SIZES = ("staging_bytes", "arena_bytes", "max_item_bytes", "max_landing_bytes",
 
 
 def _check_values(config: KVPoolConfig | EmbedsConfig) -> None:
-    """ConfigError for a value that is outside its limits."""
+    """Raise ConfigError for a value that is outside its limits."""
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
         if name in _LIMITS:
@@ -485,7 +504,7 @@ def _check_embeds(config: EmbedsConfig) -> None:
 
 
 def _check_endpoints(name: str, endpoints: Sequence[str], other: str = "") -> None:
-    """ConfigError for a text that is not the endpoint of a socket."""
+    """Raise ConfigError for a text that is not the endpoint of a socket."""
     for endpoint in endpoints:
         if len(endpoint) > MAX_ENDPOINT_CHARS or not _ENDPOINT.fullmatch(endpoint):
             given = _short(endpoint)

@@ -204,7 +204,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
-        """Head-major pages where the model has heads: they are gathered in larger pieces."""
+        """Return head-major pages where the model has heads: they are gathered in larger pieces."""
         return engine_config.preferred_layout(vllm_config)
 
     @classmethod
@@ -215,7 +215,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     # The worker part
 
     def register_kv_caches(self, kv_caches: "dict[str, Any]") -> None:
-        """The pages are allocated: open the stores and start the lanes."""
+        """Open the stores and start the lanes, now that the pages are allocated."""
         weights_version.models.watch_callers()
         device = engine_config.device_of(kv_caches)
         self._worker_part = WorkerPart(
@@ -263,7 +263,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_part.worker.start_loads(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """With `layerwise`, wait until the layer's KV is loaded."""
+        """Wait until the layer's KV is loaded, with `layerwise`."""
         if self._worker_part is not None:
             self._worker_part.worker.wait_for_layer(layer_name)
 
@@ -289,11 +289,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             meta.reports.append(report)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose load has ended in this rank; for vLLM before 0.32."""
+        """Return the requests whose load has ended in this rank; for vLLM before 0.32."""
         return None, set(self._finish_step(finished_req_ids).loaded) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Requests whose load has ended in this rank, and which of them have failed."""
+        """Return the requests whose load has ended in this rank, and which of them have failed."""
         results = self._finish_step(finished_req_ids)
         return compat.transfer_results(results.loaded, results.failed)
 
@@ -311,14 +311,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that ended loads have not filled, since the last call."""
+        """Return the blocks that ended loads have not filled, since the last call."""
         if self._step_fails:
             return set()
         blocks, self._invalid_blocks = self._invalid_blocks, frozenset()
         return set(blocks)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """The rank's report for the scheduler part."""
+        """Return the rank's report for the scheduler part."""
         if self._worker_part is None or self._step_fails:
             return None
         report = self._worker_part.worker.take_report()
@@ -328,8 +328,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _step_fails(self) -> bool:
-        """True if an error of the step's forward pass is under way: vLLM's first runner calls the
-        hooks of the step's end even so, and drops what they return."""
+        """True if an error of the step's forward pass is under way.
+
+        vLLM's first runner calls the hooks of the step's end even so, and drops their results.
+        """
         return sys.exc_info()[1] is not self._outer_error
 
     def _plan(self) -> StepPlan:
@@ -352,7 +354,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._requests.own_cache_was_reset()
 
     def on_new_request(self, request: "Request") -> None:
-        """A request has arrived."""
+        """Begin the lookup of a request that has arrived."""
         if self._events is not None:
             self._events.add(request)
         self._scheduler.add(self._requests.read(request))
@@ -373,7 +375,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return matched
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
-        """KV cache groups whose blocks a load fills, every layer of them: none.
+        """Return the KV cache groups whose blocks a load fills in every layer: none.
 
         A drafter's layers are in the same blocks, and the drafter's cells may be missing. vLLM
         zeroes the blocks of all other groups if these may hold bytes of another type (recurrent
@@ -384,12 +386,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """vLLM has allocated the request's blocks."""
+        """Take the blocks that vLLM has allocated for the request."""
         tables = blocks.get_block_ids() if num_external_tokens else ()
         self._scheduler.allocated(request.request_id, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """The step's plan for the workers."""
+        """Return the step's plan for the workers."""
         tables = self._block_tables.of_step(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or ()
         states = {
@@ -434,13 +436,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended; vLLM may free its blocks at once."""
+        """Plan the last saves of a request that has ended; vLLM may free its blocks at once."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """`request_finished` with one block table for each KV cache group."""
+        """End a request as `request_finished`, with one block table for each KV cache group."""
         self._block_tables.drop_request(request.request_id)
         if self._events is not None:
             self._events.finished(request.request_id)
@@ -470,13 +472,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.reset()
 
     def take_events(self) -> Iterable[Any]:
-        """KV events of the pool's tiers since the last call."""
+        """Return the KV events of the pool's tiers since the last call."""
         return () if self._events is None else self._events.take()
 
     def get_external_cache_hit_sources(
         self, request: "Request", num_external_tokens: int
     ) -> dict[Any, int]:
-        """Tokens of the request's hit by the medium that they come from."""
+        """Return the tokens of the request's hit by the medium that they come from."""
         load = self._scheduler.load_of(request.request_id)
         namespace = with_weights(self._facts.shape.namespace, self._scheduler.weights_version)
         layer_group = self._facts.reference_group.name
@@ -492,13 +494,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     # Both parts
 
     def get_kv_connector_stats(self) -> KVPoolStats | None:
-        """The samples that have changed since the last call."""
+        """Return the samples that have changed since the last call."""
         part = self._scheduler_part or self._worker_part
         return None if part is None else KVPoolStats.since_last(part.registry)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPoolStats | None:
-        """The statistics of `data`, in the process that logs."""
+        """Return the statistics of `data`, in the process that logs."""
         return KVPoolStats(data or {})
 
     @classmethod
@@ -509,7 +511,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVPoolProm:
-        """The Prometheus metrics, in the process that serves them."""
+        """Return the Prometheus metrics, in the process that serves them."""
         return KVPoolProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:

@@ -21,7 +21,7 @@ class ProtocolError(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """For the end of an error: the nearest known name, or else all of them."""
+    """Return for the end of an error the nearest known name, or else all of them."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else "known are: " + ", ".join(names)

@@ -40,7 +40,7 @@ def memory_limits(root: Path = ROOT) -> list[MemoryLimit]:
 
 
 def meminfo(root: Path = ROOT) -> Mapping[str, int]:
-    """`/proc/meminfo`: sizes in bytes, numbers of pages as they are; 0 for what it lacks."""
+    """Read `/proc/meminfo`: sizes in bytes, numbers of pages as they are; 0 for what it lacks."""
     found: Counter[str] = Counter()
     for name, value, unit in re.findall(
         r"^(\w+):\s+(\d+)( kB)?$", text_of(root / "proc/meminfo"), re.MULTILINE
@@ -152,8 +152,10 @@ def _limits_of_groups(root: Path) -> Iterator[MemoryLimit]:
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
-    """The directories of the groups that this process is in, each before the one around it, and
-    whether they are of version 2."""
+    """Yield the directories of this process's control groups, each before the one around it.
+
+    The second value is True for version 2.
+    """
     for line in text_of(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         is_unified = number == "0" and not controllers
@@ -178,13 +180,13 @@ def _mounts(controller: str, *, is_unified: bool, root: Path) -> Iterator[tuple[
 
 
 def _number(path: Path) -> int | None:
-    """A number in a file of the kernel's; None without one, and for "max"."""
+    """Return a number in a file of the kernel's; None without one, and for "max"."""
     text = text_of(path).strip()
     return int(text) if text.isdigit() else None
 
 
 def text_of(path: Path) -> str:
-    """A file of the kernel's; "" without it."""
+    """Return a file of the kernel's; "" without it."""
     try:
         return path.read_text()
     except OSError:

@@ -40,6 +40,8 @@ _ESCAPES = str.maketrans({char: f"%{ord(char):02X}" for char in "%,={}"})
 
 
 class MetricKind(Enum):
+    """The kinds of Prometheus metrics that the pool has."""
+
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -268,7 +270,10 @@ METRICS = {
 
 
 def named_values(samples: Samples) -> Iterator[tuple[str, float]]:
-    """Each sample under its name in `stats_file`: by name and labels, from the lowest bucket on."""
+    """Yield each sample under its name in `stats_file`.
+
+    Samples are ordered by name and labels, from the lowest bucket on.
+    """
     for name in sorted(samples):
         metric = METRICS[name]
         for labels, value in sorted(samples[name].items(), key=itemgetter(0)):
@@ -290,7 +295,7 @@ def _named(name: str, pairs: list[str]) -> str:
 
 
 def _bound_name(bounds: tuple[float, ...], index: int) -> str:
-    """Decimal seconds without an exponent."""
+    """Return decimal seconds without an exponent."""
     return f"{bounds[index]:.9f}".rstrip("0").rstrip(".") if index < len(bounds) else "inf"
 
 
@@ -355,7 +360,7 @@ class MetricsRegistry:
         self._changed: dict[MetricSeries, None] = {}  # since the last `take_changes`, in order
 
     def series(self, name: str, **labels: str) -> MetricSeries:
-        """The series of a metric under these labels; for what is counted often."""
+        """Return the series of a metric under these labels; for what is counted often."""
         series = self._series.get((name, *labels.items()))
         return series or self._new_series(METRICS[name], labels)
 
@@ -397,7 +402,7 @@ class MetricsRegistry:
         return samples
 
     def take_changes(self) -> Samples:
-        """The changes since the last call: growth of counters and buckets, values of gauges.
+        """Return the changes since the last call: growth of counters and buckets, values of gauges.
 
         Called in every step, by one thread; its cost is that of the changes.
         """
@@ -436,8 +441,11 @@ def _growth(series: MetricSeries, value: float | Buckets) -> float | Buckets | N
 
 
 def merge_samples(into: Samples, more: Samples) -> None:
-    """Add another process's or interval's samples: counters and buckets are summed; of a gauge's
-    values the highest counts, or the lowest (`Metric.lowest`)."""
+    """Add another process's or interval's samples to `into`.
+
+    Counters and buckets are summed. Of a gauge's values the highest counts, or the lowest
+    (`Metric.lowest`).
+    """
     for name, series in more.items():
         metric, known = METRICS[name], into.setdefault(name, {})
         for labels, value in series.items():
@@ -458,8 +466,10 @@ def merge_samples(into: Samples, more: Samples) -> None:
 
 
 def write_stats(path: Path, samples: Mapping[str, float]) -> bool:
-    """Replace the file by the samples as a JSON object; False, with a warning, if it fails or if
-    the file has something else."""
+    """Replace the file by the samples as a JSON object, and return True.
+
+    Returns False, with a warning, if the write fails or the file has something else.
+    """
     try:
         _check_stats(path)
         replace_file(path, msgspec.json.format(msgspec.json.encode(samples)))
@@ -470,7 +480,7 @@ def write_stats(path: Path, samples: Mapping[str, float]) -> bool:
 
 
 def _check_stats(path: Path) -> None:
-    """OSError if something else than samples is there, which is somebody else's."""
+    """Raise OSError if something else than samples is there, which is somebody else's."""
     try:
         status = path.stat()
         is_ours = stat.S_ISREG(status.st_mode) and status.st_size <= MAX_STATS_BYTES
@@ -526,8 +536,10 @@ def open_stats_file(prefix: str, part: str, registry: MetricsRegistry) -> StatsF
 
 
 class NameLabels:
-    """Labels of names that requests choose: the first `most` names are their own labels, all later
-    names share `OTHER_NAMES`."""
+    """Labels of names that requests choose.
+
+    The first `most` names are their own labels, all later names share `OTHER_NAMES`.
+    """
 
     def __init__(self, most: int = MAX_TENANTS) -> None:
         self._most = most

@@ -103,7 +103,10 @@ class PromptCells(NamedTuple):
 
 
 def chosen(config: KVPoolConfig) -> tuple[StoreSpec, tuple[StoreSpec, ...]]:
-    """The near tier and the far ones behind it; ConfigError if there is nothing to prefetch."""
+    """Return the near tier and the far ones behind it.
+
+    Raises ConfigError if there is nothing to prefetch.
+    """
     specs = tier_specs(config).stores
     near = next((i for i, spec in enumerate(specs) if spec.scheme == NEAR), len(specs))
     far = tuple(spec for spec in specs[near + 1 :] if spec.scheme in FAR and not uses_device(spec))
@@ -233,7 +236,7 @@ class Mover:
         return sum(each in (PutOutcome.STORED, PutOutcome.EXISTED) for each in outcomes)
 
     def _places(self, cells: Sequence[_Cell]) -> list[Buffer]:
-        """A buffer for each cell of a batch."""
+        """Return a buffer for each cell of a batch."""
         places, start = [], 0
         for cell in cells:
             places.append(self._memory.part(start, start + cell.nbytes))

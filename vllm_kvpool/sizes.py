@@ -13,7 +13,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(value: str | int, what: str = "size") -> int:
-    """Bytes of "50GiB", "512MB", "4096" or 4096; KB, MB, … are decimal, KiB, MiB, … binary.
+    """Return bytes of "50GiB", "512MB", "4096" or 4096; KB, MB, … are decimal, KiB, MiB, … binary.
 
     `what` names the option in the error.
     """

@@ -1,4 +1,4 @@
-"""The first run on an Ascend card: python examples/ascend/first_run.py MODEL [--tp 1]
+"""The first run on an Ascend card: python examples/ascend/first_run.py MODEL [--tp 1].
 
 Takes about ten minutes, most of it three starts of an engine: without a pool, with an empty pool,
 and with what the second one has stored. Prints a report to send back: versions, answers, times, and
@@ -89,6 +89,7 @@ def in_process(arguments: argparse.Namespace, store: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Run the engines one after the other, and print the report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

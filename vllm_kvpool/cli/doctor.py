@@ -101,7 +101,7 @@ def _version(distribution: str) -> str:
 
 
 def _keys(config: KVPoolConfig) -> Finding:
-    """The keys of encrypted cells, as a worker gets them at its start."""
+    """Return the keys of encrypted cells, as a worker gets them at its start."""
     try:
         from vllm_kvpool.storage.contents.encryption import CellCipher, read_keys
 
@@ -140,7 +140,7 @@ def _gpus(root: Path) -> Iterator[Finding]:
 
 
 def _memory(config: KVPoolConfig, specs: TierSpecs, root: Path) -> Iterator[Finding]:
-    """Room for host memory, its huge pages, and what may be locked of it."""
+    """Yield the room for host memory, its huge pages, and what may be locked of it."""
     known = meminfo(root)
     host = specs.host.nbytes
     needed = config.staging_nbytes + host
@@ -184,7 +184,7 @@ def _huge_pages(needed: int, known: Mapping[str, int], root: Path) -> Finding:
 
 
 def _transport(url: str, options: MooncakeOptions, root: Path) -> Finding:
-    """By which network Mooncake moves bytes, which may not be the one that the URL names."""
+    """Return the network by which Mooncake moves bytes, which may not be the url's."""
     used, problem = transport(options.protocol, options.device, root)
     if problem:
         text = f"transport {used}, not as the URL says (protocol={options.protocol}): {problem}"

@@ -49,7 +49,7 @@ def explanations(stores: Sequence[NamedStore], names: Sequence[str]) -> list[Exp
 
 
 def explanations_json(found: Sequence[Explanation]) -> list[dict[str, Any]]:
-    """Explanations as JSON."""
+    """Return the explanations as JSON."""
     return [
         {
             "first": first,
@@ -61,7 +61,7 @@ def explanations_json(found: Sequence[Explanation]) -> list[dict[str, Any]]:
 
 
 def explanations_text(found: Sequence[Explanation], stores: Sequence[NamedStore]) -> str:
-    """Explanations in words; without any, the reason for each store."""
+    """Return the explanations in words; without any, the reason for each store."""
     if found:
         return "\n\n".join(map(_in_words, found))
     nothing = "no two namespaces of one model to compare:"
@@ -145,8 +145,9 @@ class RequestReport(msgspec.Struct, frozen=True):
 
 
 def reports(lines: Iterable[str], request_id: str) -> list[RequestReport]:
-    """The requests whose id contains this one, in the order of the log; ConfigError without any.
+    """Return the requests whose id contains this one, in the order of the log.
 
+    Raises ConfigError without any.
     vLLM puts more around the id that a client gives.
     """
     values: dict[str, Counter[str]] = {}
@@ -173,7 +174,7 @@ def _report(request_id: str, counts: Counter[str]) -> RequestReport:
 
 
 def requests_text(found: list[RequestReport]) -> str:
-    """A paragraph for each of the first `MOST_REQUESTS`."""
+    """Return a paragraph for each of the first `MOST_REQUESTS`."""
     more = len(found) - MOST_REQUESTS
     ending = [f"{more} more; give more of the id"] if more > 0 else []
     return "\n\n".join([*map(_paragraph, found[:MOST_REQUESTS]), *ending])

@@ -1,5 +1,7 @@
-"""`kvpool inspect`: what stores hold, by namespace; in detail by kind of layer and by prompt; of
-running engines what their pools have loaded from each tier."""
+"""`kvpool inspect`: the contents of stores by namespace, and the loads of running engines.
+
+In detail the contents are by kind of layer and by prompt, the loads by tier.
+"""
 
 import statistics
 import time
@@ -101,7 +103,10 @@ def engine_tiers(url: str, samples: "Samples") -> dict[str, Any]:
 
 
 def pool_info(samples: "Samples") -> dict[str, str] | None:
-    """The labels of an engine's `kvpool_info`: its namespace and chunk_tokens; None without it."""
+    """Return the labels of an engine's `kvpool_info`: its namespace and chunk_tokens.
+
+    The result is None without it.
+    """
     found = (each for each, value in samples.items() if each.name == "info" and value)
     return next((dict(each.labels) for each in found), None)
 
@@ -189,8 +194,9 @@ class _Node:
 def described_chunks(
     chunks: Iterable[ChunkUsage], chunk_tokens: Mapping[str, int], now_ns: int
 ) -> dict[str, Any]:
-    """Ages and hits by namespace and kind of layer, and the prefixes with most bytes behind them.
+    """Return the ages and hits by namespace and kind of layer, and the prefixes with most bytes.
 
+    A prefix counts with the bytes behind it.
     `chunks` has parents before children (pure).
     """
     kinds: defaultdict[tuple[str, str], _Kind] = defaultdict(_Kind)
@@ -240,7 +246,10 @@ def _kind_shown(which: tuple[str, str], kind: _Kind, now_ns: int) -> dict[str, A
 
 
 def _prefixes(nodes: Mapping[int, _Node], chunk_tokens: Mapping[str, int]) -> list[dict[str, Any]]:
-    """The prefixes with most bytes in and after them, each up to where its prompts part or end."""
+    """Return the prefixes with most bytes in and after them.
+
+    Each reaches to where its prompts part or end.
+    """
     for node in reversed(list(nodes.values())):  # children before parents
         node.leaves = node.leaves or 1
         if node.parent is not None:
@@ -274,7 +283,7 @@ def _prefixes(nodes: Mapping[int, _Node], chunk_tokens: Mapping[str, int]) -> li
 
 
 def as_text(found: Sequence[dict[str, Any]]) -> str:
-    """The same as a table."""
+    """Return the same figures as a table in text."""
     lines: list[str] = []
     for each in found:
         if "engine" in each:

@@ -27,7 +27,7 @@ class StoreAnswer(msgspec.Struct, frozen=True, rename={"url": "store", "num": "c
 
 
 def parse_duration_s(text: str) -> float:
-    """Seconds of "90s", "30m", "12h", "7d" or "2w"; ConfigError for another text."""
+    """Return the seconds of "90s", "30m", "12h", "7d" or "2w"; ConfigError for another text."""
     match = _DURATION.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
         raise ConfigError(f"{text[:40]!r} is no duration; write one like 90s, 30m, 12h, 7d or 2w")
@@ -120,5 +120,5 @@ def _removed(named: NamedStore, count: int) -> StoreAnswer:
 
 
 def as_text(answers: Sequence[StoreAnswer]) -> str:
-    """The answers in words, a line each."""
+    """Return the answers in words, a line each."""
     return "\n".join(f"{each.url}: {each.text}" for each in answers)

@@ -64,8 +64,10 @@ _decode = msgspec.json.Decoder(LookupRequest).decode
 
 
 def guarded_stores(specs: Sequence[StoreSpec]) -> list[NamedStore]:
-    """The stores, open for reading; one that cannot be reached is opened once it can. ConfigError
-    if one can never work."""
+    """Return the stores, open for reading; an unreachable store is opened once it can be.
+
+    Raises ConfigError if a store can never work.
+    """
     timeouts = CallTimeouts(call_s=CALL_TIMEOUT_S, answer_s=CALL_TIMEOUT_S)
     return [
         NamedStore(
@@ -316,7 +318,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def _refuse(status: int, why: str, path: str) -> Response:
-    """The answer to a request that cannot be served, is no HTTP, or breaks a limit."""
+    """Return the answer to a request that cannot be served, is no HTTP, or breaks a limit."""
     own = {
         408: f"the body has not come within {LIMITS.read_timeout_s:g} s",
         413: f"the body is larger than {MAX_BODY_BYTES} bytes",

@@ -106,7 +106,7 @@ def examine_start_line(arguments: Sequence[str], stores: Sequence[NamedStore]) -
 
 
 def of_metrics(url: str, samples: Samples) -> tuple[Namespace | None, list[Finding]]:
-    """The engine's namespace, and what its metrics say since its start (pure)."""
+    """Return the engine's namespace, and what its metrics say since its start (pure)."""
     info = pool_info(samples)
     if info is None:
         return None, [Finding(url, Status.FAILED, NO_POOL)]
@@ -155,7 +155,7 @@ def _tokens(url: str, growth: Growth) -> Iterator[Finding]:
 
 
 def of_values(check: str, values: Mapping[str, Any]) -> Iterator[Finding]:
-    """With which other engines one of these values shares (pure)."""
+    """Return with which other engines one of these values shares (pure)."""
     weights = str(values.get("weights", ""))
     limits = (
         (
@@ -193,7 +193,10 @@ def of_values(check: str, values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def beside(check: str, one: Manifest, known: Sequence[Manifest]) -> Iterator[Finding]:
-    """The namespaces of its model from which it takes nothing, each with what to change (pure)."""
+    """Yield the namespaces of `one`'s model from which it takes nothing (pure).
+
+    Each finding says what to change.
+    """
     others = [each for each in known if is_of_same_model(one, each)]
     found = sorted(
         ((explain(one, other), other) for other in others),

@@ -196,7 +196,7 @@ def watch(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[list[EngineState]]:
-    """The states of engines at these URLs, again and again, `every_s` apart.
+    """Yield the states of engines at these URLs, again and again, `every_s` apart.
 
     Engines are read one after the other. One that cannot be read has the reason as `error`.
     """

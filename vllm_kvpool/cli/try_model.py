@@ -133,6 +133,7 @@ def measure(
     """Start both engines, ask them, start both again, and ask about the same documents.
 
     Args:
+        trial: The engines, their model and the pool's options.
         directory: An empty directory for logs.
         say: Called with each step as it begins or ends.
 

@@ -110,6 +110,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def is_worse(self) -> bool:
+        """True if the pool slows the engine clearly, by the median and the interval's upper end."""
         return self.high < 1 and self.median < 1 - CLEAR
 
     @property

@@ -44,6 +44,8 @@ def conversations(
     Args:
         words: Token ids that documents and questions are made of.
         max_tokens: The longest prompt and answer together that the engine takes.
+        chunk_tokens: Tokens of a chunk of the pool.
+        chance: Source of the words' order.
 
     Raises:
         ConfigError: A prompt of `max_tokens` has no whole chunk.

@@ -1,0 +1,1 @@
+"""The connector that transfers embeddings of media from encoders to engines."""

@@ -119,7 +119,7 @@ class KVPoolECConnector(ECConnectorBase):
         return WorkerCard(worker.rank, worker.scheduler_token, host_name())
 
     def start_worker_services(self) -> None:
-        """The model is loaded: open the window and the sockets."""
+        """Open the window and the sockets, now that the model is loaded."""
         assert self.role is ECConnectorRole.WORKER
         place = rank_place(self._vllm_config)
         # Only the first stage of a pipeline gathers embeddings.
@@ -141,7 +141,7 @@ class KVPoolECConnector(ECConnectorBase):
             self._worker_part = EmbedsWorker(self._config, identity)
 
     def start_save_caches(self, **kwargs: Any) -> None:
-        """A step begins: send what the engine's cache has and consumers wait for."""
+        """Send what the engine's cache has and consumers wait for, as a step begins."""
         encoder_cache = kwargs.get("encoder_cache")
         if self._worker_part is not None and encoder_cache:
             self._worker_part.cached(encoder_cache, self._step().weights)
@@ -149,7 +149,7 @@ class KVPoolECConnector(ECConnectorBase):
     def save_caches(
         self, encoder_cache: "dict[str, torch.Tensor]", mm_hash: str, **kwargs: Any
     ) -> None:
-        """The encoder has computed an item."""
+        """Offer an item that the encoder has computed."""
         if self._worker_part is not None and self.is_producer and adapt.is_name(mm_hash):
             self._worker_part.produced(mm_hash, encoder_cache[mm_hash], self._step().weights)
 
@@ -179,11 +179,11 @@ class KVPoolECConnector(ECConnectorBase):
         return self._side.ensure(self._view(request), num_computed_tokens)
 
     def update_state_after_alloc(self, request: "Request", index: int) -> None:
-        """The engine's cache has room for an item of this step."""
+        """Note that the engine's cache has room for an item of this step."""
         self._side.allocated(request.mm_features[index].identifier)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ECConnectorMetadata:
-        """The step's metadata for the workers."""
+        """Return the step's metadata for the workers."""
         # Data-parallel engines step together: one that waits holds up all.
         is_alone = self._vllm_config.parallel_config.data_parallel_size == 1
         is_idle = is_alone and not scheduler_output.total_num_scheduled_tokens
@@ -191,7 +191,7 @@ class KVPoolECConnector(ECConnectorBase):
         return KVPoolECMetadata(self._side.plan(freed, is_idle=is_idle, idle_wait_s=IDLE_WAIT_S))
 
     def take_unavailable_requests(self) -> set[str]:
-        """Requests whose items can neither be received nor encoded here."""
+        """Return the requests whose items can neither be received nor encoded here."""
         return self._side.take_unavailable()
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
@@ -208,7 +208,7 @@ class KVPoolECConnector(ECConnectorBase):
         return False, adapt.answer_of(request, self._resolver, endpoint, ids)
 
     def get_ec_connector_stats(self) -> adapt.EmbedsStats | None:
-        """Samples since the last call; the workers' samples come to the scheduler."""
+        """Return the samples since the last call; the workers' samples come to the scheduler."""
         if self._scheduler_part is None:
             return None
         numbers = self._scheduler_part.take_samples()
@@ -216,7 +216,7 @@ class KVPoolECConnector(ECConnectorBase):
 
     @classmethod
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> adapt.EmbedsStats:
-        """The statistics object of `data`, in the process that logs."""
+        """Return the statistics object of `data`, in the process that logs."""
         return adapt.EmbedsStats(data or {})
 
     @classmethod
@@ -227,7 +227,7 @@ class KVPoolECConnector(ECConnectorBase):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> adapt.EmbedsProm:
-        """The Prometheus metrics, in the process that serves them."""
+        """Return the Prometheus metrics, in the process that serves them."""
         return adapt.EmbedsProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def _view(self, request: "Request") -> EmbedsRequest:
@@ -265,7 +265,7 @@ class KVPoolECConnector(ECConnectorBase):
 
 
 def _worker_card(worker: Any) -> WorkerCard | None:
-    """The connector's `worker_card` in the process of this worker of vLLM's."""
+    """Return the connector's `worker_card` in the process of this worker of vLLM's."""
     connector = get_ec_transfer()
     assert isinstance(connector, KVPoolECConnector)
     return connector.worker_card

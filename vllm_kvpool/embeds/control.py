@@ -1,9 +1,9 @@
-"""The control thread: it receives frames and posted calls, asks both machines, performs their
-effects.
+"""The control thread: it turns frames and posted calls into calls of both machines.
 
-It owns all sockets, `Consumer`, `Producer` and `Peers`. It decides nothing that a machine can
-decide and moves no rows: the data plane does. A bug costs the message or effect that shows it
-(`Guard`); an error that ends the loop is reported to the engine's scheduler.
+It performs the machines' effects and owns all sockets, `Consumer`, `Producer` and `Peers`. It
+decides nothing that a machine can decide and moves no rows: the data plane does. A bug costs the
+message or effect that shows it (`Guard`); an error that ends the loop is reported to the engine's
+scheduler.
 """
 
 import logging
@@ -94,7 +94,7 @@ class ItemDataPlane(Protocol):
     """Moves rows. Neither call blocks, and work that ends in a report posts it."""
 
     def perform(self, effect: Effect) -> None:
-        """MemoryError or OSError if the host has no memory for an item."""
+        """Raise MemoryError or OSError if the host has no memory for an item."""
 
     def begin(self) -> None:
         """Start the work that this turn's effects ask for."""
@@ -183,19 +183,22 @@ class Control:
     # Reports of the data plane: any thread
 
     def drained(self, gid: int, same: bool) -> None:
+        """Tell the consumer that a grant's rows are copied, and whether their digest matched."""
         assert self._consumer is not None
         self.post(partial(self._consumer.drained, gid, same))
 
     def prepared(self, item_id: int, digest: str) -> None:
+        """Tell the producer the digest of an item that is now in host memory."""
         assert self._producer is not None
         self.post(partial(self._producer.prepared, item_id, digest))
 
     def written(self, result: Wrote | WriteFailed) -> None:
+        """Tell the producer how a write ended."""
         assert self._producer is not None
         self.post(partial(self._producer.written, result))
 
     def work_failed(self, kind: str, error: BaseException) -> None:
-        """Work of a thread has failed by an error of ours, or of the device."""
+        """Fail the work of a thread that ended by an error of ours, or of the device."""
         text = f"kvpool: {kind}: {OF_FAILED_WORK[kind]}"
         self._guard.log.log(logging.ERROR, "failed work", kind, text, error=error)
         event = "internal_errors" if isinstance(error, Exception) else "dead_threads"
@@ -207,6 +210,7 @@ class Control:
         self.counts[event] += 1
 
     def stop(self) -> None:
+        """Ask the loop to end; it ends writes and says goodbye first."""
         self.post(self._stop)
 
     def _stop(self, now: float) -> None:
@@ -230,8 +234,9 @@ class Control:
     # The loop
 
     def run(self) -> None:
-        """Run until `stop`. Nothing that a peer sends ends it; an error that does is logged and
-        reported to the own scheduler.
+        """Run until `stop`; nothing that a peer sends ends the loop.
+
+        An error that does is logged and reported to the own scheduler.
         """
         try:
             now = self._clock()
@@ -454,7 +459,7 @@ class Control:
             self._requested = set()
 
     def change_weights(self, message: WeightsChanged, now: float) -> None:
-        """The weights have changed, or not: sessions continue with peers that have the same."""
+        """Set the weights' version: sessions continue with peers that have the same."""
         if message.version <= self.weights_version:
             return
         try:
@@ -474,7 +479,7 @@ Handler = Callable[..., None]
 
 
 def handlers_of(consumer: Consumer | None, producer: Producer | None) -> dict[type, Handler]:
-    """The machine's handler of each message of a peer."""
+    """Return the machine's handler of each message of a peer."""
     handlers: dict[type, Handler] = {}
     if consumer is not None:
         handlers |= {

@@ -81,6 +81,7 @@ class Guard:
         return True
 
     def bad_message(self, error: ProtocolError) -> None:
+        """Count an invalid message of `peer` and log it, unless the kind was logged lately."""
         self._counts["bad_messages"] += 1
         text = "kvpool: the peer %s sent an invalid message, which is ignored: %.300s"
         self.log.log(logging.WARNING, "bad message", self.peer, text, self.peer, str(error))

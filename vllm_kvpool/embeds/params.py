@@ -1,5 +1,4 @@
-"""The source and target of a request's embeddings, from its `ec_transfer_params`
-(pure).
+"""The source and target of a request's embeddings, from its `ec_transfer_params` (pure).
 
 Understood are the parameters that proxies send for vLLM's own connectors: a list `ec_items` of
 `{mm_hash, transfer_id, peer}` in the order of the prompt's items, with `consumer_zmq` for the
@@ -38,11 +37,11 @@ class Delivery:
         return bool(self.consumers)
 
     def name_of(self, mm_hash: str) -> str:
-        """The encoder's name of an item."""
+        """Return the encoder's name of an item."""
         return (self.names or {}).get(mm_hash, mm_hash)
 
     def peers_of(self, mm_hash: str) -> tuple[str, ...]:
-        """Endpoints of encoders that have, or will have, an item."""
+        """Return the endpoints of encoders that have, or will have, an item."""
         return (*(self.peers_by_item or {}).get(mm_hash, ()), *self.peers)
 
 

@@ -68,7 +68,7 @@ class Connection:
     looked_up_at: float = 0.0
 
     def place(self, link: Link) -> str:
-        """The peer's name in a log."""
+        """Return the peer's name in a log."""
         return link.endpoint or self.address
 
 
@@ -162,7 +162,7 @@ class Peers:
         return True
 
     def resolved(self, name: str, addresses: tuple[str, ...], now: float) -> None:
-        """The addresses of a name; none if it cannot be resolved."""
+        """Take the addresses of a name; none if it cannot be resolved."""
         if name in self._allowed.names:
             self._allowed.learn(name, addresses)
         for endpoint in self._pending_names.pop(name, {}):
@@ -213,7 +213,7 @@ class Peers:
         return True
 
     def _accept(self, link: Link, address: str, now: float) -> Connection | None:
-        """A peer has connected to us."""
+        """Open a session for a peer that has connected to this process."""
         if len(self._connections) >= MAX_LINKS:
             self._counts["too_many_links"] += 1
             return None
@@ -224,7 +224,7 @@ class Peers:
         return self._connections.setdefault(link, Connection(session, False, now, address))
 
     def refused_handshake(self, refused: RefusedHandshake, now: float) -> None:
-        """A host may not connect, or does not hold the cluster's key: nothing of it was read."""
+        """Log a host that may not connect, or lacks the cluster's key: nothing of it was read."""
         self._counts["strangers"] += 1
         self.resolve_listed_names(now)  # it may be a listed one's new address
         where = refused.address or "a host without an address"
@@ -271,6 +271,7 @@ class Peers:
     def notify_scheduler(
         self, body: ItemNews | Taken | HeldBytes | MetricSamples | Heartbeat | Goodbye, now: float
     ) -> None:
+        """Queue a message to each scheduler that has proved to be the own one."""
         for link in self._schedulers:
             self.outbox.add(link, "", body, now)
 
@@ -300,8 +301,9 @@ class Peers:
                 self._reopen(link, connection)
 
     def _reopen(self, link: Link, connection: Connection) -> None:
-        """Connect anew and greet: libzmq does not try again after a handshake that was refused, and
-        there may have been no descriptor for a socket.
+        """Connect anew and greet.
+
+        libzmq does not try again after a refused handshake; or a socket had no descriptor.
         """
         if self._sockets.disconnect(link):
             self._warn(
@@ -326,7 +328,10 @@ class Peers:
     def on_message(
         self, frame: Frame, envelope: Envelope, body: Message, now: float
     ) -> Session | None:
-        """The session that a message belongs to; None if it is handled here or belongs to none."""
+        """Return the session that a message belongs to.
+
+        The result is None if it is handled here or belongs to none.
+        """
         link = frame.link
         connection = self._connections.get(link)
         if connection is None:
@@ -380,7 +385,7 @@ class Peers:
         return not session.is_of_scheduler and self._matches_session(session, envelope)
 
     def update_hello(self, hello: PeerHello, now: float) -> None:
-        """Our own hello has changed, since the weights have."""
+        """Send the own hello anew, which has changed with the weights."""
         self.hello = hello
         for link, connection in list(self._connections.items()):
             connection.session.update_hello(hello)
@@ -398,9 +403,11 @@ class Peers:
                 self._forget_link(link)
 
     def states(self) -> Counter[SessionState]:
+        """Return the number of connections in each session state."""
         return Counter(connection.session.state for connection in self._connections.values())
 
     def act(self, link: Link, now: float) -> None:
+        """Perform the actions of a connection's session; a closed connection has none."""
         connection = self._connections.get(link)
         if connection is None:
             return
@@ -453,6 +460,9 @@ class Peers:
 
 
 def shown_text(text: str) -> str:
-    """A peer's or a request's own text as one line of a log, at most MAX_SHOWN characters."""
+    """Return another's text as one line of a log, at most MAX_SHOWN characters.
+
+    The text is a peer's or a request's own.
+    """
     line = text if text.isprintable() else repr(text)
     return line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}..."

@@ -1,5 +1,4 @@
-"""The scheduler's side of the embedding connector: which items requests wait for, and which are
-here.
+"""The scheduler's side of the embedding connector: items that requests wait for or can load.
 
 An item is ready when every rank has reported the same encoding. A ready item stays until it is
 loaded or no request waits for it, since the engine does not ask twice. If ranks are offered
@@ -50,7 +49,7 @@ WORKERS_LOST_S = 30.0  # without an answer: requests no longer wait for the work
 
 
 def workers_lost_s(config: EmbedsConfig) -> float:
-    """Seconds of the workers' silence after which requests go on without them."""
+    """Return the seconds of the workers' silence after which requests go on without them."""
     missed_s = config.heartbeat_s * config.heartbeat_max_failures
     return max(missed_s, min(WORKERS_LOST_S, config.bootstrap_timeout_s))
 
@@ -214,7 +213,10 @@ class EmbedsScheduler:
         return self._engine.has_peers or delivery.is_sent or name in self._offered
 
     def _name_for(self, request: EmbedsRequest, feature: Feature, order: int) -> str:
-        """The name to ask for; '' while an older request asks for another item by that name."""
+        """Return the name to ask for.
+
+        The result is '' while an older request asks for another item by that name.
+        """
         mm_hash = feature.mm_hash
         name = request.delivery.name_of(mm_hash)
         holder = self._by_name.get(name)
@@ -270,7 +272,7 @@ class EmbedsScheduler:
         self._channel.send(expect, rank)
 
     def _encode_here_or_fail(self, request_id: str, feature: Feature, item: ItemRecord) -> bool:
-        """An item cannot be received: encode it here, or fail the request."""
+        """Encode an item here that cannot be received, or fail the request."""
         is_requested = request_id in item.requests
         if is_requested and item.failure is None:
             self._fail(item, *LOST_WORKERS)
@@ -290,7 +292,7 @@ class EmbedsScheduler:
         return True
 
     def _remove_request(self, request_id: str, item: ItemRecord) -> bool:
-        """A request no longer waits for an item; True if no other one does."""
+        """Remove a request that no longer waits for an item; return True if no other one does."""
         is_last = item.requests.pop(request_id, None) is not None and not item.requests
         if is_last:
             item.end_requests()
@@ -357,14 +359,14 @@ class EmbedsScheduler:
         return item is not None and item.is_ready(self._channel.num_ranks)
 
     def _set_evicted(self, mm_hash: str) -> None:
-        """An item is not in the engine's cache any more."""
+        """Note that an item is not in the engine's cache any more."""
         item = self._items.get(mm_hash)
         if item is not None:
             item.is_resident = False
             self._drop_unused(item)
 
     def allocated(self, mm_hash: str) -> None:
-        """The engine has made room for an item: it is loaded in this step, or encoded."""
+        """Note room for an item in the engine's cache: it is loaded in this step, or encoded."""
         item = self._items.setdefault(mm_hash, ItemRecord(mm_hash))
         item.is_resident = True
         self._allocated.add(mm_hash)
@@ -376,7 +378,7 @@ class EmbedsScheduler:
             item.end_requests()  # other requests find it in the engine's cache
 
     def plan(self, freed: Iterable[str], *, is_idle: bool, idle_wait_s: float) -> StepMeta:
-        """The step's metadata; `freed` has left the engine's cache.
+        """Return the step's metadata; `freed` has left the engine's cache.
 
         An idle engine waits a little for the workers if a request waits for them.
         """
@@ -393,10 +395,12 @@ class EmbedsScheduler:
 
     @property
     def is_waiting(self) -> bool:
+        """True while an idle engine must poll: for an item, an encoding or a worker."""
         is_requested = any(each.requests for each in self._by_name.values())
         return is_requested or self._is_encoding_held or not self._channel.are_up
 
     def finished(self, request: EmbedsRequest) -> None:
+        """Drop an ended request, and tell workers to forget the items that none needs now."""
         for feature in request.features:
             item = self._items.get(feature.mm_hash)
             if item is not None and self._remove_request(request.request_id, item):
@@ -405,12 +409,12 @@ class EmbedsScheduler:
         self._unavailable.discard(request.request_id)
 
     def take_unavailable(self) -> set[str]:
-        """Requests whose items can neither be received nor encoded."""
+        """Return the requests whose items can neither be received nor encoded."""
         taken, self._unavailable = self._unavailable, set()
         return taken
 
     def weights_changed(self, weights_version: str) -> None:
-        """The weights have changed: nothing encoded before is used."""
+        """Use nothing any more that was encoded with the weights before."""
         version, fingerprint = self._weights.version + 1, self._fingerprint(weights_version)
         self._weights = WeightsChanged(version, fingerprint)
         self._channel.send(self._weights)
@@ -421,10 +425,12 @@ class EmbedsScheduler:
                 self._channel.send(expect)
 
     def encoder_cache_was_reset(self) -> None:
+        """Treat all items as evicted from the encoder cache."""
         for mm_hash in tuple(self._items):
             self._set_evicted(mm_hash)
 
     def close(self) -> None:
+        """Close the connections to the workers."""
         self._channel.close()
 
     # From the workers
@@ -446,14 +452,14 @@ class EmbedsScheduler:
                     pass
 
     def _loaded(self, rank: int, name: str) -> None:
-        """A rank has handed an item to the engine, or never will."""
+        """Note that a rank has handed an item to the engine, or never will."""
         item = self._by_name.get(name)
         if item is not None:
             item.loading.discard(rank)
             self._drop_unused(item)
 
     def _resync_worker(self, rank: int) -> None:
-        """A worker is in session, maybe again: send it the whole state."""
+        """Send a worker the whole state: it is in session, maybe again."""
         if self._weights.version:
             self._channel.send(self._weights, rank)
         # Workers were told to forget failed items.
@@ -497,8 +503,9 @@ class EmbedsScheduler:
             self._send_expect(item, expect)
 
     def _on_item_failed(self, item: ItemRecord, code: Code, text: str) -> None:
-        """A rank cannot receive an item in the chosen encoding: try the next one, or fail the
-        item.
+        """Try the next encoding of an item that a rank cannot receive in the chosen one.
+
+        Without another encoding the item fails.
         """
         digest = item.encodings.next_choice
         if item.failure is None and digest:
@@ -517,7 +524,7 @@ class EmbedsScheduler:
         self.registry.add("kvpool_ec_events", 1, side="scheduler", event=event)
 
     def take_samples(self) -> Samples:
-        """Metric samples of this side and of the workers since the last call."""
+        """Return the metric samples of this side and of the workers since the last call."""
         numbers, self._from_workers = self._from_workers, {}
         merge_samples(numbers, self.registry.take_changes())
         return numbers

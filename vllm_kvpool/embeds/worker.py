@@ -1,5 +1,4 @@
-"""A worker's side of the embedding connector: it opens and closes the window, the sockets and the
-threads.
+"""A worker's side of the embedding connector: the window, the sockets and the threads.
 
 The model's thread calls `produced`, `cached` and `take`; none of them waits for a peer.
 """
@@ -67,9 +66,7 @@ class WorkerIdentity:
 
     @property
     def number(self) -> int:
-        """Its number among the workers of all data-parallel engines, which share a
-        configuration.
-        """
+        """The worker's number in all data-parallel engines, which share a configuration."""
         return self.dp_rank * len(self.listen) + self.rank
 
     @property
@@ -148,7 +145,7 @@ class EmbedsWorker:
     # The model's thread
 
     def produced(self, mm_hash: str, tensor: Tensor, weights: WeightsChanged) -> None:
-        """The encoder has computed an item, [rows, ...], with these weights.
+        """Offer an item, [rows, ...], that the encoder has computed with these weights.
 
         An item that cannot be sent fails the requests that wait for it, not the engine.
         """
@@ -181,7 +178,7 @@ class EmbedsWorker:
                 self.produced(mm_hash, encoder_cache[mm_hash], weights)
 
     def take(self, mm_hash: str) -> Tensor | None:
-        """An item's tensor; the caller's now. None if it is not here.
+        """Return an item's tensor, which is the caller's now; None if it is not here.
 
         The scheduler names only items that are ready, and those stay until they are taken.
         """
@@ -208,7 +205,7 @@ def _count(producer: Producer, event: str) -> None:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it is part of a larger one, which would be kept alive."""
+    """Return the tensor, or a copy if it is part of a larger one, which would be kept alive."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
@@ -234,7 +231,7 @@ def _open_data_plane(
 
 
 def _check_memory(config: EmbedsConfig, identity: WorkerIdentity) -> None:
-    """ConfigError if this rank, or all on its host, cannot have the memory that options set."""
+    """Raise ConfigError if the host lacks the memory that options set, for one rank or all."""
     is_network = config.transport is Transport.MOONCAKE
     windows = identity.receives + (identity.sends and is_network)
     arena = {"arena_bytes": config.nbytes("arena_bytes") * windows}

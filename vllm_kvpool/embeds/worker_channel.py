@@ -1,5 +1,4 @@
-"""A scheduler's connections to its own engine's workers; everything runs on the scheduler's
-thread.
+"""A scheduler's connections to its own engine's workers, on the scheduler's thread.
 
 The sockets, sessions and messages are those between peers, without a thread: the scheduler polls
 often while it waits for something. Messages about a step's requests are sent at its end, in one
@@ -65,13 +64,14 @@ class WorkerCard(NamedTuple):
 
 
 def host_name() -> str:
-    """Equal in processes of one host alone; its random id of this boot."""
+    """Return a name that processes of one host alone share: the random id of this boot."""
     return BOOT_ID.read_text().strip()
 
 
 def tokens_of(cards: Iterable[WorkerCard | None], num_ranks: int, host: str) -> list[bytes]:
-    """The tokens of the first ranks; None stands for a worker that exchanges no embeddings.
+    """Return the tokens of the first ranks.
 
+    None stands for a worker that exchanges no embeddings.
     ConfigError if one of them is on another host than the scheduler's.
     """
     known = {card.rank: card for card in cards if card is not None}
@@ -141,6 +141,7 @@ class WorkerChannel:
 
     @property
     def num_ranks(self) -> int:
+        """Number of workers of the engine."""
         return len(self._ranks)
 
     @property
@@ -168,7 +169,7 @@ class WorkerChannel:
         self._outbox.add(link, target, body, self._clock())
 
     def flush(self) -> None:
-        """The step is planned: send what waits."""
+        """Send the messages that wait, at the end of a step's plan."""
         self._send_due(float("inf"))
 
     def _send_due(self, until: float) -> None:
@@ -180,7 +181,7 @@ class WorkerChannel:
                     self._sockets.connect(link.endpoint)
 
     def poll(self, timeout_s: float = 0.0) -> list[WorkerMessage]:
-        """The workers' messages; waits at most `timeout_s` for the first."""
+        """Return the workers' messages; waits at most `timeout_s` for the first."""
         # A message that is still queued is not answered.
         self._send_due(float("inf") if timeout_s else self._clock())
         messages: list[WorkerMessage] = []
@@ -238,11 +239,12 @@ class WorkerChannel:
         return messages
 
     def close(self) -> None:
+        """Close the sockets; unsent messages are dropped."""
         self._sockets.close()
 
 
 def _bodies(data: bytes) -> Iterator[Message]:
-    """The messages of a frame; what cannot be decoded is logged and skipped."""
+    """Yield the messages of a frame; what cannot be decoded is logged and skipped."""
     try:
         bodies = decode(data).bodies
     except ProtocolError as error:

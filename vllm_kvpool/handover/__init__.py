@@ -1,0 +1,1 @@
+"""Notices from an engine that saves a prompt to the engine that waits for it."""

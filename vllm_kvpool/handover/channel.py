@@ -54,8 +54,10 @@ class Channel:
         self._thread.start()
 
     def close(self) -> None:
-        """Send what is queued, and end the thread and every connection. Any thread; a second call
-        does nothing."""
+        """Send queued frames, then end the thread and every connection.
+
+        Any thread; a second call does nothing.
+        """
         self._post(self._begin_close)
         self._thread.join(JOIN_S)
 

@@ -61,13 +61,15 @@ class NoticeClient(Channel):
         self.start()
 
     def watch(self, endpoints: Iterable[str], topic: bytes) -> None:
-        """A request waits for the prompt that the engine with these endpoints, one of each rank,
-        computes. `unwatch` follows once for each call."""
+        """Watch a prompt for a request that waits until another engine computes it.
+
+        `endpoints` are the engine's, one of each rank. `unwatch` follows once for each call.
+        """
         ranks = tuple(endpoints)
         self._post(lambda: self._perform(self._watches.watch(ranks, topic)))
 
     def unwatch(self, topic: bytes) -> None:
-        """The request waits no more."""
+        """End a request's watch."""
         self._post(lambda: self._perform(self._watches.unwatch(topic)))
 
     # The client's thread

@@ -61,12 +61,12 @@ _bodies: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """The message as one frame."""
+    """Return the message as one frame."""
     return _encoder.encode(_Frame(VERSION, msgspec.Raw(_encoder.encode(message))))
 
 
 def decode(frame: bytes) -> Message:
-    """The message of a frame; ProtocolError if it is none of this version."""
+    """Return the message of a frame; ProtocolError if it is none of this version."""
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are allowed")
     try:

@@ -76,7 +76,7 @@ class HandOvers:
         return [Told(peer, notice) for peer in self._watchers.get(topic, ())]
 
     def watch(self, peer: bytes, topic: bytes) -> list[Told]:
-        """A peer waits for a prompt; returns the answer."""
+        """Note that a peer waits for a prompt, and return the answer."""
         mine = self._watches.pop(peer, {})
         self._watches[peer] = mine
         if topic not in mine:
@@ -94,7 +94,7 @@ class HandOvers:
         return [Told(peer, self._topics.get(topic, Notice(topic, 0, None)))]
 
     def unwatch(self, peer: bytes, topic: bytes) -> None:
-        """A peer waits no more."""
+        """Forget that a peer waits for a prompt."""
         mine = self._watches.get(peer, {})
         if topic not in mine:
             return
@@ -106,7 +106,7 @@ class HandOvers:
             del self._watches[peer]
 
     def lost(self, peer: bytes) -> int:
-        """A peer cannot be told any more; returns the number of its watches."""
+        """Forget a peer that cannot be told any more, and return the number of its watches."""
         topics = list(self._watches.get(peer, ()))
         for topic in topics:
             self.unwatch(peer, topic)
@@ -142,8 +142,10 @@ class NoticeServer(Channel):
         self.start()
 
     def tell(self, topic: bytes, stored: int, ended: int | None = None) -> None:
-        """Tell who waits that chunks before `stored` are in a store, and that no chunk from `ended`
-        on will come (None: more may). Called anew with every change."""
+        """Tell watchers that chunks before `stored` are in a store.
+
+        No chunk from `ended` on will come (None: more may). Called anew with every change.
+        """
         self._post(lambda: self._send(self._state.tell(Notice(topic, stored, ended))))
 
     # The server's thread
@@ -188,7 +190,7 @@ class NoticeServer(Channel):
 def open_server(
     place: NoticePlace, allowed: AllowedPeers, registry: MetricsRegistry
 ) -> NoticeServer | None:
-    """A rank's server; None, with a warning, where the place that nobody has named is not free.
+    """Return a rank's server; None, with a warning, if the default place is not free.
 
     Raises ConfigError where the user has named it.
     """

@@ -45,7 +45,7 @@ class _Topic:
     told: tuple[int, int | None] | None = None  # what is stored stays so
 
     def merged(self) -> tuple[int, int | None] | None:
-        """Chunks stored, and where they end, over all groups: the best of them counts.
+        """Return the chunks stored, and where they end, over all groups: the best of them counts.
 
         None as long as there is nothing stored, no end, and no group whose ranks have all answered.
         """
@@ -70,7 +70,7 @@ class Watches:
         self._at: dict[str, dict[bytes, None]] = {}  # endpoint -> topics watched there
 
     def topics_at(self, endpoint: str) -> Iterable[bytes]:
-        """The topics that are watched at an endpoint."""
+        """Return the topics that are watched at an endpoint."""
         return self._at.get(endpoint, ())
 
     def watch(self, endpoints: Iterable[str], topic: bytes) -> list[Action]:
@@ -97,7 +97,7 @@ class Watches:
         return [*sends]
 
     def notice(self, endpoint: str, notice: Notice) -> list[Action] | None:
-        """A rank has told something; None if nobody waits for it from there."""
+        """Take a rank's notice; None if nobody waits for it from there."""
         topic = notice.topic
         if topic not in self._at.get(endpoint, ()):
             return None
@@ -109,7 +109,7 @@ class Watches:
         return self._progress(topic, state)
 
     def lost(self, endpoint: str) -> list[Action]:
-        """The process at an endpoint is gone: its engine stores nothing more."""
+        """End the watches of a process that is gone: its engine stores nothing more."""
         actions: list[Action] = []
         for topic in list(self.topics_at(endpoint)):
             state = self._topics[topic]
@@ -120,7 +120,7 @@ class Watches:
         return actions
 
     def connected(self, endpoint: str) -> list[Action]:
-        """There is a connection to an endpoint anew: watch there what is waited for."""
+        """Watch anew what is waited for at an endpoint that is connected again."""
         return [Send(endpoint, Watch(topic)) for topic in self.topics_at(endpoint)]
 
     def _send_changes(self, topic: bytes, state: _Topic) -> list[Send]:

@@ -57,12 +57,12 @@ def _field(data: bytes) -> bytes:
 
 
 def _encoded(text: str) -> bytes:
-    """UTF-8; a request may hold half a surrogate pair."""
+    """Encode as UTF-8; a request may hold half a surrogate pair."""
     return text.encode(errors="surrogatepass")
 
 
 def tokens_le(tokens: Sequence[int]) -> memoryview:
-    """Token ids as u32, little endian, `TOKEN_BYTES` each."""
+    """Return token ids as u32, little endian, `TOKEN_BYTES` each."""
     encoded = array("I", tokens)
     if sys.byteorder == "big":
         encoded.byteswap()
@@ -78,7 +78,7 @@ def tokens_of_le(encoded: bytes) -> Sequence[int]:
 
 
 def tenant_of(cache_salt: str) -> str:
-    """The tenant of a salt: a digest that does not show it; "" without one."""
+    """Return the tenant of a salt: a digest that does not show it; "" without one."""
     if not cache_salt:
         return ""
     salt = cache_salt.encode(errors="surrogatepass")

@@ -70,7 +70,7 @@ def name_of_model(model: str) -> str:
 
 
 def manifest_key(namespace: Namespace) -> str:
-    """The key of a namespace's manifest."""
+    """Return the key of a namespace's manifest."""
     return f"{namespace}@manifest"
 
 
@@ -81,7 +81,7 @@ def is_manifest(key: str) -> bool:
 
 
 def alias_prefix(namespace: Namespace) -> str:
-    """The common beginning of the keys of a namespace's aliases.
+    """Return the common beginning of the keys of a namespace's aliases.
 
     To stores an alias is the cell of a chunk in a layer group of its own.
     """
@@ -89,7 +89,7 @@ def alias_prefix(namespace: Namespace) -> str:
 
 
 def with_weights(namespace: Namespace, weights_version: str) -> Namespace:
-    """The namespace under another version of the weights; "" is the one at the start."""
+    """Return the namespace under another version of the weights; "" is the one at the start."""
     if not weights_version:
         return namespace
     head = namespace[:-FORMAT_DIGEST_HEX]
@@ -154,24 +154,24 @@ class LayerSpan:
 
 
 def chunk_id_of(namespace: Namespace, chunk_hash: str, layer_group: str = "") -> str:
-    """The id of all cells of a chunk in a layer group; `chunk_hash` in hexadecimal."""
+    """Return the id of all cells of a chunk in a layer group; `chunk_hash` in hexadecimal."""
     before, after = around_hash(namespace, layer_group)
     return f"{before}{chunk_hash}{after}"
 
 
 def around_hash(namespace: Namespace, layer_group: str = "") -> tuple[str, str]:
-    """The parts of chunk ids before and after the chunk's hash."""
+    """Return the parts of chunk ids before and after the chunk's hash."""
     return f"{namespace[-FORMAT_DIGEST_HEX:]}-", f"-{layer_group}" if layer_group else ""
 
 
 def layer_group_of(chunk_id: str) -> str:
-    """The layer group in a chunk id, without the drafter's identity if it is a drafter's."""
+    """Return the layer group in a chunk id, without the drafter's identity if it is a drafter's."""
     layer_group = chunk_id.partition("-")[2].partition("-")[2]
     return layer_group.rpartition("-")[0] if layer_group.startswith(_DRAFT) else layer_group
 
 
 def draft_group(form: str) -> str:
-    """The layer group of a drafter's layers of one form, without the drafter's identity.
+    """Return the layer group of a drafter's layers of one form, without the drafter's identity.
 
     Its whole name is `draft-{form}-{drafter}`.
     """
@@ -179,12 +179,15 @@ def draft_group(form: str) -> str:
 
 
 def of_drafter(layer_group: str, drafter: str) -> str:
-    """A layer group with the drafter's identity, in hexadecimal; a model's own stays as it is."""
+    """Return a layer group with the drafter's identity, in hexadecimal.
+
+    A model's own stays as it is.
+    """
     return f"{layer_group}-{drafter}" if layer_group.startswith(_DRAFT) else layer_group
 
 
 def chunk_id_of_key(key: str) -> str:
-    """The chunk id of a key; a string that is no key of ours stands for itself."""
+    """Return the chunk id of a key; a string that is no key of ours stands for itself."""
     namespace = namespace_of(key)
     if namespace is None:
         return key
@@ -193,7 +196,7 @@ def chunk_id_of_key(key: str) -> str:
 
 
 def key_with_prefix(key_prefix: str, chunk_hash: str) -> CellKey:
-    """The key of one chunk's cell; `chunk_hash` in hexadecimal."""
+    """Return the key of one chunk's cell; `chunk_hash` in hexadecimal."""
     return CellKey(key_prefix + chunk_hash)
 
 
@@ -208,13 +211,13 @@ class KeyMaker:
         self._head = f"{namespace}@{context}@"
 
     def with_weights(self, weights_version: str) -> "KeyMaker":
-        """The same cells' keys under another version of the weights."""
+        """Return the same cells' keys under another version of the weights."""
         if not weights_version:
             return self
         return KeyMaker(with_weights(self.namespace, weights_version), self.context)
 
     def key_prefix(self, shard: HeadShard | RankShard, span: LayerSpan) -> str:
-        """The common beginning of the keys of a head (or rank) and a span."""
+        """Return the common beginning of the keys of a head (or rank) and a span."""
         return f"{self._head}{shard}@{span}@"
 
     def key(self, shard: HeadShard | RankShard, span: LayerSpan, chunk_hash: bytes) -> CellKey:
@@ -254,7 +257,7 @@ class ParsedKey:
 
 
 def namespace_of(key: str) -> Namespace | None:
-    """The namespace of a key; None for a string that is no key of ours."""
+    """Return the namespace of a key; None for a string that is no key of ours."""
     match = _NAMESPACE.match(key)
     return Namespace(match.group()) if match and key[match.end() :].startswith("@") else None
 
@@ -265,5 +268,5 @@ def is_namespace(name: str) -> bool:
 
 
 def key_digest(key: str) -> bytes:
-    """A digest for the cell's header: it shows that an object has another key's content."""
+    """Return a digest for the cell's header: it shows that an object has another key's content."""
     return hashlib.blake2b(key.encode(), digest_size=KEY_DIGEST_BYTES).digest()

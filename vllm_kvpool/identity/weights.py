@@ -59,6 +59,7 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Self:
+        """Return the present state of a file; OSError if there is none."""
         s = path.stat()
         return cls(path.name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
 
@@ -90,12 +91,12 @@ class _Span(NamedTuple):
 
 
 def folders_in(directory: Path, names: Iterable[str]) -> list[Path]:
-    """The folders of a directory with these names that are there."""
+    """Return the folders of a directory with these names that are there."""
     return [folder for name in names if (folder := directory / name).is_dir()]
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The weight files of a directory, or of a file and its other parts. Raises OSError.
+    """Return the weight files of a directory, or of a file and its other parts. Raises OSError.
 
     A file named as one of several (`-00001-of-00003`) stands for all of them.
     """
@@ -119,7 +120,7 @@ def _index_files(path: Path) -> list[Path]:
 
 
 def _left_out(path: Path) -> set[Path]:
-    """The safetensors files of a directory that vLLM does not read, since an index has others."""
+    """Return the safetensors files of a directory that vLLM does not read: an index has others."""
     unread: set[Path] = set()
     seen: set[Path] = set()
     for prefix, name in INDEXES.items():
@@ -134,7 +135,7 @@ def _left_out(path: Path) -> set[Path]:
 
 
 def sample_weights(path: Path) -> str | None:
-    """A hex digest of a sample of the weight files, or None if there are none.
+    """Return a hex digest of a sample of the weight files, or None if there are none.
 
     Reads about 200 bytes a tensor, and embeddings whole. Raises OSError.
     """
@@ -197,13 +198,13 @@ def known_sample(path: Path, clock_ns: Callable[[], int] = time.time_ns) -> str 
 
 
 def changed_ns(path: Path) -> int:
-    """When the newest of the weight files was written, replaced or moved here. Raises OSError."""
+    """Return when the newest weight file was written, replaced or moved here. Raises OSError."""
     files = [*weight_files(path), *_index_files(path)]
     return max((FileState.of(each).ctime_ns for each in files), default=0)
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors in the safetensors files, by name. Raises OSError."""
+    """Return the tensors in the safetensors files, by name. Raises OSError."""
     shapes: dict[str, tuple[int, ...]] = {}
     for each in weight_files(path):
         if each.suffix == ".safetensors":
@@ -214,7 +215,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _safetensors_header(first: bytes, size: int) -> int:
-    """The header's length; 0 if this is no safetensors file."""
+    """Return the header's length; 0 if this is no safetensors file."""
     length = int.from_bytes(first, "little")
     return length if 0 < length <= min(size - 8, MAX_SAFETENSORS_HEADER) else 0
 
@@ -251,7 +252,7 @@ def _tensors(header: bytes) -> dict[str, _Tensor]:
 
 
 def digest_adapter(directory: Path) -> bytes:
-    """A digest of a LoRA adapter's weights and configuration."""
+    """Return a digest of a LoRA adapter's weights and configuration."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     files = _adapter_files(directory)
     if not any(path.suffix in WEIGHT_SUFFIXES for path in files):

@@ -7,7 +7,7 @@ from vllm_kvpool.layout.topology import AttentionWindow, Context, LayerGroup, To
 
 
 def described(layer_groups: Sequence[LayerGroup]) -> tuple[dict[str, Any], ...]:
-    """The values that decide the names of each layer group's cells, as JSON."""
+    """Return the values that decide the names of each layer group's cells, as JSON."""
     return tuple(
         {
             "kind": group.name,
@@ -28,7 +28,7 @@ def described(layer_groups: Sequence[LayerGroup]) -> tuple[dict[str, Any], ...]:
 
 
 def from_description(groups: Sequence[Mapping[str, Any]]) -> list[LayerGroup]:
-    """The layer groups of a description; ValueError or KeyError if it is none."""
+    """Return the layer groups of a description; ValueError or KeyError if it is none."""
     return [
         LayerGroup(
             Topology(

@@ -61,6 +61,8 @@ class RankPlace:
     ranks_on_host: int = 1  # workers that are configured alike, this one included, as far as known
 
     def number(self, num_ranks: int) -> int:
-        """The worker's number among all data-parallel engines of `num_ranks` ranks each: it keeps
-        their files apart, since they are configured alike."""
+        """Return the worker's number in all data-parallel engines of `num_ranks` ranks each.
+
+        It keeps their files apart, since these engines are configured alike.
+        """
         return self.dp_rank * num_ranks + self.rank

@@ -19,7 +19,10 @@ from vllm_kvpool.layout.states import StateForm
 
 
 def from_token_content(pages_bhnc: torch.Tensor, *, blocks_per_id: int = 1) -> LayerPages:
-    """vLLM's logical view of a layer, `K | V` per token, in any `KVCacheLayout`."""
+    """Return the pages of a layer in vLLM's logical view, `K | V` per token.
+
+    The layer may have any `KVCacheLayout`.
+    """
     _check_view("token content", pages_bhnc, blocks_per_id)
     num_heads, num_tokens = pages_bhnc.shape[1:3]
     rows = _whole_rows(pages_bhnc, head_dim=1, token_dim=2)
@@ -68,7 +71,7 @@ def from_cpu_attention(
     form: CpuForm = PLAIN_CPU_FORM,
     blocks_per_id: int = 1,
 ) -> LayerPages:
-    """The pages of vLLM's CPU attention, `[B, H, N, C]` by size alone."""
+    """Return the pages of vLLM's CPU attention, `[B, H, N, C]` by size alone."""
     _check_view("CPU attention", pages_bhnc, blocks_per_id)
     num_heads, num_tokens, content = pages_bhnc.shape[1:]
     if content != key_dim + value_dim:
@@ -105,7 +108,10 @@ def from_cpu_attention(
 
 
 def from_pair(k_bnhd: torch.Tensor, v_bnhe: torch.Tensor, *, blocks_per_id: int = 1) -> LayerPages:
-    """Separate K and V tensors (vLLM-Ascend); of one tensor `[2, B, N, H, D]` the two halves."""
+    """Return the pages of separate K and V tensors (vLLM-Ascend).
+
+    Of one tensor `[2, B, N, H, D]` they are the two halves.
+    """
     _check_view("K of the pair", k_bnhd, blocks_per_id)
     _check_view("V of the pair", v_bnhe, blocks_per_id)
     if k_bnhd.shape[:3] != v_bnhe.shape[:3]:
@@ -127,8 +133,9 @@ def from_state(
     dim_first: bool = False,
     draft_rows: int = 0,
 ) -> LayerPages:
-    """The state of `num_units` units in each block: the convolution's window, then the recurrent.
+    """Return the state of `num_units` units in each block.
 
+    The convolution's window comes first, then the recurrent part.
     The window lies as `[rows, channels]`, with `dim_first` as `[channels, rows]`; `draft_rows` more
     rows follow it, which are no part of the state. Each part has the channels of all units.
     """
@@ -166,8 +173,9 @@ def from_state(
 def from_planes(
     pages_bsnc: torch.Tensor, num_heads: int, *, pack_bytes: int = 0, blocks_per_id: int = 1
 ) -> LayerPages:
-    """K of all heads in one plane of a block and V in the other, `[B, 2, N, H * D]` by size.
+    """Return the pages of K and V in a plane of a block each, `[B, 2, N, H * D]` by size.
 
+    A plane has all heads.
     Without `pack_bytes` a plane is `[N, H, D]`. With it, as for ROCm's kernels: K
     `[H, D / pack, N, pack]`, V `[H, D, N]`.
     """
@@ -196,8 +204,9 @@ def from_planes(
 def from_nvfp4(
     pages_bsnc: torch.Tensor, num_heads: int, *, swizzled: bool, blocks_per_id: int = 1
 ) -> LayerPages:
-    """NVFP4, `[B, 2 * H, N, C]` by size: data of K, scales of K, data of V, scales of V.
+    """Return the pages of NVFP4, `[B, 2 * H, N, C]` by size.
 
+    They are: data of K, scales of K, data of V, scales of V.
     Each of them is `[H, N, bytes]` or `[N, H, bytes]`, as the strides say; eight bytes of data have
     one scale. `swizzled`: V's scales of four tokens are mixed, as trtllm's kernels want them:
     those of a token lie in four quarters, each in the place of another token.
@@ -255,8 +264,9 @@ def from_nvfp4(
 def from_values_and_scales(
     pages_bhnc: torch.Tensor, scale_bytes: int, *, shuffled: bool = False, blocks_per_id: int = 1
 ) -> LayerPages:
-    """Rows without heads, `[B, 1, N, C]` by size: the values of all tokens, then their scales.
+    """Return the pages of rows without heads, `[B, 1, N, C]` by size.
 
+    The values of all tokens come first, then their scales.
     `shuffled`: 16 tokens take turns with 16 bytes of their values, as aiter's kernels want them.
     """
     _check_view("values and scales", pages_bhnc, blocks_per_id)
@@ -281,7 +291,7 @@ def from_values_and_scales(
 
 
 def _whole_rows(pages: torch.Tensor, *, head_dim: int, token_dim: int, row_offset: int = 0) -> Run:
-    """The run of a 4-D tensor whose last dimension is one contiguous piece of the row."""
+    """Return the run of a 4-D tensor whose last dimension is one contiguous piece of the row."""
     elem = pages.element_size()
     block, head, token = (pages.stride(dim) * elem for dim in (0, head_dim, token_dim))
     nbytes = pages.shape[3] * elem
@@ -311,7 +321,7 @@ def _check_view(name: str, pages: torch.Tensor, blocks_per_id: int) -> None:
 
 
 def _rows_overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Sorted by stride, each dimension must step over all that the smaller ones span."""
+    """Return True if a dimension, by stride, steps into what the smaller ones span."""
     extent = 1
     for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
         if stride < extent:

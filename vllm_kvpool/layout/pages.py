@@ -53,11 +53,14 @@ class Run:
         nbytes: int,
         row_offset: int = 0,
     ) -> "Run":
-        """The run whose bytes of a row lie together."""
+        """Return the run whose bytes of a row lie together."""
         return cls(base, block_stride, head_stride, token_stride, nbytes, nbytes, 1, row_offset)
 
     def interleaved(self, tokens: int, elem_bytes: int, block_tokens: int) -> "Run":
-        """The same bytes where `tokens` tokens of a block take turns with `elem_bytes` each."""
+        """Return the run of the same bytes where tokens take turns.
+
+        `tokens` tokens of a block take turns with `elem_bytes` each.
+        """
         is_one_tile = tokens == block_tokens
         return replace(
             self,
@@ -71,6 +74,7 @@ class Run:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all elements."""
         return self.elem_bytes * self.num_elems
 
 
@@ -98,17 +102,18 @@ class LayerPages:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one row, in all runs."""
         return sum(run.nbytes for run in self.runs)
 
 
 class SlabMove(NamedTuple):
-    """A copy between staging memory and this rank's pages: pieces of one chunk's cells whose layers
-    share a block table.
+    """A copy between staging memory and pages: pieces of one chunk's cells.
 
-    The payload of a piece is laid out `[heads][layers][chunk_tokens][row_bytes]`, from token
-    `chunk_start` on; only tokens `[token_start, token_stop)` are copied. `block_ids` are manager
-    blocks; the first begins with token `table_start`. Tokens count from the start of the request.
-    Where one row is for several tokens, all numbers count rows.
+    The layers of the pieces share a block table. The payload of a piece is laid out
+    `[heads][layers][chunk_tokens][row_bytes]`, from token `chunk_start` on; only tokens
+    `[token_start, token_stop)` are copied. `block_ids` are manager blocks; the first begins with
+    token `table_start`. Tokens count from the start of the request. Where one row is for several
+    tokens, all numbers count rows.
     """
 
     addresses: "Int64s"

@@ -15,7 +15,7 @@ MAX_TP_SIZE = 16
 
 
 def num_units(*counts: int) -> int:
-    """The units of a state, of which tensor parallelism cuts each of `counts` evenly.
+    """Return the units of a state, of which tensor parallelism cuts each of `counts` evenly.
 
     The least number that every allowed size up to `MAX_TP_SIZE` divides; equal for all engines.
     """
@@ -55,4 +55,5 @@ class StateForm:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one unit in one layer."""
         return self.window_bytes + self.recurrent_bytes

@@ -24,7 +24,7 @@ STATE_TOKENS = 2048  # between the states of an answer, in a model without atten
 
 
 def default_layer_span(num_layers: int, row_bytes: int, chunk_tokens: int) -> int:
-    """ceil(layers / 4), halved (rounded up) while a one-head cell exceeds 4 MiB."""
+    """Return ceil(layers / 4), halved (rounded up) while a one-head cell exceeds 4 MiB."""
     span = -(-num_layers // DEFAULT_SPAN_PIECES)
     while span > 1 and span * chunk_tokens * row_bytes > MAX_DEFAULT_CELL_BYTES:
         span = -(-span // 2)
@@ -34,7 +34,7 @@ def default_layer_span(num_layers: int, row_bytes: int, chunk_tokens: int) -> in
 def cut_layers(
     start: int, stop: int, layer_span: int, layer_group: str = ""
 ) -> tuple[LayerSpan, ...]:
-    """The spans of layers [start, stop) of a layer group, cut at multiples of `layer_span`.
+    """Return the spans of layers [start, stop) of a layer group, cut at multiples of `layer_span`.
 
     So the spans of all pipeline stages have the same bounds, but for short ones at their ends.
     """
@@ -58,7 +58,7 @@ class Context:
     interleave: int = 1
 
     def rank(self, tp_rank: int, pcp_rank: int) -> ContextRank:
-        """The part that a rank holds, as keys name it.
+        """Return the part that a rank holds, as keys name it.
 
         A DCP group takes in PCP ranks first, then TP ranks.
         """
@@ -92,10 +92,11 @@ class AttentionWindow:
 
     @property
     def is_full(self) -> bool:
+        """True if the layer reads all earlier tokens."""
         return not (self.sliding or self.local)
 
     def first_read(self, computed: int) -> int:
-        """The first token that computing token `computed` reads."""
+        """Return the first token that computing token `computed` reads."""
         if self.sliding:
             return max(0, computed - self.sliding + 1)
         if self.local:
@@ -160,6 +161,7 @@ class LocalCell:
         return _rows(self, chunk_tokens)
 
     def payload_bytes(self, chunk_tokens: int) -> int:
+        """Return the bytes of the cell's rows for a chunk of `chunk_tokens`, without header."""
         heads = self.head_stop - self.head_start
         layers = self.layer_stop - self.layer_start
         return heads * layers * self.rows(chunk_tokens) * self.row_bytes
@@ -188,7 +190,10 @@ class LocalCell:
         return tuple(each if each in here else next(instead) for each in self.replicas)
 
     def with_groups(self, groups: Sequence[int]) -> "LocalCell":
-        """The same cell, cut where the block table changes; `groups` has one entry a layer."""
+        """Return the same cell, cut where the block table changes.
+
+        `groups` has one entry a layer.
+        """
         layers = range(self.layer_start, self.layer_stop)
         runs = [list(run) for _, run in groupby(layers, key=lambda layer: groups[layer])]
         heads = range(self.head_start, self.head_stop)
@@ -249,14 +254,15 @@ class Topology:
 
     @property
     def heads_per_rank(self) -> int:
+        """KV heads of a rank: at least one, as ranks may share a head."""
         return max(1, self.num_heads // self.tp_size)
 
     def first_head(self, tp_rank: int) -> int:
-        """The first global KV head of TP rank `tp_rank`."""
+        """Return the first global KV head of TP rank `tp_rank`."""
         return tp_rank // self.replicas * self.heads_per_rank
 
     def replicas_of(self, tp_rank: int, pcp_rank: int = 0) -> tuple[ReplicaRank, ...]:
-        """The ranks that hold the same KV as this one, itself included."""
+        """Return the ranks that hold the same KV as this one, itself included."""
         first = tp_rank - tp_rank % self.replicas
         mine = self.context.rank(tp_rank, pcp_rank)
         return tuple(
@@ -290,7 +296,7 @@ class Topology:
         pcp_rank: int = 0,
         layers_before: int = 0,
     ) -> tuple[LocalCell, ...]:
-        """The cells of a chunk that this rank's pages hold, span by span, head by head.
+        """Return the cells of a chunk that this rank's pages hold, span by span, head by head.
 
         `layers_before`: how many layers of other groups come first in the rank's pages.
         """
@@ -358,6 +364,7 @@ class LayerGroup:
 
     @property
     def name(self) -> str:
+        """The group's name in keys."""
         return self.topology.layer_group
 
     def payload_bytes(self, span: LayerSpan, chunk_tokens: int) -> int:
@@ -417,7 +424,7 @@ def cells_of_rank(
     pcp_rank: int = 0,
     groups: Sequence[int] = (),
 ) -> tuple[LocalCell, ...]:
-    """The cells of a chunk that a rank's pages hold, layer group by layer group.
+    """Return the cells of a chunk that a rank's pages hold, layer group by layer group.
 
     `groups` is the block table of each of its layers, in the same order; empty: the first one of
     all.

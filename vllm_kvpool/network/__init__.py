@@ -1,0 +1,1 @@
+"""ZMQ sockets between processes: encryption, allowed peers, threads and limits of logs."""

@@ -49,13 +49,13 @@ class PeerEndpoint(NamedTuple):
         return cls(host.lower(), int(found[3]))
 
     def at(self, address: Address) -> str:
-        """The same port at an address, for zmq."""
+        """Return the same port at an address, for zmq."""
         host = f"[{address}]" if address.version == 6 else str(address)
         return f"tcp://{host}:{self.port}"
 
 
 def check_advertised(endpoint: str) -> None:
-    """ConfigError if peers would not connect to the endpoint that an engine tells them."""
+    """Raise ConfigError if peers would not connect to the endpoint that an engine tells them."""
     if PeerEndpoint.parse(endpoint) is None:
         raise ConfigError(
             f"peers cannot reach this engine at {endpoint}: its host is neither an address (four "
@@ -74,7 +74,7 @@ class Rule(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, option: str = OPTION) -> "Rule":
-        """ConfigError unless the text is an address, a block of addresses or a host name."""
+        """Raise ConfigError unless the text is an address, a block of addresses or a host name."""
         given = text.strip().removeprefix("tcp://")
         found = _RULE.fullmatch(given)
         host, first, last = given, 1, MAX_PORT
@@ -106,7 +106,7 @@ def is_name(host: str) -> bool:
 
 
 def _network(text: str, option: str) -> Network | None:
-    """A block of addresses, of IPv4 also if written as IPv6; None if the text is none.
+    """Return a block of addresses, of IPv4 also if written as IPv6; None if the text is none.
 
     ConfigError for an address within a block.
     """
@@ -129,7 +129,7 @@ def _network(text: str, option: str) -> Network | None:
 
 
 def address_of(text: str) -> Address | None:
-    """The address that a text is, IPv4 also if written as IPv6; None for a name."""
+    """Return the address that a text is, IPv4 also if written as IPv6; None for a name."""
     try:
         address = ip_address(text)
     except ValueError:
@@ -195,7 +195,7 @@ class AllowedPeers:
         """Listed host names; `learn` takes their addresses."""
 
     def learn(self, name: str, addresses: Sequence[str]) -> None:
-        """The addresses of a listed name."""
+        """Learn the addresses of a listed name."""
         found = map(address_of, addresses)
         self._addresses[name] = frozenset(each for each in found if each is not None)
 
@@ -256,7 +256,7 @@ JOIN_S = 0.1  # a look-up cannot be ended
 
 
 def addresses_of(name: str) -> tuple[str, ...]:
-    """The addresses of a name; none if it cannot be resolved. Blocks."""
+    """Return the addresses of a name; none if it cannot be resolved. Blocks."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -12,12 +12,11 @@ OTHERS = "others"
 
 
 class LogLimit:
-    """Logs each (kind, subject) at most once in `EVERY_S`; `tick` logs how many messages were
-    suppressed.
+    """A logger that logs each (kind, subject) at most once in `EVERY_S`.
 
-    Peers and requests can cause these messages, and must not fill a disk. A subject is a peer's
-    address, an endpoint or a thread. At most `2 * (MAX_SUBJECTS + 1)` lines of a kind appear
-    within `EVERY_S`. Any thread.
+    `tick` logs how many messages were suppressed. Peers and requests can cause these messages, and
+    must not fill a disk. A subject is a peer's address, an endpoint or a thread. At most
+    `2 * (MAX_SUBJECTS + 1)` lines of a kind appear within `EVERY_S`. Any thread.
     """
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:

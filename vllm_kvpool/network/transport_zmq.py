@@ -107,8 +107,9 @@ class CurveKeys(NamedTuple):
 
 
 def read_keys(directory: str) -> CurveKeys | None:
-    """The keys in `{directory}/cluster.key_secret`; None without a directory. ConfigError if
-    there are none.
+    """Return the keys in `{directory}/cluster.key_secret`; None without a directory.
+
+    Raises ConfigError if the file has none.
     """
     if not directory:
         return None
@@ -130,8 +131,10 @@ def read_keys(directory: str) -> CurveKeys | None:
 
 
 class _Watched(NamedTuple):
-    """A socket, its endpoint ('' for the ROUTER, ZAP_ENDPOINT for libzmq's questions) and its
-    descriptor. Of a monitor the endpoint is that of the socket it watches.
+    """A socket, its endpoint and its descriptor.
+
+    The endpoint is '' for the ROUTER and ZAP_ENDPOINT for libzmq's questions; a monitor's is that
+    of the socket it watches.
     """
 
     socket: "zmq.Socket[bytes]"
@@ -241,7 +244,7 @@ class ZmqTransport:
             socket.set(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
 
     def connect(self, endpoint: str, at: str = "") -> Link:
-        """The link to an endpoint, connected `at` another address if its name was resolved.
+        """Connect to an endpoint, `at` another address if its name was resolved; return the link.
 
         ConfigError if it is no endpoint, or if there is no file descriptor for it.
         """
@@ -309,8 +312,9 @@ class ZmqTransport:
         return True
 
     def poll(self, timeout_s: float) -> list[Frame]:
-        """Frames that have arrived, at most BYTES_AT_ONCE and one more; waits for one, for `wake`,
-        or for the timeout. Answers the handshakes that wait.
+        """Wait for a frame, for `wake` or for the timeout, and return the frames that have arrived.
+
+        Returns at most BYTES_AT_ONCE and one frame more. Answers the handshakes that wait.
         """
         frames: list[Frame] = []
         self._bytes_left = BYTES_AT_ONCE
@@ -374,7 +378,7 @@ class ZmqTransport:
         return "" if [mechanism, *credentials] == [b"CURVE", public] else NO_KEY
 
     def take_refused(self) -> list[RefusedHandshake]:
-        """The connections refused since the last call."""
+        """Return the connections refused since the last call."""
         refused, self._refused = self._refused, []
         return refused
 
@@ -397,7 +401,7 @@ class ZmqTransport:
         self._ended.setdefault(Link(endpoint), why)
 
     def take_ended(self) -> list[EndedLink]:
-        """The links that we made whose connection ended since the last call, with `watches`.
+        """Return the links that we made whose connection ended since the last call, with `watches`.
 
         libzmq connects again unless the link is disconnected. Frames that came before the end are
         read before it is reported.

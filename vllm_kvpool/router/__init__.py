@@ -1,0 +1,1 @@
+"""The router for engines that compute prompts apart from decoding."""

@@ -195,7 +195,7 @@ def reload_config(path: Path) -> RouterConfig:
 
 
 def read_replicas(path: Path) -> tuple[ReplicaConfig, ...]:
-    """The engines that a file of `discovery.file` names; ConfigError."""
+    """Return the engines that a file of `discovery.file` names; ConfigError."""
     found = _read(_read_toml(path), _ReplicasFile, path).replicas
     errors = [wrong for each in found if (wrong := url_error(each.url))]
     errors += [wrong for each in found if each.id and (wrong := _id_error(each.id))]
@@ -230,7 +230,7 @@ def read_tenants(path: Path) -> tuple[TenantConfig, ...]:
 
 
 def read_salt(path: Path) -> bytes:
-    """The secret of `front.salt_file`; ConfigError."""
+    """Return the secret of `front.salt_file`; ConfigError."""
     secret = read_secret(path, "[front] salt_file").strip()
     if len(secret) < MIN_SALT_BYTES:
         raise ConfigError(
@@ -255,13 +255,13 @@ def _parse_toml(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _raise(errors: Sequence[str], where: Path | str) -> None:
-    """ConfigError with a line for each error, if there are any."""
+    """Raise ConfigError with a line for each error, if there are any."""
     if errors:
         raise ConfigError("\n".join(f"{where}: {each}" for each in errors))
 
 
 def _read(raw: dict[str, Any], kind: type[_S], where: Path | str) -> _S:
-    """A whole file; ConfigError names every mistake of form."""
+    """Return a whole file; ConfigError names every mistake of form."""
     errors: list[str] = []
     found = _section(_expand(raw, "", errors), kind, "", errors)
     _raise(errors, where)
@@ -287,7 +287,7 @@ def read_config(raw: dict[str, Any], where: str = "config") -> RouterConfig:
 
 
 def listen_address(listen: str) -> tuple[str, int]:
-    """Host and port of an option `listen`."""
+    """Return the host and port of an option `listen`."""
     host, _, port = listen.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -314,7 +314,7 @@ _AT = re.compile(r"(?P<what>.*) - at `\$\.?(?P<name>\w*).*`")
 
 
 def _section_in(hint: Any) -> type[Section] | None:
-    """The kind of section that a type is, or is a list of."""
+    """Return the kind of section that a type is, or is a list of."""
     for each in (hint, *get_args(hint)):
         if isinstance(each, type) and issubclass(each, Section):
             return each
@@ -322,7 +322,7 @@ def _section_in(hint: Any) -> type[Section] | None:
 
 
 def _section(raw: Any, kind: type[_S], place: str, errors: list[str]) -> _S | None:
-    """A table as its type says; what is wrong with it is added to `errors`, by name."""
+    """Return a table as its type says; what is wrong with it is added to `errors`, by name."""
     before = f"{place}: " if place else ""
     if not isinstance(raw, dict):
         errors.append(f"{before}write names and values")
@@ -339,7 +339,7 @@ def _section(raw: Any, kind: type[_S], place: str, errors: list[str]) -> _S | No
 
 
 def _value(value: Any, hint: Any, place: str, name: str, errors: list[str]) -> Any:
-    """None where something is wrong, which is added to `errors`."""
+    """Return a value as its type says; None where it is wrong, which is added to `errors`."""
     kind = _section_in(hint)
     if kind is None:
         try:
@@ -369,7 +369,7 @@ def _choices(hint: Any) -> Iterable[str]:
 
 
 def _mistakes(config: RouterConfig) -> Iterator[str]:
-    """In single values."""
+    """Return the mistakes in single values."""
     for name in ("front", "admin", "planner", "overload", "flow", "health"):
         yield from _check_numbers(getattr(config, name), f"[{name}]")
     for name, listen in (("front", config.front.listen), ("admin", config.admin.listen)):
@@ -470,7 +470,7 @@ def _check_replicas(config: RouterConfig) -> Iterator[str]:
 
 
 def controller_of(config: RouterConfig) -> Controller:
-    """A controller that does as the configuration says; ConfigError where it cannot."""
+    """Return a controller that does as the configuration says; ConfigError where it cannot."""
     return Controller(
         Settings(
             **msgspec.structs.asdict(config.flow), answer_timeout_s=config.front.answer_timeout_s

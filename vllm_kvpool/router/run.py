@@ -170,7 +170,10 @@ class Router:
             raise refused
 
     def _step(self, event: Event) -> ConfigError | None:
-        """The top of the router's lane: a bug in a decision costs that request, and no other."""
+        """Perform an event at the top of the router's lane.
+
+        A bug in a decision costs that request, and no other.
+        """
         refused: ConfigError | None = None
         try:
             self.controller.step(event, self._clock())
@@ -215,7 +218,7 @@ class Router:
         self._refusals_due = self._clock() + REFUSALS_LOGGED_EVERY_S
 
     def _fail(self, told: Event | Action) -> None:
-        """A bug has met a request, if `told` is of one."""
+        """Fail the request that `told` is of, if any: it has met a bug."""
         if not isinstance(told, RequestMessage):
             return
         request_id = told.ask.request_id if isinstance(told, Arrived) else told.request_id
@@ -247,7 +250,7 @@ class Router:
         return state.rates.current(state.now).tokens_per_byte
 
     def begin(self, ask: RequestSpec, handler: Handler) -> None:
-        """A request has come, and waits for a directive; `over` follows."""
+        """Take a request that waits for a directive; `over` follows."""
         self._open[ask.request_id] = handler
         self.post(Arrived(ask))
 
@@ -261,12 +264,12 @@ class Router:
         return self.controller.state.fleet[replica].spec.url
 
     def others(self, replica: ReplicaId) -> list[str]:
-        """URLs of engines that answer, that one's last."""
+        """Return the URLs of engines that answer, that of `replica` last."""
         up = self.controller.state.fleet.in_states(UP)
         return [each.spec.url for each in sorted(up, key=lambda each: each.replica_id == replica)]
 
     def forward_urls(self, model: str) -> list[str]:
-        """URLs of engines for what is only passed on, the least busy first."""
+        """Return the URLs of engines for what is only passed on, the least busy first."""
         fleet = self.controller.state.fleet
         model = model if model in fleet.listed.names else ""
         serving = [each for each in fleet.in_states(UP) if each.serves(model)]
@@ -274,7 +277,7 @@ class Router:
         return [each.spec.url for each in serving[:MAX_ASKED]]
 
     def model_length(self, model: str) -> int | None:
-        """The longest `max_model_len` with which engines list a model; "" is any."""
+        """Return the longest `max_model_len` with which engines list a model; "" is any."""
         if (now := self._clock()) >= self._lengths_until:
             self._lengths_until = now + LENGTHS_EVERY_S
             self._lengths = {}
@@ -295,17 +298,20 @@ class Router:
         return list(found.values())
 
     def health(self) -> tuple[int, bytes]:
-        """Status and body for `/health`."""
+        """Return the status and body for `/health`."""
         health = health_of(self.controller.state.fleet)
         return 503 if health.status == "unavailable" else 200, msgspec.json.encode(health)
 
     def metrics(self) -> tuple[str, bytes]:
-        """Content type and body for `/metrics`. Clients need not know replicas and tenants."""
+        """Return the content type and body for `/metrics`.
+
+        Clients need not know replicas and tenants.
+        """
         return self.telemetry.expose(with_names=False)
 
 
 def _url(listen: str, port: int) -> str:
-    """The URL of an address to listen at; of all addresses, that of this host."""
+    """Return the URL of an address to listen at; of all addresses, that of this host."""
     host = listen_address(listen)[0]
     if host in ("", "0.0.0.0", "::"):
         host = platform.node()
@@ -313,7 +319,10 @@ def _url(listen: str, port: int) -> str:
 
 
 def admin_token(config: RouterConfig) -> str:
-    """The token of the configuration, made where there is none; ConfigError if it cannot be."""
+    """Return the token of the configuration, made where there is none.
+
+    Raises ConfigError if it cannot be.
+    """
     given = config.admin
     if given.token:
         return given.token

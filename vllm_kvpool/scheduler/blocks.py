@@ -20,8 +20,12 @@ HELD_SHARE = 2  # half of the blocks that may be pinned may be held for saves no
 class BlockPins(Protocol):
     """References on the engine's blocks."""
 
-    def pin(self, block_ids: Sequence[int]) -> None: ...
-    def unpin(self, block_ids: Sequence[int]) -> None: ...
+    def pin(self, block_ids: Sequence[int]) -> None:
+        """Add a reference to each block, so that the engine cannot reuse it."""
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Drop a reference of each block; the last one frees the block."""
+
     def evict(self, block_ids: Sequence[int]) -> None:
         """Take them out of the engine's own prefix cache."""
 
@@ -65,7 +69,7 @@ class PinLedger:
         self.num_blocks += len(block_ids)
 
     def release(self, job_id: JobId, ranks: int) -> None:
-        """`ranks` more ranks have gathered the job; the last one releases its blocks."""
+        """Count `ranks` more ranks that have gathered the job; the last one releases its blocks."""
         pinned = self._pinned[job_id]
         pinned.ranks_left -= ranks
         assert pinned.ranks_left >= 0, f"save {job_id} reported by too many ranks"
@@ -90,7 +94,7 @@ class PinLedger:
         return True
 
     def held(self, request_id: str) -> Mapping[Place, int]:
-        """The blocks held for a request."""
+        """Return the blocks held for a request."""
         return self._held.get(request_id, {})
 
     def release_held(self, request_id: str, places: Iterable[Place]) -> None:
@@ -171,7 +175,7 @@ class GroupTables:
         return left <= group.tail_tokens
 
     def of_load(self, tables: Sequence[BlockTable], start: int, stop: int) -> tuple[JobPages, ...]:
-        """The pages of a load of tokens [start, stop).
+        """Return the pages of a load of tokens [start, stop).
 
         Blocks are filled whole, since another request may find one by its hash and read more of
         it. Where the engine keeps fewer tokens than `AttentionWindow` says, its table decides. Of
@@ -203,7 +207,7 @@ class GroupTables:
         computed: int,
         held: Mapping[Place, int],
     ) -> tuple[JobPages, ...] | None:
-        """The pages of a save of tokens [start, stop); None if full attention's are missing.
+        """Return the pages of a save of tokens [start, stop); None if full attention's are missing.
 
         Of a group with `lookahead`, rows before `start` are of the first chunk, too.
         `computed` tokens had been computed when the engine last freed blocks.
@@ -232,15 +236,17 @@ class GroupTables:
         return tuple(pages)
 
     def of_states(self, blocks: Mapping[int, int], boundary: int) -> tuple[JobPages, ...]:
-        """The pages of the recurrent states after `boundary` tokens; `blocks`: KV cache group ->
-        block. A group that has none has no pages."""
+        """Return the pages of the recurrent states after `boundary` tokens.
+
+        `blocks` maps KV cache groups to blocks. A group without a block has no pages.
+        """
         return tuple(
             state_page(blocks[i], boundary) if i in self._states and i in blocks else NO_PAGES
             for i in range(len(self._groups))
         )
 
     def of_own_states(self, tables: Sequence[BlockTable], boundary: int) -> Iterator[StateOffer]:
-        """The recurrent states after `boundary` tokens, in blocks of the engine's prefix cache."""
+        """Yield the recurrent states after `boundary` tokens, in blocks of the prefix cache."""
         for i, group in self._states.items():
             index, rest = divmod(boundary, group.block_size)
             if index and not rest and tables[i][index - 1] != NULL_BLOCK:
@@ -249,7 +255,7 @@ class GroupTables:
     def of_incomplete(
         self, tables: Sequence[BlockTable], start: int, stop: int, computed: int
     ) -> Iterator[tuple[Place, int]]:
-        """The blocks of tokens [start, stop) that the engine may free from the next step on."""
+        """Yield the blocks of tokens [start, stop) that the engine may free after this step."""
         for i, group in self._windows:
             size = group.block_size
             first = max(start, group.window.first_read(computed)) // size
@@ -259,7 +265,7 @@ class GroupTables:
 
 
 def state_page(block: int, boundary: int) -> JobPages:
-    """The page of the recurrent state after `boundary` tokens."""
+    """Return the page of the recurrent state after `boundary` tokens."""
     return JobPages((block,), boundary - 1, boundary - 1, boundary)
 
 

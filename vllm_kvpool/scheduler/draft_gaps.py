@@ -21,7 +21,7 @@ class DraftGaps:
         self._hashes: OrderedDict[bytes, None] = OrderedDict()  # of chunks that have gaps
 
     def start_request(self, state: RequestState, num_computed: int) -> None:
-        """The engine starts a request, or starts it again, with so many tokens of its own cache."""
+        """Note a request that starts, maybe again, with `num_computed` tokens of the own cache."""
         state.draft_stop, state.cached_tokens = None, num_computed
 
     def step(self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState]) -> None:
@@ -38,7 +38,7 @@ class DraftGaps:
             self._stop(state, state.view.num_computed_tokens // self._shape.chunk_tokens)
 
     def cleared(self, state: RequestState, chunks: Collection[int]) -> None:
-        """A load of the request has filled rows of these chunks with zeros."""
+        """Note that a load of the request has filled rows of these chunks with zeros."""
         assert state.chain is not None
         for chunk in sorted(chunks):
             self._stop(state, chunk)
@@ -46,8 +46,10 @@ class DraftGaps:
                 self._add(state.chain.hashes[chunk])
 
     def stop_of(self, state: RequestState, first: int, stop: int) -> int | None:
-        """Return the chunk from which on rows are not stored, for a save of chunks [first, stop);
-        None if there is none."""
+        """Return the chunk from which on rows are not stored; None if there is none.
+
+        Called for a save of chunks [first, stop).
+        """
         assert state.chain is not None
         hashes = state.chain.hashes
         if self._hashes:
@@ -65,7 +67,7 @@ class DraftGaps:
         return state.draft_stop
 
     def own_cache_was_reset(self) -> None:
-        """The engine's own prefix cache is empty."""
+        """Forget all gaps, as the engine's own prefix cache is empty."""
         self._hashes.clear()
 
     def tokens_of(self, chunks: Collection[int], start: int, stop: int) -> int:

@@ -77,16 +77,16 @@ class _Content:
     """Announced block -> how many chunks have it: chunks that differ after it share it."""
 
     def start_of(self, blocks: ChunkBlocks) -> int:
-        """The first of a chunk's blocks that is there with it."""
+        """Return the first of a chunk's blocks that is there with it."""
         return 0 if all(need in self.chunks for need in blocks.needs) else 1
 
     def count_in(self, block: Hashable) -> bool:
-        """Another chunk has the block; whether it is the first."""
+        """Count another chunk with the block, and return True if it is the first."""
         self.counts[block] = self.counts.get(block, 0) + 1
         return self.counts[block] == 1
 
     def count_out(self, block: Hashable) -> bool:
-        """A chunk with the block was removed; whether it was the last."""
+        """Count a removed chunk with the block, and return True if it was the last."""
         self.counts[block] -= 1
         if self.counts[block]:
             return False
@@ -117,7 +117,7 @@ class KVEventTracker:
         return True
 
     def learn(self, blocks: ChunkBlocks) -> None:
-        """A chunk is about to be stored or fetched."""
+        """Keep a chunk's blocks: it is about to be stored or fetched."""
         self._chunks[blocks.chunk] = blocks
         for need in blocks.needs:
             self._followers.setdefault(need, set()).add(blocks.chunk)
@@ -136,7 +136,10 @@ class KVEventTracker:
                 del self._followers[need]
 
     def _followers_in(self, content: _Content, chunk: str) -> list[ChunkBlocks]:
-        """The chunks of a medium whose first block is there and begins in a chunk that is."""
+        """Return the chunks of a medium that go on where `chunk` ends.
+
+        The first block of each is there, and begins in a chunk that is.
+        """
         followers = [self._chunks[each] for each in sorted(self._followers.get(chunk, ()))]
         return [
             each
@@ -156,11 +159,11 @@ class KVEventTracker:
     # Saves
 
     def planned(self, job_id: JobId) -> None:
-        """A save has been planned; `saved` follows."""
+        """Count a planned save; `saved` follows."""
         self._last_job = max(self._last_job, job_id)
 
     def saved(self, job_id: JobId, first_chunk: int, chunks: Sequence[str], how: Stored) -> None:
-        """A save of these chunks has ended in every rank."""
+        """Announce the chunks of a save that has ended in every rank."""
         if job_id <= self._last_before_clear or not how.tiers:
             return
         medium = self._tiers[max(how.tiers)]  # the nearest medium that may hold all cells
@@ -197,7 +200,7 @@ class KVEventTracker:
                 self._emit(BlocksStored(medium, blocks, places[0], places[-1] + 1))
 
     def gone(self, chunk: str, medium: Medium) -> None:
-        """A cell of the chunk has left the medium."""
+        """Announce that a chunk has left the medium, as one of its cells has."""
         content = self._media.get(medium)
         if content is None or chunk not in content.chunks:
             return
@@ -219,7 +222,7 @@ class KVEventTracker:
         self._has_forgotten = False
 
     def repeat(self) -> None:
-        """Receivers have dropped all blocks of this engine: announce everything again."""
+        """Announce everything again, as receivers have dropped all blocks of this engine."""
         for medium, content in list(self._media.items()):
             announced: set[Hashable] = set()
             for chunk in list(content.chunks):
@@ -240,9 +243,10 @@ class KVEventTracker:
 
     @property
     def num_waiting(self) -> int:
+        """Number of events that the engine has not taken yet."""
         return len(self._waiting)
 
     def take(self) -> list[Announcement]:
-        """The events since the last call, in order."""
+        """Return the events since the last call, in order."""
         waiting, self._waiting = self._waiting, []
         return waiting

@@ -2,7 +2,7 @@
 
 A request runs in the step in which its layered load begins: vLLM counts its blocks as computed and
 offers them to other requests. Until every rank has reported the load as whole, the request is not
-saved, and a request that would read its blocks is not scheduled (`RequestLoads.would_share`). If a
+saved. A request that would read its blocks is not scheduled (`RequestLoads.would_share`). If a
 load fails, its blocks leave the prefix cache and the request computes them again.
 Scheduler's thread.
 """
@@ -24,7 +24,7 @@ IDLE_WAIT_SHARE = 0.1
 
 
 def idle_wait_s(waited_s: float) -> float:
-    """Seconds that an engine with nothing to compute may wait in a step.
+    """Return the seconds that an engine with nothing to compute may wait in a step.
 
     Grows with the time waited so far: a request that arrives meanwhile is held up.
     """
@@ -48,7 +48,7 @@ class LoadCostModel:
         self._refused = 0
 
     def step_planned(self, now: float, scheduled: Mapping[str, int]) -> None:
-        """A step begins; the time since the one before gives that one's rate."""
+        """Begin a step; the time since the one before gives that one's rate."""
         if self._last_step is not None:
             began, tokens = self._last_step
             if tokens >= MIN_PREFILL_TOKENS and 0 < now - began < MAX_STEP_S:
@@ -56,17 +56,17 @@ class LoadCostModel:
         self._last_step = (now, sum(scheduled.values())) if scheduled else None
 
     def loaded(self, tokens: float, seconds: float) -> None:
-        """A load has ended."""
+        """Count a load that has ended."""
         if seconds > 0 and tokens > 0:
             self._load = _mean(self._load, tokens / seconds)
 
     def drafts_loaded(self, tokens: int, missing: int) -> None:
-        """A load of so many tokens has ended; `missing` of them lack the drafter's KV."""
+        """Count a load of `tokens` that has ended; `missing` of them lack the drafter's KV."""
         if tokens > 0:
             self._missing = _mean(self._missing, missing / tokens)
 
     def answered(self, tokens: int, seconds: float, *, has_drafts: bool) -> None:
-        """An answer has ended; `has_drafts`: the drafter had all KV of its prompt."""
+        """Count an answer that has ended; `has_drafts`: the drafter had all KV of its prompt."""
         if tokens > 0 and seconds > 0:
             self._answer_tokens = _mean(self._answer_tokens, tokens)
             self._token_s[has_drafts] = _mean(self._token_s[has_drafts], seconds / tokens)
@@ -116,7 +116,7 @@ class RequestLoad:
         return self.end.tokens == self.plan.token_stop
 
     def lost_blocks(self, block_size: int) -> tuple[int, ...]:
-        """The blocks of tokens that were not loaded, or were computed after them."""
+        """Return the blocks of tokens that were not loaded, or were computed after them."""
         return () if self.is_whole else self.table[self.end.tokens // block_size :]
 
 
@@ -137,6 +137,7 @@ class RequestLoads:
             self._show_promised()
 
     def get(self, request_id: str) -> RequestLoad | None:
+        """Return the request's load in progress, if any."""
         return self._loads.get(request_id)
 
     def is_layered(self, request_id: str) -> bool:

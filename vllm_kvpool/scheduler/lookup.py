@@ -71,6 +71,7 @@ class Lookup:
         *,
         is_final: bool = True,
     ) -> "LookupResult":
+        """Return an answer without a hit; not `is_final`: a hit may follow."""
         version = self.weights_version
         return LookupResult(self.lookup_id, chain, 0, outcome, version, is_final=is_final)
 
@@ -113,6 +114,7 @@ class LookupResult:
         return tail.position * chunk_tokens + tail.tokens
 
     def without_hit(self) -> "LookupResult":
+        """Return the answer with the hash chain alone, as if nothing were stored."""
         return replace(self, found_chunks=0, attention_chunks=0, stored=NOTHING_STORED)
 
     @property

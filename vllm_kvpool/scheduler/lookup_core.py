@@ -57,22 +57,23 @@ class TierPace:
         self.is_left_alone = False
 
     def in_time(self) -> None:
-        """A lookup that used the tier was answered in time."""
+        """Count a lookup that used the tier and was answered in time."""
         if not self.is_left_alone:
             self._breaker.succeeded()
 
     def late(self, now: float) -> bool:
-        """Lookups were answered without the tier; whether it is left alone from now on."""
+        """Note that lookups were answered without the tier; return True if it is left alone now."""
         if self.is_left_alone:
             return False
         self.is_left_alone = self._breaker.failed(now)
         return self.is_left_alone
 
     def may_be_tried(self, now: float) -> bool:
+        """Return True if the tier is left alone and its pause is over."""
         return self.is_left_alone and not self._breaker.is_open(now)
 
     def tried(self, now: float, *, is_quick: bool) -> None:
-        """A trial that no lookup waited for has ended."""
+        """Take the end of a trial that no lookup waited for."""
         if is_quick:
             self.is_left_alone = False
         else:
@@ -324,6 +325,8 @@ class LookupCore:
         """Look at once for what the producer of a lookup's expected chunks has stored.
 
         Args:
+            lookup_id: the lookup; one that has ended is ignored.
+            now: monotonic seconds.
             stored: the producer has stored the chunks before this index.
             ended: the producer stores no chunk from this index on; None: more may come.
             is_lost: the connection to the producer has ended.
@@ -359,7 +362,7 @@ class LookupCore:
                 search.restart(self._usable(now))
 
     def returned(self, call: TierCall, value: Value, now: float) -> None:
-        """A call has returned."""
+        """Take the value of a call that has returned."""
         self._tiers[call.tier].call = None
         if value is not None and len(value) != len(call.keys):
             value = None  # the store breaks its contract
@@ -379,7 +382,7 @@ class LookupCore:
         return calls
 
     def next_due(self) -> float:
-        """The latest time to call `next_calls`; infinite if nothing is due."""
+        """Return the latest time to call `next_calls`; infinite if nothing is due."""
         return min(
             (
                 min(opened.answer_by, opened.poll_at, opened.defer_at)
@@ -389,22 +392,23 @@ class LookupCore:
         )
 
     def fail_all(self) -> None:
-        """After a bug: answer every open lookup, so that no request waits."""
+        """Answer every open lookup after a bug, so that no request waits."""
         for opened in list(self._open.values()):
             self._finish(opened, LookupOutcome.STORE_ERROR, LookupOutcome.ANSWERED)
 
     def removals(self) -> list[TierCall]:
-        """Removals that no call has been made for yet; the service is about to end."""
+        """Return the removals that no call has been made for yet; the service is about to end."""
         return [call for tier in self._tiers for call in tier.removals]
 
     @property
     def num_open(self) -> int:
+        """Number of lookups without a final answer."""
         return len(self._open)
 
     # Lookups
 
     def _usable(self, now: float) -> list[int]:
-        """Tiers that are not left alone, nor late with a call."""
+        """Return the tiers that are not left alone, nor late with a call."""
         return [
             number
             for number, tier in enumerate(self._tiers)
@@ -465,7 +469,7 @@ class LookupCore:
     def _keys_of(
         self, names: CellNames, hashes: Sequence[bytes], questions: Sequence[Question]
     ) -> tuple[list[CellKey], list[int]]:
-        """The cells of questions that are not in host memory; see `TieredSearch`."""
+        """Return the cells of questions that are not in host memory; see `TieredSearch`."""
         host = self._host
         keys: list[CellKey] = []
         ends: list[int] = []
@@ -504,7 +508,7 @@ class LookupCore:
         values: list[bytes | None] | None,
         now: float,
     ) -> None:
-        """A tier has read the aliases of these lookups."""
+        """Take the aliases of these lookups, which a tier has read."""
         start = 0
         for opened, tail in asked:
             stop = start + len(tail.aliases)
@@ -636,7 +640,7 @@ class LookupCore:
             self.results.append(self._result(opened, LookupOutcome.ANSWERED, is_final=False))
 
     def _outcome(self, search: TieredSearch) -> LookupOutcome:
-        """The outcome of a search that has ended."""
+        """Return the outcome of a search that has ended."""
         if search.found or search.num_tiers or (self._host.num_ranks and not self._tiers):
             return LookupOutcome.ANSWERED
         return self._miss_reason(search) if self._tiers else LookupOutcome.STORE_ERROR
@@ -649,7 +653,7 @@ class LookupCore:
         return LookupOutcome.TIMED_OUT if is_left_out else LookupOutcome.ANSWERED
 
     def _answer_late(self, opened: _OpenLookup, now: float) -> None:
-        """`answer_by` is over: answer with what is known, and note the late tiers."""
+        """Answer with what is known, as `answer_by` is over, and note the late tiers."""
         for number in opened.waits_for:
             tier = self._tiers[number]
             if (
@@ -727,7 +731,10 @@ class LookupCore:
         return TierCall(tier=number, returned=returned, began=now, keys=keys, is_for_lookups=True)
 
     def _read_call(self, number: int, now: float) -> TierCall | None:
-        """A call that reads the aliases of lookups in a tier; None if none are to be read."""
+        """Return a call that reads the aliases of lookups in a tier.
+
+        The result is None if none are to be read.
+        """
         keys: list[str] = []
         asked: list[tuple[_OpenLookup, _OpenTail]] = []
         for opened in self._open.values():
@@ -753,7 +760,10 @@ class LookupCore:
         present: Present,
         now: float,
     ) -> None:
-        """`asked`: the lookups of the call, each with its search and how many keys it has."""
+        """Take the answer to a call of `exists`.
+
+        `asked`: the lookups of the call, each with its search and how many keys it has.
+        """
         start = 0
         for opened, search, count in asked:
             stop = start + count

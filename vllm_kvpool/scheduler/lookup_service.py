@@ -49,9 +49,14 @@ class _Task(NamedTuple):
 class Notices(Protocol):
     """Tells what other engines have stored of prompts (`NoticeClient`)."""
 
-    def watch(self, endpoints: Sequence[str], topic: bytes) -> None: ...
-    def unwatch(self, topic: bytes) -> None: ...
-    def close(self) -> None: ...
+    def watch(self, endpoints: Sequence[str], topic: bytes) -> None:
+        """Ask the engines at `endpoints` for notices about a prompt."""
+
+    def unwatch(self, topic: bytes) -> None:
+        """Stop the notices about a prompt."""
+
+    def close(self) -> None:
+        """End the thread that receives notices."""
 
 
 OnNotice = Callable[[bytes, int, int | None], None]
@@ -126,6 +131,7 @@ class LookupService:
             thread.start()
 
     def submit(self, lookup: Lookup) -> None:
+        """Post a lookup to its thread; its results come by `take_results`."""
         if lookup.reads_files:
             self._reading.add(lookup.lookup_id)
             self._adapter_inbox.put(lookup)
@@ -133,7 +139,7 @@ class LookupService:
             self._post_lookup(lookup, lambda: self._begin(lookup, _identity_of(lookup)))
 
     def cancel(self, lookup_id: int) -> None:
-        """The request has ended; its answer may still come."""
+        """Drop the lookup of a request that has ended; its answer may still come."""
         self._inbox.put(_Task(partial(self._cancel, lookup_id), _nothing))
 
     def remove_all(
@@ -156,6 +162,7 @@ class LookupService:
             self._aliases.write(save)
 
     def take_results(self) -> list[LookupResult]:
+        """Return the results since the last call, without waiting."""
         if not self._results:  # most steps need no lock
             return []
         with self._changed:
@@ -348,7 +355,7 @@ def _identity_of(lookup: Lookup) -> RequestIdentity | None:
 
 
 def _answer(call: Callable[[], Answer]) -> Answer | None:
-    """The value of a call to a store; None if it failed."""
+    """Call a store and return the value; None if the call failed."""
     try:
         return call()
     except StoreError as error:

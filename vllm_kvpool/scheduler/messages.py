@@ -29,7 +29,7 @@ class Stored:
     """The missed chunks that host memory does not hold whole either: index -> reason."""
 
     def merged(self, other: "Stored") -> "Stored":
-        """Both sets of ranks together."""
+        """Return both sets of ranks together."""
         return Stored(
             self.ranks + other.ranks,
             self.tiers | other.tiers,
@@ -51,7 +51,7 @@ class Loaded:
     """Chunks with pages of optional cells that the load has filled with zeros."""
 
     def merged(self, other: "Loaded") -> "Loaded":
-        """Both sets of ranks together."""
+        """Return both sets of ranks together."""
         return Loaded(
             min(self.tokens, other.tokens),
             max(self.seconds, other.seconds),

@@ -1,4 +1,4 @@
-"""What vLLM's calls in the scheduler's process mean for lookups, loads and saves.
+"""The pool in the scheduler's process: lookups, loads and saves that vLLM's calls lead to.
 
 Owned by the scheduler's thread. A request's life, in the states of `states.py`:
     add -> lookup pending -> answered -> (offer -> load planned -> load ended) -> saving -> finish
@@ -113,7 +113,7 @@ class PoolScheduler:
     # Arrival and lookup
 
     def add(self, view: RequestView) -> None:
-        """A request has arrived: have its prompt hashed and looked up, on the lookup thread."""
+        """Have an arrived request's prompt hashed and looked up, on the lookup thread."""
         options = view.options
         state = RequestState(
             view,
@@ -254,7 +254,7 @@ class PoolScheduler:
         self.saves.drop_request(state.view.request_id)
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
-        """Tokens beyond `num_computed` (block aligned) that a load can bring.
+        """Return the tokens beyond `num_computed` (block aligned) that a load can bring.
 
         (None, False) while the lookup is pending; (0, False) when there is nothing to load.
         """
@@ -319,7 +319,7 @@ class PoolScheduler:
         return is_lacking or bool(state.retention.pinned_until_ns)
 
     def wanted_boundary(self, request_id: str, own_boundary: int = 0) -> int:
-        """Tokens after which the engine should keep a recurrent state besides its own choice; or 0.
+        """Return the tokens after which the engine should keep one more recurrent state; or 0.
 
         Either a prefix without a state that other requests have in common, of which the pool has
         the attention, or the engine's own cache (`own_boundary`): a state after it serves them all.
@@ -354,7 +354,7 @@ class PoolScheduler:
     # Loads
 
     def allocated(self, request_id: str, tables: Sequence[BlockTable], num_external: int) -> None:
-        """Blocks are allocated; `num_external` of the offered tokens are to be loaded (or 0).
+        """Take the allocated blocks; `num_external` of the offered tokens are to be loaded (or 0).
 
         `tables`: the request's block table in each KV cache group.
         """
@@ -418,14 +418,14 @@ class PoolScheduler:
             self._loads.land(load, found, True)  # the lookup has ended since the offer
 
     def step_ended(self) -> None:
-        """Every rank has reported a step, so its layered loads have ended; call `apply` first."""
+        """End the layered loads of a step that every rank has reported; call `apply` first."""
         for load in self._loads.pop_layered():
             lost_blocks = load.lost_blocks(self._tables.block_size)
             self.saves.step_load_ended(load.plan.request_id, lost_blocks)
             self._count_load(load)
 
     def load_ended(self, request_id: str) -> None:
-        """Every rank has reported the request's load; call `apply` first."""
+        """End a load that every rank has reported; call `apply` first."""
         load = self._loads.get(request_id)
         if load is None or load.plan.layered:
             return
@@ -575,8 +575,10 @@ class PoolScheduler:
                     state.first_answer = self._clock(), num_tokens
 
     def _with_own_states(self, step: ScheduledStep) -> ScheduledStep:
-        """The step with one offer more for each request of `_own_states`: vLLM offers no state that
-        its own cache has already."""
+        """Return the step with one more offer for each request of `_own_states`.
+
+        vLLM offers no state that its own cache has already.
+        """
         states = dict(step.states)
         for request_id in self._own_states.keys() & step.scheduled.keys():
             boundary = self._own_states.pop(request_id)
@@ -679,7 +681,7 @@ class PoolScheduler:
     def finish(
         self, request_id: str, tables: Sequence[BlockTable]
     ) -> dict[str, dict[str, Any]] | None:
-        """The request has ended: plan what is still to be saved.
+        """Plan what is still to be saved of a request that has ended.
 
         Returns the answer to the client: how many tokens are being saved.
         """
@@ -749,7 +751,7 @@ class PoolScheduler:
             self.saves.mark_due(state)
 
     def weights_changed(self, weights_version: str) -> None:
-        """The weights have changed; "" names those that the engine started with.
+        """Set the version of the weights; "" names those that the engine started with.
 
         Saves that are planned go on under the old version. Stored cells of it stay: other engines
         may have those weights.
@@ -758,22 +760,24 @@ class PoolScheduler:
         self._discard_hits()
 
     def adapter_was_replaced(self) -> None:
-        """A LoRA adapter was replaced in place: load and save no request with an adapter, since it
-        is not known which content it is computed with."""
+        """Load and save no request with an adapter, since a LoRA adapter was replaced in place.
+
+        The content with which such a request is computed is not known.
+        """
         for state in self._requests.values():
             if state.view.reads_files:
                 self._leave_out(state)
 
     def own_cache_was_reset(self) -> None:
-        """The engine's own prefix cache is empty: its hits may be saved from now on."""
+        """Save hits of the engine's own prefix cache again, as it is empty now."""
         self._validity.own_cache_was_reset()
         self.saves.draft_gaps.own_cache_was_reset()
 
     def encoder_cache_was_reset(self) -> None:
-        """The engine has forgotten embeddings of media, but no KV that it computed from them."""
+        """Note that embeddings of media are forgotten, but no KV that was computed from them."""
         self._validity.encoder_cache_was_reset()
 
     def load_of(self, request_id: str) -> LoadPlan | None:
-        """The request's load, if one is in progress."""
+        """Return the request's load, if one is in progress."""
         load = self._loads.get(request_id)
         return None if load is None else load.plan

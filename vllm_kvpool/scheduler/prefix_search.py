@@ -54,10 +54,11 @@ class PrefixSearch:
 
     @property
     def done(self) -> bool:
+        """True if the length is known."""
         return self.found >= self._absent
 
     def questions(self) -> tuple[ChunkQuestion, ...]:
-        """The next questions, in ascending order; empty when the search is done."""
+        """Return the next questions, in ascending order; empty when the search is done."""
         if self.done:
             return ()
         low, high = self._likely, self._absent
@@ -97,7 +98,7 @@ class PrefixSearch:
 
 
 def _spread(start: int, stop: int, count: int) -> tuple[int, ...]:
-    """Up to `count` numbers of [start, stop), evenly apart."""
+    """Return up to `count` numbers of [start, stop), evenly apart."""
     width = max(0, stop - start)
     if width <= count:
         return tuple(range(start, stop))
@@ -134,20 +135,29 @@ class Search(Protocol):
     """The next questions of a lookup, and its finding by the answers so far."""
 
     @property
-    def found(self) -> int: ...
+    def found(self) -> int:
+        """Chunks that can be loaded, by the answers so far."""
+
     @property
-    def attention(self) -> int: ...
+    def attention(self) -> int:
+        """Chunks whose attention cells are stored, whether or not their states are."""
+
     @property
-    def done(self) -> bool: ...
-    def questions(self) -> "tuple[Question, ...]": ...
-    def answer(self, questions: "Sequence[Question]", present: Sequence[bool]) -> None: ...
+    def done(self) -> bool:
+        """True if no answer can change `found` any more."""
+
+    def questions(self) -> "tuple[Question, ...]":
+        """Return the next questions, all at once for one call of a tier."""
+
+    def answer(self, questions: "Sequence[Question]", present: Sequence[bool]) -> None:
+        """Take for each question whether its cells are stored."""
 
 
 class TailSearch:
-    """Searches for the first of a few chunks that is stored whole; `found` counts it and those
-    behind it.
+    """The search for the first of a few chunks that is stored whole.
 
-    A question's `chunk` is an index here. Layer groups whose cells are optional are left out.
+    `found` counts this chunk and those behind it. A question's `chunk` is an index here. Layer
+    groups whose cells are optional are left out.
     """
 
     def __init__(self, num_chunks: int, layer_groups: Sequence[LayerGroup]) -> None:
@@ -159,9 +169,11 @@ class TailSearch:
 
     @property
     def attention(self) -> int:
+        """The same chunks as `found`."""
         return self.found
 
     def questions(self) -> "tuple[Question, ...]":
+        """Return all questions at once; none after the answer."""
         return () if self.done else self._questions
 
     def answer(self, questions: "Sequence[Question]", present: Sequence[bool]) -> None:
@@ -173,8 +185,9 @@ class TailSearch:
 
 
 def largest_boundary(bound: int, step: int, is_missing: Callable[[int], bool]) -> int:
-    """The largest multiple of `step` up to `bound` whose state is not missing; 0 if there is none.
+    """Return the largest multiple of `step` up to `bound` whose state is not missing.
 
+    The result is 0 if there is none.
     Both count chunks before the boundary.
     """
     boundaries = range(bound - bound % step, 0, -step)
@@ -235,10 +248,11 @@ class HitSearch:
 
     @property
     def done(self) -> bool:
+        """True if no answer can make the hit longer."""
         return self._bound is not None and not self._unknown() and not self._unknown_states()
 
     def questions(self) -> tuple[Question, ...]:
-        """The next questions; empty when the search is done."""
+        """Return the next questions; empty when the search is done."""
         if self._bound is None:
             return tuple(
                 Question(chunk, layer_group, whole)
@@ -302,8 +316,7 @@ class HitSearch:
         return [question for question in wanted if question not in self._known]
 
     def _state_questions(self) -> tuple[Question, ...]:
-        """Return questions for every state at the bound, and once for a state at earlier
-        boundaries."""
+        """Return questions for every state at the bound, and one for each earlier boundary."""
         unknown = self._unknown_states()
         if not unknown:
             return ()
@@ -315,8 +328,11 @@ class HitSearch:
         return tuple(unknown)
 
     def _wanted(self) -> list[Question]:
-        """The chunks that a load up to the bound needs: of layers that read all, those of an exact
-        search that were not asked for whole; of others, those in their windows."""
+        """Return the cells that a load up to the bound needs and no question has covered.
+
+        Of layers that read all: the chunks of an exact search that were not asked for whole. Of
+        other layers: the chunks in their windows.
+        """
         assert self._bound is not None
         exact = range(min(self._bound, self._exact_chunks))
         wanted = [Question(chunk, layer_group) for chunk in exact for layer_group in self._whole]
@@ -348,6 +364,7 @@ class HostCacheIndex:
         self._ranks_of: dict[str, set[int]] = {}  # by chunk id
 
     def apply(self, rank: int, change: HostCacheChange) -> None:
+        """Record the chunks that came into a rank's host memory, and those that left."""
         for chunk_id in change.added:
             self._ranks_of.setdefault(chunk_id, set()).add(rank)
         for chunk_id in change.removed:
@@ -362,6 +379,7 @@ class HostCacheIndex:
         return len(self._ranks_of.get(chunk_id, ())) == self.num_ranks > 0
 
     def clear(self) -> None:
+        """Forget all chunks of all ranks."""
         self._ranks_of.clear()
 
 
@@ -377,7 +395,7 @@ class CellNames:
         )
 
     def _cells_of(self, layer_group: LayerGroup) -> Iterator[tuple[str, LayerSpan]]:
-        """The key prefix and the span of each cell of a chunk."""
+        """Yield the key prefix and the span of each cell of a chunk."""
         for rank in layer_group.topology.context.all_ranks():
             keys = KeyMaker(self.namespace, rank)
             for span in layer_group.topology.all_spans():
@@ -391,20 +409,21 @@ class CellNames:
         return min(needed, key=lambda i: not self.layer_groups[i].window.is_full)
 
     def with_weights(self, weights_version: str) -> "CellNames":
-        """The same cells under another version of the weights."""
+        """Return the same cells under another version of the weights."""
         if not weights_version:
             return self
         return CellNames(with_weights(self.namespace, weights_version), self.layer_groups)
 
     def chunk_id(self, chunk_hash: bytes, layer_group: int = 0) -> str:
-        """The id of a chunk's cells of one layer group together."""
+        """Return the id of a chunk's cells of one layer group together."""
         return chunk_id_of(self.namespace, chunk_hash.hex(), self.layer_groups[layer_group].name)
 
     def of_questions(
         self, questions: Iterable[Question], hashes: Sequence[bytes]
     ) -> tuple[list[CellKey], list[int]]:
-        """The keys to ask for, and where those of each question end. `hashes`: of all chunks.
+        """Return the keys to ask for, and where those of each question end.
 
+        `hashes`: of all chunks.
         A loop without calls, for hundreds of questions at a time.
         """
         keys: list[str] = []
@@ -430,7 +449,7 @@ class CellNames:
         return max_keys // cells if cells else 0
 
     def key_prefixes(self, chunk_tokens: int) -> tuple[tuple[str, int], ...]:
-        """The key prefixes of every chunk's cells, with the bytes of those cells."""
+        """Return the key prefixes of every chunk's cells, with the bytes of those cells."""
         return tuple(
             (key_prefix, HEADER_BYTES + layer_group.payload_bytes(span, chunk_tokens))
             for layer_group in self.layer_groups
@@ -438,5 +457,5 @@ class CellNames:
         )
 
     def of_chunk(self, chunk_hash: bytes, layer_group: int = 0) -> list[CellKey]:
-        """The keys of a chunk's cells in a layer group."""
+        """Return the keys of a chunk's cells in a layer group."""
         return self.of_questions((Question(0, layer_group),), (chunk_hash,))[0]

@@ -48,9 +48,13 @@ class RequestView(Protocol):
     """The pool's view of an engine's request; counts are read at every use."""
 
     @property
-    def request_id(self) -> str: ...
+    def request_id(self) -> str:
+        """The engine's name of the request, unique while it runs."""
+
     @property
-    def options(self) -> RequestOptions: ...
+    def options(self) -> RequestOptions:
+        """The options that the client set for this request."""
+
     @property
     def shareable(self) -> bool:
         """False for requests that are neither loaded nor saved."""
@@ -60,7 +64,9 @@ class RequestView(Protocol):
         """False where cached KV must not be used (prompt log-probabilities)."""
 
     @property
-    def num_prompt_tokens(self) -> int: ...
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt, without output."""
+
     @property
     def num_tokens(self) -> int:
         """Tokens known by value, prompt and output."""
@@ -70,7 +76,9 @@ class RequestView(Protocol):
         """Tokens whose KV earlier steps have computed or are computing."""
 
     @property
-    def num_preemptions(self) -> int: ...
+    def num_preemptions(self) -> int:
+        """Number of times that the engine has taken the request's blocks away."""
+
     def tokens(self) -> Sequence[int]:
         """Return the known tokens; the sequence may grow later but does not change."""
 

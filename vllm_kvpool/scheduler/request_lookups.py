@@ -134,7 +134,10 @@ class RequestLookups:
             self._service.cancel(state.answer.lookup_id)
 
     def finish(self, state: RequestState) -> None:
-        """The request has ended. A hand-over still waits for the name of its prompt."""
+        """Drop the lookups of a request that has ended.
+
+        A hand-over still waits for the name of its prompt.
+        """
         is_named = state.chain is not None or not state.view.options.hand_over
         if is_named or state.lookup.state is LookupState.ENDED:
             self.give_up(state)

@@ -66,13 +66,13 @@ class SaveOutcomes:
         return bool(self._open) and self._clock() < self._planned_at + END_WAIT_S
 
     def planned(self, plan: SavePlan, prompt: HashedPrompt | None = None) -> None:
-        """A save has been planned; `ended` follows for every rank, or `dropped`."""
+        """Count a planned save; `ended` follows for every rank, or `dropped`."""
         self._open[plan.job_id] = _OpenSave(plan, prompt)
         self._planned_at = self._clock()
         self._pend(len(plan.hashes))
 
     def ended(self, job_id: JobId, how: Stored) -> EndedSave | None:
-        """The save has ended in `how.ranks` more ranks. Returns the save after the last rank."""
+        """Count the end of a save in `how.ranks` more ranks; return it after the last rank."""
         save = self._open.get(job_id)
         if save is None:  # dropped before
             return None
@@ -85,7 +85,7 @@ class SaveOutcomes:
         return EndedSave(save.plan, save.how, save.prompt)
 
     def dropped(self, job_id: JobId) -> None:
-        """The save is not sent to the ranks."""
+        """Forget a save that is not sent to the ranks."""
         plan = self._open.pop(job_id).plan
         self._pend(-len(plan.hashes))
         if not plan.is_state:

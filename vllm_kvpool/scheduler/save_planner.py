@@ -36,16 +36,20 @@ chunk is mostly stored whole."""
 
 
 class _RequestBlocks(NamedTuple):
-    """A request's block tables, and how many tokens had been computed when vLLM last freed blocks
-    of them."""
+    """A request's block tables.
+
+    With them, the number of computed tokens when vLLM last freed blocks of the request.
+    """
 
     tables: Callable[[], Sequence[BlockTable]]
     freed_at: int
 
 
 def topic_of(state: RequestState) -> bytes:
-    """Return what names the prompt of a request that is handed over; empty if it is not handed
-    over, or not hashed yet."""
+    """Return the topic of the notices about a request's prompt.
+
+    It is empty if the request is not handed over, or not hashed yet.
+    """
     view = state.view
     if view.options.hand_over and state.chain is not None and not state.topic:
         state.topic = state.chain.topic(view.tokens()[: view.num_prompt_tokens]) or b""
@@ -105,7 +109,10 @@ class SavePlanner:
         requests: Mapping[str, RequestState],
         loads: RequestLoads,
     ) -> tuple[SavePlan, ...]:
-        """The saves of the step, and those of requests that have ended; pins their blocks."""
+        """Return the saves of the step, and those of requests that have ended.
+
+        The blocks of these saves are pinned.
+        """
         saves, self._late = self._late, []
         for request_id, offers in step.states.items():
             state = requests.get(request_id)
@@ -133,7 +140,7 @@ class SavePlanner:
         return tuple(saves)
 
     def _of_states(self, state: RequestState, offers: Sequence[StateOffer]) -> Iterator[SavePlan]:
-        """The saves of the recurrent states that a request's blocks hold after the step."""
+        """Yield the saves of the recurrent states that a request's blocks hold after the step."""
         if not state.may_save or state.chain is None or state.stale or self._validity.reset.pending:
             return
         blocks_at: dict[int, dict[int, int]] = {}  # boundary -> KV cache group -> block
@@ -196,8 +203,10 @@ class SavePlanner:
         return [each for each in (save, end) if each is not None]
 
     def _blocks_without_room(self, state: RequestState, final: int) -> int:
-        """Return the blocks of the next chunk, if it ends before token `final` and they cannot be
-        pinned; else 0."""
+        """Return the number of blocks of the next chunk if they cannot be pinned; else 0.
+
+        The result is 0, too, for a chunk that ends behind token `final`.
+        """
         start = state.next_save * self._shape.chunk_tokens
         stop = start + self._shape.chunk_tokens
         num_blocks = self._tables.num_blocks(start, stop)
@@ -221,7 +230,7 @@ class SavePlanner:
                 break
 
     def _savable_tokens(self, state: RequestState) -> int:
-        """The number of tokens that may be saved once they are computed.
+        """Return the number of tokens that may be saved once they are computed.
 
         Drafts and tokens in flight are not known by value, and do not count.
         """
@@ -234,7 +243,7 @@ class SavePlanner:
         return state.stale or (all_prompt and not self._seeks_end(state))
 
     def _prompt_chunks(self, state: RequestState) -> int:
-        """Whole chunks of the prompt."""
+        """Return the number of whole chunks in the prompt."""
         return state.view.num_prompt_tokens // self._shape.chunk_tokens
 
     def _seeks_end(self, state: RequestState) -> bool:
@@ -265,8 +274,10 @@ class SavePlanner:
         return save
 
     def _plan(self, state: RequestState, final: int, blocks: _RequestBlocks) -> SavePlan | None:
-        """Return the save of the chunks that end at or before token `final`: as many as can be
-        pinned. None if it has to wait."""
+        """Return the save of as many chunks as can be pinned; None if the save has to wait.
+
+        The chunks end at or before token `final`.
+        """
         chunk, first = self._shape.chunk_tokens, state.next_save
         num_chunks = bisect_right(
             range(first + 1, final // chunk + 1),
@@ -362,7 +373,7 @@ class SavePlanner:
         *,
         is_loading: bool,
     ) -> None:
-        """The request has ended: save its last chunks with the next step.
+        """Save the last chunks of a request that has ended, with the next step.
 
         `is_loading`: it has run, and whether its load is whole is known once its step has ended.
         """
@@ -396,7 +407,7 @@ class SavePlanner:
         return self._save(state, chunks, final, blocks)
 
     def end_hand_over(self, state: RequestState) -> None:
-        """A request that is handed over saves nothing beyond what is planned: tell the workers.
+        """Tell the workers that a hand-over saves nothing beyond what is planned.
 
         Where it may not save what it computes, nothing is expected of its saves in progress either.
         """
@@ -417,7 +428,7 @@ class SavePlanner:
         return ends
 
     def step_load_ended(self, request_id: str, lost_blocks: Sequence[int]) -> None:
-        """The step of a load has ended: save what it computed.
+        """Save what the step of a load has computed, which has ended.
 
         A load that failed has lost blocks: nothing is saved, and they leave vLLM's prefix cache.
         """
@@ -437,7 +448,7 @@ class SavePlanner:
         self.outcomes.dropped(save.job_id)
 
     def gathered(self, ranks_by_job: Mapping[JobId, int]) -> None:
-        """Ranks have gathered the blocks of saves."""
+        """Release the blocks of saves, as ranks have gathered them."""
         for job_id, ranks in ranks_by_job.items():
             self.ledger.release(job_id, ranks)
         if ranks_by_job:

@@ -161,7 +161,7 @@ class SchedulerPart:
         self._count_namespace(1)
 
     def weights_changed(self, weights_version: str) -> None:
-        """The weights have changed; `first_weights_version` is a return to the first."""
+        """Set the version of the weights; `first_weights_version` is a return to the first."""
         version = "" if weights_version == self.first_weights_version else weights_version
         self.scheduler.weights_changed(version)
         self._count_namespace(0)

@@ -105,7 +105,7 @@ class TieredSearch:
         return [tier for tier in self._order if self._asked[tier] or self._wanted[tier]]
 
     def take_wanted(self, tier: int) -> list[CellKey]:
-        """The cells to ask the tier for now; `take_answer` or `failed` follows."""
+        """Return the cells to ask the tier for now; `take_answer` or `failed` follows."""
         if not self._wanted.get(tier):
             return []
         keys = []
@@ -119,7 +119,7 @@ class TieredSearch:
         return keys
 
     def take_answer(self, tier: int, present: Sequence[bool]) -> None:
-        """The tier has answered the cells that were taken last."""
+        """Take the tier's answer about the cells that were taken last."""
         self.answered.add(tier)
         start = 0
         for each, places in self._asked[tier]:
@@ -133,7 +133,7 @@ class TieredSearch:
         self._advance()
 
     def failed(self, tier: int) -> None:
-        """The tier has failed: go on without it."""
+        """Go on without a tier that has failed."""
         for each in [*self._wanted[tier], *(each for each, _ in self._asked[tier])]:
             each.asked.remove(tier)
         self._asked[tier].clear()

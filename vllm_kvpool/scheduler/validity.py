@@ -41,17 +41,17 @@ class Reset:
         return self.ended < self.generation
 
     def acked(self, ranks: int) -> bool:
-        """`ranks` more ranks have dropped their saves; whether these were the last."""
+        """Count `ranks` more ranks that have dropped their saves; return True after the last."""
         before, self.acks = self.acks, self.acks + ranks
         return before < self.num_ranks <= self.acks
 
     def take_weights_versions(self) -> tuple[str, ...]:
-        """The versions to remove now that the last rank has answered."""
+        """Return the versions to remove now that the last rank has answered."""
         weights_versions, self.weights_versions = tuple(self.weights_versions), set()
         return weights_versions
 
     def finish(self, generation: int, removed: bool) -> None:
-        """The second removal of a generation has ended. Lookup thread."""
+        """Take the end of a generation's second removal. Lookup thread."""
         if not removed:
             logger.warning(
                 "kvpool: reset: a store did not remove the cells that were saved meanwhile; call "
@@ -87,7 +87,7 @@ class Validity:
         return not self.reset.pending and weights_version == self.weights_version
 
     def use_embeddings(self) -> bool:
-        """A request with media is to be computed. Returns True if it may use old embeddings.
+        """Return True if a request with media, to be computed now, may use old embeddings.
 
         KV that is computed from them is of neither weights.
         """
@@ -98,13 +98,14 @@ class Validity:
         return is_old
 
     def weights_changed(self, weights_version: str) -> None:
+        """Doubt everything in the engine's caches until it is computed anew."""
         self.weights_version = weights_version
         self.has_doubtful_blocks = True
         if self._embeddings is not CachedEmbeddings.NONE:
             self._embeddings = CachedEmbeddings.OLD
 
     def foreign_load_started(self) -> None:
-        """Another connector loads blocks that vLLM's prefix cache shows at once."""
+        """Note that another connector loads blocks that vLLM's prefix cache shows at once."""
         if not self.has_doubtful_blocks:
             self.has_doubtful_blocks = True
             logger.warning(
@@ -113,10 +114,10 @@ class Validity:
             )
 
     def own_cache_was_reset(self) -> None:
-        """The engine's own prefix cache is empty."""
+        """Trust the blocks of the engine's own prefix cache again, as it is empty now."""
         self.has_doubtful_blocks = self._has_blocks_of_old_embeddings = False
 
     def encoder_cache_was_reset(self) -> None:
-        """The engine has dropped embeddings of media, but no KV that it computed from them."""
+        """Note that embeddings of media are dropped, but no KV that was computed from them."""
         self._embeddings = CachedEmbeddings.NONE
         self.has_doubtful_blocks |= self._has_blocks_of_old_embeddings

@@ -1,0 +1,1 @@
+"""The memory that cells pass through, and copies between it and pages."""

@@ -48,14 +48,13 @@ def slot_bytes(cell_bytes: int) -> int:
 
 
 class Arena:
-    """Slots of one cell of `cell_bytes` each: `staging_nbytes` for cells in flight, `host_nbytes`
-    for the host tier.
+    """Slots of one cell of `cell_bytes` each, in host memory.
 
-    `spare_nbytes` more are for other uses (`spare`). The arena begins and ends at multiples of
-    `alignment` bytes, a power of two. `memory_from(n)` may provide n bytes as writable uint8; with
-    None the arena allocates them: in huge pages if the system has set any aside, else in
-    transparent ones if it grants them; if `shared` in a memory file without a name, which other
-    ranks on this host map (`add_member`).
+    `staging_nbytes` are for cells in flight, `host_nbytes` for the host tier, `spare_nbytes` for
+    other uses (`spare`). The arena begins and ends at multiples of `alignment` bytes, a power of
+    two. `memory_from(n)` may provide n bytes as writable uint8; with None the arena allocates them:
+    in huge pages if the system has set any aside, else in transparent ones if it grants them; if
+    `shared` in a memory file without a name, which other ranks on this host map (`add_member`).
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class Arena:
         self._commit(count * self.slot_bytes)
 
     def buffers(self, slots: Sequence[Slot], sizes: Sequence[int]) -> list[Buffer]:
-        """The first bytes of slots, as many of each as `sizes` says."""
+        """Return the first bytes of slots, as many of each as `sizes` says."""
         address, view, step = self.whole.address, self.whole.view, self.slot_bytes
         return [
             Buffer(address + slot * step, view[slot * step : slot * step + nbytes])
@@ -243,7 +242,7 @@ def _madvise(address: int, nbytes: int, advice: int) -> bool:
 
 
 def _allocate(nbytes: int, large: bool, shared: bool) -> tuple[mmap.mmap, int | None]:
-    """Memory, and its descriptor if it is a memory file."""
+    """Return memory, and its descriptor if it is a memory file."""
     if shared:
         try:
             return _allocate_file(nbytes, large)
@@ -272,7 +271,10 @@ def _allocate_private(nbytes: int, large: bool) -> mmap.mmap:
 
 
 def _allocate_file(nbytes: int, large: bool) -> tuple[mmap.mmap, int]:
-    """Memory without a name, and its descriptor; it ends with the last process that maps it."""
+    """Return memory without a name, and its descriptor.
+
+    It ends with the last process that maps it.
+    """
     rounded = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     if large and rounded <= huge_pages_left():
         with contextlib.suppress(OSError):  # none are set aside

@@ -25,10 +25,10 @@ class Copier(Protocol):
     """The number of batches in progress: the device copies one while the next is started."""
 
     def gather(self, moves: Sequence[SlabMove]) -> None:
-        """Pages -> slots; when it returns the pages may be overwritten."""
+        """Copy pages into slots; when it returns the pages may be overwritten."""
 
     def scatter(self, moves: Sequence[SlabMove]) -> None:
-        """Slots -> pages; when it returns the slots may be overwritten."""
+        """Copy slots into pages; when it returns the slots may be overwritten."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -73,9 +73,11 @@ class CpuCopier:
         """Do nothing: on the host a computation has ended when its call returns."""
 
     def gather(self, moves: Sequence[SlabMove]) -> None:
+        """Copy pages into staging memory, on the caller's thread."""
         self._run(moves, is_gather=True)
 
     def scatter(self, moves: Sequence[SlabMove]) -> None:
+        """Copy staging memory into pages, on the caller's thread."""
         self._run(moves, is_gather=False)
 
     def _run(self, moves: Sequence[SlabMove], *, is_gather: bool) -> None:
@@ -92,7 +94,7 @@ class CpuCopier:
 def _tables(
     template: Template, shape: Shape, rows_before: tuple[int, ...]
 ) -> "tuple[Int64s, Int64s]":
-    """The groups of a move, and of its entries the heads, pieces and offsets in these."""
+    """Return the groups of a move, and of its entries the heads, pieces and offsets in these."""
     groups: list[tuple[int, ...]] = []
     entries: list[tuple[int, int, int]] = []
     by_layers = sorted(range(len(template.places)), key=template.places.__getitem__)
@@ -138,7 +140,7 @@ def _copy_few(typing_context: Any, dst: Any, src: Any, nbytes: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _publish(typing_context: Any) -> Any:
-    """Non-temporal stores are ordered by nothing weaker than a full fence."""
+    """Emit a full fence: nothing weaker orders non-temporal stores."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -149,7 +151,7 @@ def _publish(typing_context: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _prefetch(typing_context: Any, address: Any) -> Any:
-    """A hint, which cannot fault: the address may lie outside all memory."""
+    """Emit a prefetch, which cannot fault: the address may lie outside all memory."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(builder, args[0], ir.IntType(8))
@@ -183,7 +185,7 @@ def _shuffle(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
 
 
 def _transposed_square(builder: Any, rows: list[Any]) -> list[Any]:
-    """log2(n) rounds that interleave the rows of the upper half with those of the lower."""
+    """Transpose in log2(n) rounds, which interleave the upper half's rows with the lower's."""
     width = len(rows)
     low = [lane for i in range(width // 2) for lane in (i, i + width)]
     high = [lane + width // 2 for lane in low]
@@ -202,7 +204,10 @@ def _joined(builder: Any, parts: list[Any]) -> Any:
 
 
 def _tile_transposer(elem_bytes: int, num_rows: int, *, stream: bool) -> Any:
-    """Reads a vector from each of `num_rows` rows; writes as many elements to each column."""
+    """Make a function that reads a vector from each of `num_rows` rows.
+
+    It writes as many elements to each column.
+    """
     width = VECTOR_BYTES // elem_bytes
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -249,7 +254,7 @@ def _copy_bytes(dst: int, src: int, nbytes: int) -> None:
 
 
 def _matrix_transposer(elem_bytes: int) -> Callable[..., None]:
-    """Specialised by element size: rows of `src` become columns of `dst`."""
+    """Make a function for an element size: rows of `src` become columns of `dst`."""
     width = VECTOR_BYTES // elem_bytes
     line = LINE_BYTES // elem_bytes
     stream_tile = _tile_transposer(elem_bytes, line, stream=True)
@@ -290,7 +295,7 @@ _transpose_1, _transpose_2, _transpose_4, _transpose_8 = map(_matrix_transposer,
 def _move_pieces(
     is_gather: bool, run: Any, page: int, entries: Any, row: int, row_bytes: int, num_rows: int
 ) -> None:
-    """A run whose elements are adjacent in the page."""
+    """Move a run whose elements are adjacent in the page."""
     head_stride, token_stride = run[_HEAD_STRIDE], run[_TOKEN_STRIDE]
     piece = run[_ELEM_BYTES] * run[_NUM_ELEMS]
     if token_stride == row_bytes and piece == row_bytes:
@@ -312,7 +317,7 @@ def _move_pieces(
 def _move_elems(
     is_gather: bool, run: Any, page: int, entries: Any, row: int, row_bytes: int, num_rows: int
 ) -> None:
-    """A run whose elements lie apart, but each beside the same element of the next token."""
+    """Move a run whose elements lie apart, each beside the same element of the next token."""
     elem_stride, elem_bytes, num_elems = run[_ELEM_STRIDE], run[_ELEM_BYTES], run[_NUM_ELEMS]
     for entry in range(len(entries)):
         slot = entries[entry, _ADDRESS] + row
@@ -354,7 +359,7 @@ def _move_tiles(
     first: int,
     num_rows: int,
 ) -> None:
-    """Rows of a block, from its token `first` on, whose tokens lie in tiles."""
+    """Move rows of a block, from its token `first` on, whose tokens lie in tiles."""
     token = first
     while token < first + num_rows:
         tile, within = divmod(token, run[_TILE_TOKENS])

@@ -69,9 +69,11 @@ class TorchCopier:
         self._stream = self._runtime.new_stream()
 
     def gather(self, moves: Sequence[SlabMove]) -> None:
+        """Copy pages into staging memory; return once the copies are done."""
         self._run(moves, is_gather=True)
 
     def scatter(self, moves: Sequence[SlabMove]) -> None:
+        """Copy staging memory into pages; return once the copies are done."""
         self._run(moves, is_gather=False)
 
     def _run(self, moves: Sequence[SlabMove], *, is_gather: bool) -> None:
@@ -120,7 +122,7 @@ class TorchCopier:
             self._move_pages(group, payload, is_gather=False)
 
     def _host_payload(self, group: _Group, address: int, heads: tuple[int, int]) -> torch.Tensor:
-        """A piece's payload as bytes, `[heads, bytes of a head]`."""
+        """Return a piece's payload as bytes, `[heads, bytes of a head]`."""
         size = heads[1] - heads[0], self._head_bytes(group)
         memory = (ctypes.c_char * math.prod(size)).from_address(int(address))
         return torch.frombuffer(memory, dtype=torch.uint8).view(size)
@@ -128,7 +130,7 @@ class TorchCopier:
     def _layer_rows(
         self, group: _Group, payload: torch.Tensor
     ) -> Iterator[tuple[LayerPages, torch.Tensor]]:
-        """Each layer with its part of the payload, `[..., heads, tokens, row]`."""
+        """Yield each layer with its part of the payload, `[..., heads, tokens, row]`."""
         start, num_tokens = 0, group.shape.chunk_tokens
         for pages in self._layers[slice(*group.layers)]:
             stop = start + num_tokens * pages.row_bytes
@@ -137,8 +139,10 @@ class TorchCopier:
             start = stop
 
     def _copy_clipped(self, group: _Group, *, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Copy between host and device in contiguous pieces: torch copies others through pageable
-        memory and waits for each."""
+        """Copy between host and device in contiguous pieces.
+
+        torch copies other pieces through pageable memory and waits for each.
+        """
         clip = slice(group.shape.token_start, group.shape.token_stop)
         if clip == slice(0, group.shape.chunk_tokens):
             dst.copy_(src, non_blocking=True)
@@ -150,7 +154,7 @@ class TorchCopier:
                 dst_rows[head, clip].copy_(src_rows[head, clip], non_blocking=True)
 
     def _move_pages(self, group: _Group, payload: torch.Tensor, *, is_gather: bool) -> None:
-        """Between pages and the payload, `[chunks, heads, bytes of a head]`, both of one device."""
+        """Copy between pages and payload, `[chunks, heads, bytes of a head]`, of one device."""
         heads = group.all_heads
         pieces_of: dict[tuple[int, int], list[tuple[torch.Tensor, _Piece]]] = {}
         for pages, rows in self._layer_rows(group, payload):
@@ -186,7 +190,7 @@ class TorchCopier:
                             part.index_copy_(0, blocks, some.flatten(0, 1))
 
     def _pieces(self, group: _Group, pages: LayerPages) -> list[tuple[torch.Tensor, _Piece]]:
-        """Pieces of each chunk, with the kernel blocks of all chunks, on the device."""
+        """Return pieces of each chunk, with the kernel blocks of all chunks, on the device."""
         blocks = group.block_ids[:, :, None] * pages.blocks_per_id + np.arange(pages.blocks_per_id)
         on_device = torch.from_numpy(blocks.reshape(len(blocks), -1)).to(self._device)
         return [
@@ -227,7 +231,10 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(run: Run, piece: _Piece, block_tokens: int) -> Iterator[_Tiles]:
-    """The piece's part of each tile, whole ones together; a block is one where a run has none."""
+    """Yield the piece's part of each tile, whole tiles together.
+
+    A block is one tile where a run has none.
+    """
     size = run.tile_tokens or block_tokens
     token, stop = piece.within_start, piece.within_stop
     while token < stop:
@@ -239,7 +246,7 @@ def _tiles(run: Run, piece: _Piece, block_tokens: int) -> Iterator[_Tiles]:
 
 
 def _pieces(shape: Shape, block_tokens: int) -> Iterator[_Piece]:
-    """At most three pieces: a block's tail, whole blocks, a block's head."""
+    """Return at most three pieces: a block's tail, whole blocks, a block's head."""
     start, stop = shape.token_start - shape.first_token, shape.token_stop - shape.first_token
     first_whole, last_whole = (
         -(-start // block_tokens) * block_tokens,

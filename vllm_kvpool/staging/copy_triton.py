@@ -50,10 +50,10 @@ class DeviceStream(Protocol):
     """Work that a device does in order. No method blocks."""
 
     def record(self) -> DeviceEvent:
-        """The point after all work so far."""
+        """Return the point after all work so far."""
 
     def wait(self, event: DeviceEvent) -> None:
-        """Later work waits for the event."""
+        """Let later work of the stream wait for the event."""
 
     def copy(self, copies: "Int64s") -> None:
         """Copy contiguous bytes between host and device.
@@ -63,28 +63,32 @@ class DeviceStream(Protocol):
         """
 
     def launch(self, runs: RunTable, num_programs: int, *args: Any, is_gather: bool) -> None:
-        """Launch the kernel that moves `runs` (`triton_kernel.py`); `args` are its first
-        parameters."""
+        """Launch the kernel that moves `runs`.
+
+        `args` are the first parameters of the kernel (`triton_kernel.py`).
+        """
 
 
 class Streams(Protocol):
     """A device's streams and memory."""
 
     def enter_thread(self) -> None:
-        """Every thread calls it before it uses streams."""
+        """Prepare the calling thread; every thread calls it before it uses streams."""
 
     def new_stream(self) -> DeviceStream:
-        """A stream of the caller's own."""
+        """Return a stream of the caller's own."""
 
     def model_event(self) -> DeviceEvent:
         """Record the position of the calling thread's current stream, the model's."""
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised uint8 on the device, for use after the present work of the model's stream,
-        which may still use that memory."""
+        """Return uninitialised uint8 on the device.
+
+        The present work of the model's stream may still use that memory, so use it after this work.
+        """
 
     def pinned_memory(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised page-locked uint8 on the host."""
+        """Return uninitialised page-locked uint8 on the host."""
 
 
 # --- The copier ---------------------------------------------------------------------------------
@@ -154,9 +158,11 @@ class TritonCopier:
         self._last_work().synchronize()
 
     def gather(self, moves: Sequence[SlabMove]) -> None:
+        """Copy pages into staging memory; return once the copies are done."""
         self._run(moves, is_gather=True)
 
     def scatter(self, moves: Sequence[SlabMove]) -> None:
+        """Copy staging memory into pages; return once the copies are done."""
         self._run(moves, is_gather=False)
 
     def _run(self, moves: Sequence[SlabMove], *, is_gather: bool) -> None:
@@ -188,7 +194,7 @@ class TritonCopier:
         ended.synchronize()
 
     def _last_work(self) -> DeviceEvent:
-        """The end of all rounds so far: one event, for which a thread sleeps once."""
+        """Return the end of all rounds so far: one event, for which a thread sleeps once."""
         last, *others = (buffer.stream for buffer in self._buffers)
         for stream in others:
             last.wait(stream.record())

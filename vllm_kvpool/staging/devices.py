@@ -50,26 +50,29 @@ class Device:
         self.torch_device = torch_device
 
     def enter_thread(self) -> None:
-        """Make it the calling thread's device; idempotent."""
+        """Prepare the calling thread for the device."""
 
     def new_stream(self) -> Any:
-        """A stream beside the model's; None on the host."""
+        """Return a stream beside the model's; None on the host."""
         return None
 
     def new_event(self) -> Fence | None:
-        """An event after all work so far of the calling thread's stream; None on the host."""
+        """Return an event after all work so far of the calling thread's stream.
+
+        The result is None on the host.
+        """
         return None
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Inside, this thread launches on `stream`."""
+        """Return a context in which this thread launches on `stream`."""
         raise AssertionError("the host has no streams")
 
     def host_memory(self, nbytes: int) -> memoryview | None:
-        """Page-locked host memory from the device's runtime; None if any memory serves."""
+        """Return page-locked host memory from the device's runtime; None if any memory serves."""
         return None
 
     def check_format(self, name: str, pages: torch.Tensor) -> None:
-        """ConfigError, naming `name`, if the bytes of `pages` do not lie where strides say."""
+        """Raise ConfigError, naming `name`, if the bytes of `pages` are not where strides say."""
 
 
 class HostDevice(Device):
@@ -90,30 +93,33 @@ class AcceleratorDevice(Device):
     copy_batch_bytes = DEVICE_COPY_BATCH_BYTES
 
     def enter_thread(self) -> None:
-        """Otherwise threads begin with the first device of the process."""
+        """Choose the device for the thread: threads begin with the first device of the process."""
         if self.torch_device.index is not None:
             torch.accelerator.set_device_index(self.torch_device.index)
 
     def new_stream(self) -> torch.Stream:
+        """Return a stream of torch's generic kind."""
         return torch.Stream(self.torch_device)
 
     def new_event(self) -> torch.Event:
+        """Return an event behind the calling thread's stream; waits for it sleep."""
         # A thread that spins until it is reached takes a core from the model.
         event = torch.Event(self.torch_device, blocking=True)
         event.record()
         return event
 
     def on_stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
+        """Return a context in which the calling thread's work goes to `stream`."""
         return stream
 
 
 def pinned_bytes(nbytes: int) -> torch.Tensor:
-    """Page-locked host memory from the runtime of the process's accelerator, uint8."""
+    """Return page-locked host memory from the runtime of the process's accelerator, uint8."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def npu_format(pages: torch.Tensor) -> int:
-    """Ascend's number for how the bytes of a tensor are arranged."""
+    """Return Ascend's number for how the bytes of a tensor are arranged."""
     import torch_npu
 
     return int(torch_npu.get_npu_format(pages))
@@ -139,29 +145,35 @@ class NpuDevice(Device):
         self._format_of = format_of
 
     def enter_thread(self) -> None:
-        """Without it the thread's work goes to the first card, or fails."""
+        """Choose the card for the thread; its work would go to the first card, or fail."""
         self._npu.set_device(self.torch_device)
 
     def new_stream(self) -> Any:
+        """Return a stream of `torch.npu`."""
         return self._npu.Stream(self.torch_device)
 
     def new_event(self) -> Fence:
+        """Return an event behind the calling thread's stream."""
         event = self._npu.Event()
         event.record()
         fence: Fence = event
         return fence
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Return a context in which the calling thread's work goes to `stream`."""
         context: AbstractContextManager[Any] = self._npu.stream(stream)
         return context
 
     def host_memory(self, nbytes: int) -> memoryview | None:
-        """Memory of Ascend's runtime: Mooncake's `ascend` transport refuses host memory that the
-        runtime does not know."""
+        """Return memory of Ascend's runtime.
+
+        Mooncake's `ascend` transport refuses host memory that the runtime does not know.
+        """
         pinned: Any = self._pinned(nbytes).numpy()  # numpy's stubs do not say that it is a buffer
         return memoryview(pinned)
 
     def check_format(self, name: str, pages: torch.Tensor) -> None:
+        """Raise ConfigError if pages are in one of Ascend's private formats, such as FRACTAL_NZ."""
         number = self._format_of(pages)
         if number not in PLAIN_NPU_FORMATS:
             raise ConfigError(
@@ -189,7 +201,7 @@ _MAKERS: dict[str, Callable[[torch.device], Device]] = {
 
 
 def device_for(device: torch.device) -> Device:
-    """The `Device` of a torch device."""
+    """Return the `Device` of a torch device."""
     return _MAKERS.get(device.type, AcceleratorDevice)(device)
 
 
@@ -216,6 +228,7 @@ class CudaLocker:
         self._device_index = device_index
 
     def lock(self, address: int, nbytes: int) -> str:
+        """Page-lock memory for the GPU, and return the error's text, or ""."""
         # A new thread begins on device 0, and would claim memory there.
         torch.cuda.set_device(self._device_index)
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -223,6 +236,7 @@ class CudaLocker:
         return str(runtime.cudaGetErrorString(result)) if int(result) else ""
 
     def unlock(self, address: int) -> None:
+        """Unlock memory; an error is logged, and the memory stays locked."""
         torch.cuda.set_device(self._device_index)
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         result = int(runtime.cudaHostUnregister(address))
@@ -265,7 +279,7 @@ class PageLock:
 
 
 def page_lock_for(pages: Sequence[LayerPages]) -> PageLock | None:
-    """The page lock for the device of these pages; None if it needs none."""
+    """Return the page lock for the device of these pages; None if it needs none."""
     device = pages[0].owner[0].device
     if device.type != "cuda":
         return None

@@ -84,7 +84,7 @@ def in_one_call(batch: Callable[..., int], one_by_one: StartCopies) -> StartCopi
 
 
 def copy_loop(driver: ctypes.CDLL) -> StartCopies:
-    """The same by a call for each copy, compiled and without the GIL."""
+    """Return a function that makes a call for each copy, compiled and without the GIL."""
     from numba import njit
 
     copy = driver.cuMemcpyAsync

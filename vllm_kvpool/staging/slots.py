@@ -12,6 +12,8 @@ Slot = NewType("Slot", int)
 
 
 class SlotUse(Enum):
+    """The transfer that a slot of staging memory is for."""
+
     LOAD = "load"
     SAVE = "save"
 
@@ -41,7 +43,7 @@ class SlotPool:
         return slots
 
     def give_back(self, slots: Sequence[Slot]) -> None:
-        """The holder is done, or the transfer into quarantined slots has ended.
+        """Free slots whose holder is done, or whose transfer in quarantine has ended.
 
         KeyError if not all of them are held, or not all in quarantine.
         """
@@ -49,7 +51,7 @@ class SlotPool:
         self._free += slots
 
     def quarantine(self, slots: Sequence[Slot]) -> None:
-        """The holder gives up while a transfer may still write: out of use until `give_back`.
+        """Keep slots out of use until `give_back`: their holder gives up during a transfer.
 
         KeyError if not all of them are held.
         """
@@ -58,20 +60,25 @@ class SlotPool:
 
     @property
     def num_free(self) -> int:
+        """Slots that may be taken."""
         return len(self._free)
 
     @property
     def num_held(self) -> int:
+        """Slots that were taken and not given back."""
         return len(self._held)
 
     @property
     def num_quarantined(self) -> int:
+        """Slots that a call in progress may still read or write."""
         return len(self._quarantined)
 
 
 def _take_out(place: set[Slot], slots: Sequence[Slot]) -> None:
-    """Take slots out of a set, which must have all of them: a slot that is free twice would have
-    two holders."""
+    """Take slots out of a set, which must have all of them.
+
+    A slot that is free twice would have two holders.
+    """
     if not place.issuperset(slots):
         raise KeyError(slots)
     place.difference_update(slots)

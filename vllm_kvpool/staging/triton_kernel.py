@@ -53,6 +53,7 @@ def move_fragments(  # type: ignore[no-untyped-def]
     TILE_TOKENS: tl.constexpr,
     TILE_WORDS: tl.constexpr,
 ) -> None:
+    """Move fragments between pages and a buffer; each program moves one tile."""
     program = tl.program_id(0)
     fragment = table + fragments_at + program % num_fragments * FRAGMENT_COLUMNS
     tile = program // num_fragments
@@ -128,7 +129,7 @@ assert FRAGMENT_COLUMNS.value == FRAGMENT_ENTRIES
 
 
 def kernel_constants(table: RunTable, *, is_gather: bool) -> dict[str, Any]:
-    """The compile-time arguments of the kernel."""
+    """Return the compile-time arguments of the kernel."""
     return {
         "IS_GATHER": is_gather,
         "RUNS_PER_LAYER": table.runs_per_layer,

@@ -52,11 +52,12 @@ class RunTable:
 
     @property
     def word_bytes(self) -> int:
+        """Bytes that the kernel moves at once."""
         return min(self.unit_bytes, WORD_BYTES)
 
 
 def run_tables(layers: Sequence[LayerPages]) -> list[RunTable]:
-    """The tables for payloads that begin at multiples of the largest unit."""
+    """Return the tables for payloads that begin at multiples of the largest unit."""
     alignment = math.gcd(max(UNITS), *(pages.row_bytes for pages in layers))
     kinds: dict[tuple[int, bool, bool], dict[int, list[Run]]] = {}
     for index, pages in enumerate(layers):
@@ -72,7 +73,7 @@ def is_strided(run: Run) -> bool:
 
 
 def unit_bytes(run: Run, alignment: int) -> int:
-    """The largest unit, up to `alignment`, that the run can be moved in."""
+    """Return the largest unit, up to `alignment`, that the run can be moved in."""
     sizes = [run.base, run.block_stride, run.head_stride, run.token_stride, run.row_offset]
     sizes.append(run.tile_stride)
     if is_strided(run):
@@ -81,7 +82,7 @@ def unit_bytes(run: Run, alignment: int) -> int:
 
 
 def tile_words(num_words: int, word_bytes: int) -> int:
-    """The tile size, a power of two, that covers a run with the least waste."""
+    """Return the tile size, a power of two, that covers a run with the least waste."""
     widest = 1 << (num_words - 1).bit_length()
     narrowest = min(widest, SEGMENT_BYTES // word_bytes)
     sizes = [narrowest << i for i in range((widest // narrowest).bit_length())]
@@ -120,7 +121,7 @@ def _table(
 
 
 def _columns(pages: LayerPages, run: Run, bytes_before: int, word: int) -> list[int]:
-    """The numbers that the kernel reads of a run, in its order (`triton_kernel.py`)."""
+    """Return the numbers that the kernel reads of a run, in its order (`triton_kernel.py`)."""
     in_bytes = (
         *(run.block_stride, run.head_stride, run.token_stride),
         *((run.elem_stride, run.elem_bytes) if is_strided(run) else (0, 0)),
@@ -188,7 +189,7 @@ class RoundCutter:
         self.rounds = lru_cache(MAX_ROUNDS)(self._rounds)
 
     def launches(self, num_fragments: int, largest: Fragment) -> list[Any]:
-        """The launches for fragments that are no larger in any direction."""
+        """Return the launches for fragments that are no larger in any direction."""
         found, runs_at = [], 0
         num_layers, num_heads = max(1, largest.num_layers), max(1, largest.num_heads)
         for table in self._tables:
@@ -201,7 +202,7 @@ class RoundCutter:
         return found
 
     def _rounds(self, is_gather: bool, *slabs: tuple[Template, Shape, int]) -> Rounds:
-        """The rounds of a call with so many moves of each template and shape."""
+        """Return the rounds of a call with so many moves of each template and shape."""
         tables, num_pieces, num_ids = [], 0, 0
         for template, shape, count in slabs:
             fragments = cut(template, shape, self._bytes_before, self._buffer_bytes)
@@ -286,8 +287,11 @@ def cut(
 def _boxes(
     place: tuple[int, int, int, int], shape: Shape, bytes_before: Sequence[int], max_bytes: int
 ) -> Iterator[tuple[range, range, range]]:
-    """Contiguous heads, layers and tokens of a piece: as many whole heads as fit, else whole layers
-    of one head, else tokens of one layer of one head."""
+    """Yield contiguous heads, layers and tokens of a piece, each at most `max_bytes`.
+
+    A box is as many whole heads as fit, else whole layers of one head, else tokens of one layer of
+    one head.
+    """
     layers, heads = range(*place[:2]), range(*place[2:])
     tokens = range(shape.token_start, shape.token_stop)
     head_bytes = shape.chunk_tokens * (bytes_before[layers.stop] - bytes_before[layers.start])

@@ -27,15 +27,19 @@ class Buffer(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of `view`."""
         return self.view.nbytes
 
     def part(self, start: int, stop: int) -> "Buffer":
-        """Its bytes `[start, stop)`, in the same memory."""
+        """Return the bytes `[start, stop)`, in the same memory."""
         return Buffer(self.address + start, self.view[start:stop])
 
 
 def map_buffer(nbytes: int) -> Buffer:
-    """Fresh memory, zeroed, from the start of a page on; it lives as long as a view of it."""
+    """Return fresh memory, zeroed, from the start of a page on.
+
+    It lives as long as a view of it.
+    """
     view = memoryview(mmap.mmap(-1, nbytes))
     return Buffer(int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]), view)
 
@@ -110,7 +114,8 @@ class Store(Protocol):
     """A place that holds cells by key, under the rules at the top of this module."""
 
     @property
-    def capabilities(self) -> Capabilities: ...
+    def capabilities(self) -> Capabilities:
+        """The store's name in metrics, its best concurrency, and its optional features."""
 
     def register(self, buffer: Buffer) -> None:
         """Prepare memory for transfers, before its first put or get. By default nothing."""
@@ -202,7 +207,7 @@ class Listing(Protocol):
     """A store that can say which namespaces it holds, for operators."""
 
     def namespaces(self) -> list[str]:
-        """The namespaces that have objects, in no order. Cheap: it lists no objects."""
+        """Return the namespaces that have objects, in no order. Cheap: it lists no objects."""
 
     def usage(self) -> list[NamespaceUsage]:
         """Return the usage of each namespace. May take seconds for a large store."""

@@ -20,6 +20,7 @@ class Breaker:
     closed_at: float = field(default=float("-inf"))  # when the pause ends
 
     def is_open(self, now: float) -> bool:
+        """Return True if calls are refused at `now` (monotonic seconds)."""
         return now < self.closed_at
 
     def succeeded(self) -> None:

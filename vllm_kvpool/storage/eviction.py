@@ -31,10 +31,10 @@ class EvictionPolicy(Protocol):
     """Size of the evicted chunks whose scores are remembered, in multiples of the store's size."""
 
     def on_put(self, now_ns: int) -> int:
-        """The score of a new chunk."""
+        """Return the score of a new chunk."""
 
     def on_hit(self, score: int, now_ns: int) -> int:
-        """The score of a chunk that is read, or put again after its eviction."""
+        """Return the score of a chunk that is read, or put again after its eviction."""
 
 
 class Lru:
@@ -43,9 +43,11 @@ class Lru:
     remembered = 0
 
     def on_put(self, now_ns: int) -> int:
+        """Return the score of a chunk that is stored at `now_ns`."""
         return now_ns
 
     def on_hit(self, score: int, now_ns: int) -> int:
+        """Return the score after a use at `now_ns`; the old score does not count."""
         return now_ns
 
 
@@ -62,9 +64,11 @@ class Lrfu:
     remembered = REMEMBERED
 
     def on_put(self, now_ns: int) -> int:
+        """Return the score of a chunk that is stored at `now_ns`: one use."""
         return now_ns
 
     def on_hit(self, score: int, now_ns: int) -> int:
+        """Return the score after a use at `now_ns`, added to the faded value of earlier uses."""
         half_lives = min((score - now_ns) / HALF_LIFE_NS, MAX_HALF_LIVES - 1)
         value = 1.0 + math.exp2(half_lives)  # of this use and, as they count now, those before
         return now_ns + round(HALF_LIFE_NS * math.log2(value))
@@ -83,8 +87,9 @@ DEFAULT_POLICY = "lrfu"
 
 
 def highest_score(now_ns: int) -> int:
-    """The highest score that a policy gives; a higher one was given by a clock that ran ahead.
+    """Return the highest score that a policy gives.
 
+    A higher one was given by a clock that ran ahead.
     Without this bound, chunks written while a clock was years ahead would never be evicted.
     """
     return now_ns + MAX_HALF_LIVES * HALF_LIFE_NS + MAX_SKEW_NS

@@ -206,6 +206,7 @@ class GuardedStore:
 
     @property
     def capabilities(self) -> Capabilities:
+        """The capabilities of the store when it was last open."""
         return self._capabilities
 
     @property
@@ -233,6 +234,7 @@ class GuardedStore:
     # The contract of a store
 
     def register(self, buffer: Buffer) -> None:
+        """Register memory with the store, and again each time it is opened anew."""
         with self._state:
             self._buffers.append(buffer)
             store = self._store
@@ -240,6 +242,7 @@ class GuardedStore:
             store.register(buffer)
 
     def unregister(self, buffer: Buffer) -> None:
+        """Unregister memory; return after CLOSE_S even if the store hangs."""
         with self._state:
             self._buffers.remove(buffer)
             store = None if self._closed else self._store
@@ -247,11 +250,13 @@ class GuardedStore:
             self._end_calls.run(partial(store.unregister, buffer), CLOSE_S)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether its cell is stored; StoreUnreachable after `answer_s`."""
         return self._call(CallKind.QUERY, lambda store: store.exists(keys), self._timeouts.answer_s)
 
     def put(
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
+        """Put without a time limit; a call whose keys all failed counts as the store's failure."""
         return self._call(
             CallKind.WRITE,
             lambda store: store.put(keys, buffers, chunks),
@@ -259,6 +264,7 @@ class GuardedStore:
         )
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
+        """Get without a time limit; a call whose keys all failed counts as the store's failure."""
         return self._call(
             CallKind.READ,
             lambda store: store.get(keys, buffers),
@@ -266,12 +272,15 @@ class GuardedStore:
         )
 
     def remove(self, keys: Sequence[str]) -> int:
+        """Remove cells without a time limit, and return how many there were."""
         return self._call(CallKind.WRITE, lambda store: store.remove(keys))
 
     def remove_namespace(self, namespace: str) -> int:
+        """Remove a namespace's cells and return their number; for LISTING_S at most."""
         return self.go_through(lambda store: store.remove_namespace(namespace))
 
     def pin(self, keys: Sequence[str], until_ns: int) -> int:
+        """Pin the stored keys until `until_ns` and return how many there are."""
         return self._call(CallKind.WRITE, lambda store: store.pin(keys, until_ns))
 
     def go_through(self, method: Callable[[Store], T]) -> T:

@@ -98,6 +98,7 @@ class MooncakeOptions:
 
     @property
     def master_address(self) -> str:
+        """`host:port` of the master; an IPv6 host is in brackets."""
         host = f"[{self.master_host}]" if ":" in self.master_host else self.master_host
         return f"{host}:{self.master_port}"
 
@@ -124,22 +125,42 @@ class Native(PutClient, GetClient, Protocol):
         rdma_devices: str,
         master_server_addr: str,
         engine: object = None,
-    ) -> int: ...
-    def register_buffer(self, address: int, nbytes: int) -> int: ...
-    def unregister_buffer(self, address: int) -> int: ...
-    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
-    def get_size(self, key: str) -> int: ...
-    def get_hostname(self) -> str: ...
-    def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
-    def remove_by_regex(self, pattern: str, force: bool) -> int: ...
-    def close(self) -> int: ...
+    ) -> int:
+        """Connect to the cluster and return 0 or a negative error code; sizes are in bytes."""
+
+    def register_buffer(self, address: int, nbytes: int) -> int:
+        """Register memory for transfers and return 0 or a negative error code."""
+
+    def unregister_buffer(self, address: int) -> int:
+        """Unregister memory and return 0 or a negative error code."""
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        """Return for each key 1 (stored), 0 (absent) or a negative error code."""
+
+    def get_size(self, key: str) -> int:
+        """Return the bytes of an object, or a negative error code."""
+
+    def get_hostname(self) -> str:
+        """Return the `host:port` under which the cluster knows this client."""
+
+    def batch_remove(self, keys: list[str], force: bool) -> list[int]:
+        """Return for each key 0 or a negative error code; `force` removes leased objects too."""
+
+    def remove_by_regex(self, pattern: str, force: bool) -> int:
+        """Remove the keys that match; return their number or a negative error code."""
+
+    def close(self) -> int:
+        """Leave the cluster; any later call crashes the process."""
 
 
 class Wheel(Protocol):
     """The wheel's module `mooncake.store`."""
 
-    def MooncakeDistributedStore(self) -> Native: ...
-    def ReplicateConfig(self) -> ReplicateConfig: ...
+    def MooncakeDistributedStore(self) -> Native:
+        """Return a client that is not set up yet."""
+
+    def ReplicateConfig(self) -> ReplicateConfig:
+        """Return the default placement of the replicas of a put."""
 
 
 def import_wheel() -> Wheel:
@@ -200,6 +221,7 @@ def cut_batches(
 
 
 def cut_keys(keys: Sequence[str], max_keys: int) -> Iterator[list[str]]:
+    """Yield `keys` in order, in lists of at most `max_keys`."""
     for start in range(0, len(keys), max_keys):
         yield list(keys[start : start + max_keys])
 
@@ -210,7 +232,10 @@ def all_lost(codes: Sequence[int]) -> bool:
 
 
 def checked(codes: list[int], num_keys: int) -> list[int]:
-    """StoreError unless there is a code for each key: a client that is not set up returns none."""
+    """Raise StoreError unless there is a code for each key.
+
+    A client that is not set up returns none.
+    """
     if len(codes) != num_keys:
         raise StoreError(f"Mooncake gave {len(codes)} results for {num_keys} keys")
     return codes
@@ -260,7 +285,7 @@ def _read_engine(engine: SharedEngine, own_host: str) -> ReadEngine:
 
 
 def bare_host(address: str) -> str:
-    """An address without its port; IPv6 gets brackets."""
+    """Return an address without its port; IPv6 gets brackets."""
     if address.count(":") > 1 and not address.startswith("["):
         return f"[{address}]"
     return address if address.endswith("]") else address.rpartition(":")[0] or address
@@ -346,6 +371,7 @@ class MooncakeStore(Store):
         self._registered: set[int] = set()
 
     def register(self, buffer: Buffer) -> None:
+        """Register memory with the cluster's transfers; StoreError if the wheel refuses."""
         if self._engine is not None:
             self._engine.register(buffer.address, buffer.nbytes)
         elif not self._is_fabric:
@@ -358,6 +384,7 @@ class MooncakeStore(Store):
         self._registered.add(buffer.address)
 
     def unregister(self, buffer: Buffer) -> None:
+        """Unregister memory that `register` was called with."""
         self._registered.remove(buffer.address)
         self._unregister(buffer.address)
 
@@ -368,6 +395,7 @@ class MooncakeStore(Store):
             logger.warning("Mooncake cannot unregister %#x: code %d", address, code)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Ask the master for each key; StoreUnreachable if it does not answer."""
         found: list[bool] = []
         for part in cut_keys(keys, MAX_EXISTS_KEYS):
             codes = checked(self._native.batch_is_exist(part), len(part))
@@ -381,6 +409,7 @@ class MooncakeStore(Store):
     def put(
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
+        """Put in batches, into this host's segment first; later batches fail once one is lost."""
         assert len(keys) == len(buffers) == len(chunks), (len(keys), len(buffers), len(chunks))
         addresses = [buffer.address for buffer in buffers]
         sizes = [buffer.nbytes for buffer in buffers]
@@ -403,6 +432,7 @@ class MooncakeStore(Store):
         return outcomes
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
+        """Get in batches; the remaining keys fail once a whole batch is lost."""
         assert len(keys) == len(buffers), (len(keys), len(buffers))
         addresses = [buffer.address for buffer in buffers]
         sizes = [buffer.nbytes for buffer in buffers]
@@ -416,6 +446,7 @@ class MooncakeStore(Store):
         return outcomes
 
     def remove(self, keys: Sequence[str]) -> int:
+        """Remove cells, leased ones too; StoreUnreachable if the master does not answer."""
         num_removed = 0
         # Forced, as `exists` and reads hold leases for seconds.
         for part in cut_keys(list(dict.fromkeys(keys)), MAX_REMOVE_KEYS):
@@ -426,6 +457,7 @@ class MooncakeStore(Store):
         return num_removed
 
     def remove_namespace(self, namespace: str) -> int:
+        """Remove a namespace's cells by a pattern; StoreUnreachable if the master fails."""
         pattern = "^" + _REGEX_SYNTAX.sub(r"\\\g<0>", namespace) + "@"
         count = self._native.remove_by_regex(pattern, True)
         if count < 0:
@@ -433,6 +465,7 @@ class MooncakeStore(Store):
         return count
 
     def close(self) -> None:
+        """Unregister all memory and leave the cluster; no call may be under way or follow."""
         # A native call that is under way, or comes later, would be a segmentation fault.
         for address in self._registered:  # memory left registered can crash the exit
             self._unregister(address)
@@ -451,7 +484,10 @@ class MooncakeStore(Store):
         return GetOutcome.FAILED
 
     def _give_up(self, outcomes: list[Outcome], failed: Outcome, num_keys: int) -> list[Outcome]:
-        """The outcomes so far and FAILED for the rest; StoreUnreachable if there are none."""
+        """Return the outcomes so far and FAILED for the rest.
+
+        Raises StoreUnreachable if there are none.
+        """
         if not outcomes:
             raise StoreUnreachable(f"the Mooncake master at {self._address} does not answer")
         return outcomes + [failed] * (num_keys - len(outcomes))

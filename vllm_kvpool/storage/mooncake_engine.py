@@ -35,18 +35,32 @@ FAILED = -1
 class NativeEngine(Protocol):
     """The part of the wheel's `TransferEngine` that is used here."""
 
-    def initialize(self, hostname: str, metadata: str, protocol: str, device: str) -> int: ...
-    def get_rpc_port(self) -> int: ...
-    def get_engine(self) -> object: ...
-    def register_memory(self, address: int, nbytes: int) -> int: ...
-    def unregister_memory(self, address: int) -> int: ...
-    def send_probe(self, session: str) -> int: ...
+    def initialize(self, hostname: str, metadata: str, protocol: str, device: str) -> int:
+        """Start the engine and return 0 or an error code; an empty `device` means any."""
+
+    def get_rpc_port(self) -> int:
+        """Return the port on which other engines reach this one."""
+
+    def get_engine(self) -> object:
+        """Return the C++ engine, which a store's client can share."""
+
+    def register_memory(self, address: int, nbytes: int) -> int:
+        """Register memory for transfers and return 0 or an error code."""
+
+    def unregister_memory(self, address: int) -> int:
+        """Unregister memory and return 0 or an error code."""
+
+    def send_probe(self, session: str) -> int:
+        """Probe the engine at `session` (`host:port`) and return 0 or an error code."""
+
     def transfer_submit_write(self, session: str, source: int, target: int, nbytes: int) -> int:
         """Start a write; its number, or REFUSED. Blocks to connect to a new session."""
 
     def transfer_check_status(self, number: int) -> int:
-        """WRITTEN or FAILED if a write has ended, after which its number is invalid; any other
-        value while it goes on."""
+        """Return WRITTEN or FAILED if a write has ended, another value while it goes on.
+
+        The number of a write that has ended is invalid.
+        """
 
 
 class SharedEngine:
@@ -61,10 +75,10 @@ class SharedEngine:
         self._regions: dict[int, tuple[int, int]] = {}  # address -> bytes, how often registered
 
     def open(self, host: str, device: str = "") -> NativeEngine:
-        """The engine. `host` is where others reach this process, `device` names network devices
-        ("" lets Mooncake choose); only the first call's values count.
+        """Return the engine; StoreUnreachable if it cannot be made now.
 
-        StoreUnreachable if it cannot be made now.
+        `host` is where others reach this process, `device` names network devices ("" lets Mooncake
+        choose); only the first call's values count.
         """
         with self._lock:
             if self._native is None:
@@ -138,16 +152,16 @@ def _engine_wheel() -> Any:
 
 
 def session_of(host: str, engine: NativeEngine) -> str:
-    """The name of this process's engine for others; `host` as given to `open`."""
+    """Return the name of this process's engine for others; `host` as given to `open`."""
     bare = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return f"{bare}:{engine.get_rpc_port()}"
 
 
 def environment_of(protocol: str) -> dict[str, str]:
-    """Environment variables for an engine that moves bytes to or from others, needed when it is
-    made.
+    """Return the environment variables for an engine that moves bytes to or from other hosts.
 
-    Without a connection pool Mooncake opens a socket for every transfer over TCP.
+    The engine needs them when it is made. Without a connection pool Mooncake opens a socket for
+    every transfer over TCP.
     """
     return {"MC_TCP_ENABLE_CONNECTION_POOL": "1"} if protocol == "tcp" else {}
 
@@ -157,7 +171,7 @@ _lock = threading.Lock()  # guards `_engines`
 
 
 def shared_engine(protocol: str) -> SharedEngine:
-    """The process's engine for a protocol."""
+    """Return the process's engine for a protocol."""
     with _lock:
         return _engines.setdefault(protocol, SharedEngine(protocol))
 

@@ -34,15 +34,24 @@ class PutClient(Protocol):
 
     def batch_put_from(
         self, keys: list[str], addresses: list[int], sizes: list[int], config: object
-    ) -> list[int]: ...
+    ) -> list[int]:
+        """Put whole objects; return for each key 0 or a negative error code."""
+
     def batch_put_session_start(
         self, keys: list[str], sizes: list[int], config: object
-    ) -> list[int]: ...
+    ) -> list[int]:
+        """Allocate space for puts; return for each key 0 or a negative error code."""
+
     def batch_put_from_multi_buffer_ranges(
         self, keys: list[str], addresses: Ranges, sizes: Ranges, offsets: Ranges
-    ) -> list[int]: ...
-    def batch_put_session_end(self, keys: list[str]) -> list[int]: ...
-    def batch_put_session_revoke(self, keys: list[str]) -> list[int]: ...
+    ) -> list[int]:
+        """Write parts of each object at `offsets`; return for each key bytes or an error."""
+
+    def batch_put_session_end(self, keys: list[str]) -> list[int]:
+        """Publish the objects; return for each key 0 or a negative error code."""
+
+    def batch_put_session_revoke(self, keys: list[str]) -> list[int]:
+        """Free the space of unpublished objects; return for each key 0 or an error."""
 
 
 class PutSessions:
@@ -134,24 +143,29 @@ class BufferDescriptor(Protocol):
 
 
 class MemoryDescriptor(Protocol):
+    """The place in memory of a replica."""
+
     buffer_descriptor: BufferDescriptor
 
 
 class ReplicaDescriptor(Protocol):
     """A complete copy of an object, in memory or on a disk."""
 
-    def is_memory_replica(self) -> bool: ...
-    def get_memory_descriptor(self) -> MemoryDescriptor: ...
+    def is_memory_replica(self) -> bool:
+        """Return True if the replica is in memory, False if it is on a disk."""
+
+    def get_memory_descriptor(self) -> MemoryDescriptor:
+        """Return the replica's place in memory; only for a memory replica."""
 
 
 class GetClient(Protocol):
     """The part of the wheel's `MooncakeDistributedStore` that `EngineReads` uses."""
 
-    def batch_get_into(
-        self, keys: list[str], addresses: list[int], sizes: list[int]
-    ) -> list[int]: ...
+    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        """Read whole objects; return for each key its bytes or a negative error code."""
+
     def batch_get_replica_desc(self, keys: list[str]) -> dict[str, Sequence[ReplicaDescriptor]]:
-        """The replicas of those that are there; gives them a lease."""
+        """Return the replicas of the keys that are there, and give these a lease."""
 
 
 class ReadEngine(Protocol):
@@ -235,7 +249,7 @@ class EngineReads:
         return place is not None and place.session != self._own_session
 
     def _places(self, keys: list[str]) -> list[_Place | None]:
-        """The address of each in memory."""
+        """Return the address of each key's object in memory."""
         replicas = self._client.batch_get_replica_desc(keys)
         return [_in_memory(replicas.get(key, ())) for key in keys]
 
@@ -285,7 +299,7 @@ class EngineReads:
 
 
 def _in_memory(replicas: Sequence[ReplicaDescriptor]) -> _Place | None:
-    """The place of the first replica in memory."""
+    """Return the place of the first replica in memory."""
     for replica in replicas:
         if replica.is_memory_replica():
             found = replica.get_memory_descriptor().buffer_descriptor

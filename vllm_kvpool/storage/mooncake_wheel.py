@@ -72,11 +72,11 @@ def installed_wheels() -> list[str]:
 
 
 def transport(protocol: str, device: str, root: Path = Path("/")) -> tuple[str, str]:
-    """Return the transport that Mooncake uses on this host, and what is wrong with that ("" if it
-    is the one that the URL names).
+    """Return the transport that Mooncake uses on this host, and what is wrong with that.
 
-    Over `rdma` Mooncake uses TCP, and says so in its own log alone, where it finds no device that
-    it can open. What the kernel says is read below `root`.
+    The second value is "" if the transport is the one that the URL names. Over `rdma` Mooncake uses
+    TCP, and says so in its own log alone, where it finds no device that it can open. What the
+    kernel says is read below `root`.
     """
     if protocol != "rdma":
         return protocol, ""

@@ -50,7 +50,7 @@ class OpenTiers:
                 store.leave_open()
 
     def leave_open(self) -> None:
-        """A store call has not returned: leave the stores open until the process ends."""
+        """Leave the stores open until the process ends: a call has not returned."""
         logger.warning(
             "kvpool: a store call has not returned; the stores and the staging memory stay open "
             "until the process exits"
@@ -96,7 +96,10 @@ def open_tiers(
 
 
 def tier_names(kinds: Sequence[str]) -> tuple[str, ...]:
-    """A unique name for each tier: the kind of its store, numbered from the second of a kind on."""
+    """Return a unique name for each tier.
+
+    A name is the kind of the store, numbered from the second of a kind on.
+    """
     seen: dict[str, int] = {}
     names = []
     for kind in kinds:

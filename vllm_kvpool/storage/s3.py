@@ -135,24 +135,24 @@ def failure_of(error: Exception) -> S3Error:
 
 
 def folder_of(namespace: str) -> str:
-    """A unique name for a namespace that needs no escaping."""
+    """Return a unique name for a namespace that needs no escaping."""
     return _ESCAPED.sub(lambda found: f"_{ord(found[0]):02X}", namespace)
 
 
 def namespace_of_folder(folder: str) -> str:
-    """The namespace whose folder it is."""
+    """Return the namespace whose folder it is."""
     return re.sub("_([0-9A-F]{2})", lambda found: chr(int(found[1], 16)), folder)
 
 
 def object_name(root: str, key: str) -> str:
-    """The name of a key's object."""
+    """Return the name of a key's object."""
     namespace = namespace_of(key)
     folder = NO_NAMESPACE if namespace is None else folder_of(namespace)
     return f"{root}/{folder}/{hashlib.blake2b(key.encode(), digest_size=32).hexdigest()}"
 
 
 def make_client(options: S3Options, client_options: "ClientConfig") -> Client:
-    """A client, which reads credentials from the environment itself."""
+    """Return a client, which reads credentials from the environment itself."""
     config: S3Config = {
         "region": options.region,
         "virtual_hosted_style_request": not options.path_style,
@@ -179,6 +179,8 @@ def make_client(options: S3Options, client_options: "ClientConfig") -> Client:
 
 
 class Clients(NamedTuple):
+    """The two HTTP clients of one bucket."""
+
     reader: Client
     writer: Client  # without a read timeout, as a put receives nothing until all is sent
 
@@ -222,7 +224,7 @@ class Call:
             self._lost = failure
 
     async def size(self, name: str, *, even_if_lost: bool = False) -> int | None:
-        """The bytes of an object, None if it is absent."""
+        """Return the bytes of an object, None if it is absent."""
         try:
             async with self._request(even_if_lost=even_if_lost):
                 return (await obstore.head_async(self._reader, name))["size"]
@@ -230,6 +232,7 @@ class Call:
             return None
 
     async def get(self, name: str, view: memoryview) -> GetOutcome:
+        """Read an object into `view` if it has exactly that size."""
         try:
             async with self._request():
                 # A range, so that the answer has the object's size beside that of its body.
@@ -278,7 +281,7 @@ class Call:
         raise AssertionError("the last attempt returns or raises")
 
     async def names_after(self, folder: str, name: str | None) -> list[str]:
-        """Up to `MAX_DELETE_KEYS` names of a folder after a name, in order."""
+        """Return up to `MAX_DELETE_KEYS` names of a folder after a name, in order."""
         async with self._request():
             pages = obstore.list(
                 self._reader, f"{folder}/", offset=name, chunk_size=MAX_DELETE_KEYS
@@ -288,13 +291,13 @@ class Call:
         return []
 
     async def folders(self, root: str) -> list[str]:
-        """The names of the folders below a root."""
+        """Return the names of the folders below a root."""
         async with self._request():
             found = await obstore.list_with_delimiter_async(self._reader, f"{root}/")
             return [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
 
     async def size_of_all(self, folder: str) -> tuple[int, int]:
-        """The number of objects in a folder, and their bytes."""
+        """Return the number of objects in a folder, and their bytes."""
         async with self._request():
             num_objects = nbytes = 0
             async for page in obstore.list(self._reader, f"{folder}/", chunk_size=MAX_DELETE_KEYS):
@@ -303,6 +306,7 @@ class Call:
             return num_objects, nbytes
 
     async def delete(self, names: list[str]) -> None:
+        """Delete objects in one request; names that do not exist are no error."""
         async with self._request():
             await obstore.delete_async(self._reader, names)
 
@@ -348,7 +352,7 @@ async def run_all(works: Iterable[Work[T]], timeout_s: float) -> list[T | S3Erro
 
 
 def call_timeout_s(num_keys: int, nbytes: int) -> float:
-    """The time limit of a call."""
+    """Return the time limit of a call."""
     return CALL_TIMEOUT_S + num_keys / MIN_KEYS_PER_S + nbytes / MIN_BYTES_PER_S
 
 
@@ -358,7 +362,7 @@ class S3Store(Store):
     capabilities = CAPABILITIES
 
     def __init__(self, options: S3Options, uniform: Callable[[], float] = random.random) -> None:
-        """Takes up to three times `CALL_TIMEOUT_S`.
+        """Open the bucket, within three times `CALL_TIMEOUT_S`.
 
         ConfigError if bucket or credentials do not work, StoreUnreachable if no server answers.
         """
@@ -382,11 +386,13 @@ class S3Store(Store):
             raise
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether its object exists, by one request a key."""
         return self._present([object_name(self._root, key) for key in keys])
 
     def put(
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
+        """Put each key's object by one request, of equal keys only the first."""
         assert len(keys) == len(buffers) == len(chunks), (len(keys), len(buffers), len(chunks))
         # Requests are unordered, so of a key given twice only the first buffer is put.
         firsts: dict[str, Buffer] = {}
@@ -406,6 +412,7 @@ class S3Store(Store):
         return [outcomes[key] for key in keys]
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
+        """Get each key's object by one request; StoreUnreachable if all are lost."""
         assert len(keys) == len(buffers), (len(keys), len(buffers))
         results = self._run(
             lambda call: (
@@ -418,6 +425,7 @@ class S3Store(Store):
         return [_or(GetOutcome.FAILED, result) for result in results]
 
     def remove(self, keys: Sequence[str]) -> int:
+        """Delete the objects that exist and return their number."""
         names = [object_name(self._root, key) for key in dict.fromkeys(keys)]
         # A delete does not tell what existed.
         there = [name for name, found in zip(names, self._present(names), strict=True) if found]
@@ -427,7 +435,7 @@ class S3Store(Store):
         return len(there)
 
     def remove_namespace(self, namespace: str) -> int:
-        """`MAX_DELETE_KEYS` objects may take `CALL_TIMEOUT_S` twice."""
+        """Remove a namespace; `MAX_DELETE_KEYS` objects may take `CALL_TIMEOUT_S` twice."""
         folder = f"{self._root}/{folder_of(namespace)}"
         num_removed, last = 0, None
         while names := self._one(partial(Call.names_after, folder=folder, name=last)):
@@ -436,12 +444,13 @@ class S3Store(Store):
         return num_removed
 
     def namespaces(self) -> list[str]:
+        """Return the namespaces that have an object, by listing folders."""
         folders = self._one(lambda call: call.folders(self._root))
         found = (namespace_of_folder(folder) for folder in folders if folder != NO_NAMESPACE)
         return [name for name in found if is_namespace(name)]
 
     def usage(self) -> list[NamespaceUsage]:
-        """Names of objects are digests of keys, so chunks are not known: 0."""
+        """Return the usage; chunks are 0, as names of objects are digests of keys."""
         found = []
         for namespace in map(Namespace, self.namespaces()):
             folder = f"{self._root}/{folder_of(namespace)}"
@@ -451,12 +460,13 @@ class S3Store(Store):
         return found
 
     def close(self) -> None:
+        """Wait until the client's threads have let go of the GIL."""
         # After an answer the client's threads take the GIL once more, which aborts an interpreter
         # that is ending: https://github.com/PyO3/pyo3-async-runtimes/issues/40
         time.sleep(LET_GO_S)
 
     def _check_access(self) -> None:
-        """ConfigError or StoreUnreachable unless an absent object is reported as absent."""
+        """Raise ConfigError or StoreUnreachable unless an absent object is reported as absent."""
         absent, view = f"{self._root}/{ABSENT}", memoryview(bytearray(1))
         [result] = self._run(lambda call: [call.get(absent, view)], CALL_TIMEOUT_S)
         self._raise_at_open(result)
@@ -533,7 +543,7 @@ class S3Store(Store):
                 raise (StoreUnreachable if lost else StoreError)(f"{self._where}: {failure.text}")
 
     def _raise_if_all_lost(self, results: Sequence[T | S3Error]) -> None:
-        """StoreError if nothing is known about any key."""
+        """Raise StoreError if nothing is known about any key."""
         if all(
             isinstance(result, S3Error) and result.scope is not ErrorScope.OWN for result in results
         ):

@@ -84,7 +84,7 @@ def parse_tiers(
 
 
 def tier_specs(config: KVPoolConfig) -> TierSpecs:
-    """The tiers that the configuration names, or the default one."""
+    """Return the tiers that the configuration names, or the default one."""
     urls = tuple(url or default_store_url() for url in config.store_urls)
     nameless = any(names_no_master(url) for url in urls)
     mooncake_config = json_named_by(MOONCAKE_CONFIG_ENV) if nameless else None

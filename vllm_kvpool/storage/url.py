@@ -56,6 +56,8 @@ _FLAGS = {"1": True, "true": True, "0": False, "false": False}
 
 @dataclass(frozen=True, slots=True)
 class FileOptions:
+    """Options of a `file://` url."""
+
     path: str
     size_bytes: int
     io: str = "auto"  # one of IO_CHOICES
@@ -108,26 +110,30 @@ class UrlOptions:
             self._values[name] = value
 
     def text(self, name: str, default: str = "") -> str:
+        """Return an option's text, or `default`, and accept the option in `finish`."""
         self._known.append(name)
         return self._values.get(name, default)
 
     def choice(self, name: str, choices: Iterable[str], default: str) -> str:
+        """Return an option that is one of `choices`; ConfigError otherwise."""
         value = self.text(name, default)
         if value not in choices:
             raise ConfigError(f"{self.url}: {name}={value}; {nearest(value, choices)}")
         return value
 
     def shares(self) -> Shares:
-        """Owners that share the room of a file store or host memory."""
+        """Return the owners that share the room of a file store or host memory."""
         return Shares(self.choice("shares", [each.value for each in Shares], Shares.NONE.value))
 
     def flag(self, name: str, default: bool = False) -> bool:
+        """Return an option that is 0 or 1 as a bool; ConfigError otherwise."""
         value = self.text(name, "1" if default else "0").lower()
         if value not in _FLAGS:
             raise ConfigError(f"{self.url}: {name}={value} must be 0 or 1")
         return _FLAGS[value]
 
     def size(self, name: str, default: str | int, *, least: int, or_zero: bool = False) -> int:
+        """Return an option's bytes: at least `least`, or 0 with `or_zero`; else ConfigError."""
         given = self.text(name, str(default))
         if or_zero and given.strip() == "0":
             return 0
@@ -140,7 +146,7 @@ class UrlOptions:
         return nbytes
 
     def count(self, name: str, most: int) -> int:
-        """A whole number from 1 to `most`, or 0 if the option is absent."""
+        """Return a whole number from 1 to `most`, or 0 if the option is absent."""
         given = self.text(name, "0").strip()
         if given == "0" and name not in self._values:
             return 0
@@ -149,7 +155,7 @@ class UrlOptions:
         return int(given)
 
     def refuse_secrets(self) -> None:
-        """ConfigError for an option whose name suggests a credential."""
+        """Raise ConfigError for an option whose name suggests a credential."""
         for name in self._values:
             if _SECRET.search(name):
                 raise ConfigError(
@@ -158,7 +164,7 @@ class UrlOptions:
                 )
 
     def finish(self) -> None:
-        """ConfigError for an unknown option."""
+        """Raise ConfigError for an unknown option."""
         for name in self._values:
             if name not in self._known:
                 raise ConfigError(
@@ -209,7 +215,7 @@ _DROPPED = frozenset("\t\r\n")  # which `urlsplit` drops silently
 
 
 def _shown(url: str) -> str:
-    """The url for messages, without a user and without options that may hold a secret."""
+    """Return the url for messages, without a user and without options that may hold a secret."""
     if not url.lower().startswith(("file:", "mooncake:")):
         url = url.partition("?")[0]
     shown = re.sub("//[^/?#]*@", "//***@", url)
@@ -222,7 +228,7 @@ def names_no_master(url: str) -> bool:
 
 
 def check_capacity(spec: StoreSpec, cell_bytes: int) -> None:
-    """ConfigError if the store cannot hold one cell."""
+    """Raise ConfigError if the store cannot hold one cell."""
     match spec.options:
         case FileOptions(size_bytes=size_bytes):
             name, least_bytes = "size", file_bytes(cell_bytes, "x" * MAX_KEY_BYTES)
@@ -246,7 +252,7 @@ def uses_device(spec: StoreSpec) -> bool:
 
 
 def environment_for(spec: StoreSpec) -> Mapping[str, str]:
-    """Environment variables for the store's client, unless the user has set them."""
+    """Return the environment variables for the store's client, unless the user has set them."""
     match spec.options:
         case MooncakeOptions(protocol=protocol):
             return {**MOONCAKE_ENVIRONMENT, **environment_of(protocol)}
@@ -381,7 +387,7 @@ def _first_of(env: Mapping[str, str], names: tuple[str, ...]) -> str:
 
 
 def _check_endpoint(url: str, endpoint: str, allow_http: bool) -> None:
-    """ConfigError unless "" or http(s)://host:port; not quoted, as it may hold a secret."""
+    """Raise ConfigError unless "" or http(s)://host:port; not quoted, as it may hold a secret."""
     if not endpoint:
         return
     try:
@@ -408,7 +414,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _check_credentials(url: str, env: Mapping[str, str]) -> None:
-    """ConfigError if there are none: the client would ask an instance's metadata service."""
+    """Raise ConfigError if there are none: the client would ask an instance's metadata service."""
     pair = S3_CREDENTIALS[0]
     missing = [name for name in pair if name not in env]
     if len(missing) == 1:

@@ -1,0 +1,1 @@
+"""Transfers of cells between pages, host memory and stores: the engine thread and its lanes."""

@@ -55,7 +55,7 @@ class OpContent:
         return CellOutcome.CANCELLED
 
     def lost(self, op: Op, failure: CellOutcome) -> None:
-        """Called when the op was cancelled since an op before it has failed. By default nothing."""
+        """Handle the cancel of the op after an op before it has failed. By default nothing."""
         return None
 
 
@@ -84,6 +84,7 @@ class FenceOp(OpContent):
 
     @property
     def failure(self) -> CellOutcome:
+        """The outcome of cells whose fence was not reached."""
         return CellOutcome.FAILED
 
 
@@ -95,11 +96,12 @@ class Marker(OpContent):
     on_lost: Callable[[], None] = lambda: None
 
     def lost(self, op: Op, failure: CellOutcome) -> None:
+        """Call `on_lost`: a predecessor has failed or was cancelled."""
         self.on_lost()
 
 
 def tier_of(op: Op) -> int:
-    """The tier whose lane the op is in."""
+    """Return the tier whose lane the op is in."""
     assert op.lane is not None, op
     return int(op.lane.key.tier)
 
@@ -137,13 +139,15 @@ class TransferContext:
 
     @property
     def now_ns(self) -> int:
+        """`now` in nanoseconds, as host memory's scores count it."""
         return int(self.now * 1e9)
 
     def lane(self, kind: OpKind, tier: int = HOST) -> Lane:
+        """Return the lane of a kind of op, on `tier` if the kind has one."""
         return self.scheduler.lanes[kind, tier]  # equal to a `LaneName`
 
     def wait_for(self, fence: Fence | None) -> tuple[Op, ...]:
-        """The op after which a job may touch pages; empty without a fence.
+        """Return the op after which a job may touch pages; empty without a fence.
 
         Jobs of one step have one fence, which is waited for once. Fences are reached in the order
         of plans, whether of loads or of saves.
@@ -157,7 +161,7 @@ class TransferContext:
         return (op,)
 
     def fence_reached(self, op: Op, outcome: Outcome) -> None:
-        """The model's stream has done what a job waits for, or the device has failed."""
+        """Start the ops that wait for the model's stream, or fail them if the device has failed."""
         (self.scheduler.finish if outcome is CellOutcome.DONE else self.scheduler.fail)(op)
         if op is self._fence_op:
             self._fence_op = None  # with all that waited for it

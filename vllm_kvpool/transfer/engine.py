@@ -222,12 +222,13 @@ class Engine:
                 pass
 
     def next_deadline(self) -> float | None:
-        """When a `TimePassed` is due, or None."""
+        """Return the time at which a `TimePassed` is due, or None."""
         parts = (self.loads, self.saves, self.loans)
         return min((due for part in parts if (due := part.next_time()) is not None), default=None)
 
     @property
     def idle(self) -> bool:
+        """True if no op runs, and no load, save or loan is open."""
         return not (self.running or self.loads.num_open or self.num_saves or self.loans.num_open)
 
     @property
@@ -298,7 +299,7 @@ class Engine:
         self.loans.retain(op.what.entry)
 
     def _reset(self, generation: int | None) -> None:
-        """A reset: no cell from before it may be found after it."""
+        """Reset, so that no cell from before is found afterwards."""
         context = self.context
         still = self.saves.drop_copies()
         self._fetches.cancel_waiting()
@@ -311,7 +312,7 @@ class Engine:
             context.scheduler.add(Owner(Priority.SAVE), None, marker, after=still, always=True)
 
     def _batch_hung(self, batch: Batch) -> None:
-        """A store call is past its limit."""
+        """Leave behind a store call that is past its limit."""
         self.running.remove(batch)
         self.context.scheduler.batch_ended(batch)
         self.hung_calls.reserve_memory(batch)

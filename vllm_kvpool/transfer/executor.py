@@ -63,6 +63,7 @@ class Gauges:
         self._drop_log = DropLog([tier.name for tier in engine.context.tiers])
 
     def update(self, now: float) -> None:
+        """Set the levels and add the counts since the last call."""
         context, registry, trace = self._engine.context, self._registry, self._trace
         slots = context.host_cache.slots
         registry.set("kvpool_slots", slots.num_free, state="free")
@@ -131,7 +132,7 @@ class Exchange(Protocol):
         """Send a message; engine thread."""
 
     def close(self) -> None:
-        """The engine has failed: neither lend nor borrow any more."""
+        """Neither lend nor borrow any more: the engine has failed."""
 
 
 class Notices(Protocol):
@@ -141,7 +142,7 @@ class Notices(Protocol):
         """Tell a hand-over's progress; engine thread."""
 
     def close(self) -> None:
-        """The engine has failed: nothing more is stored."""
+        """Tell that nothing more is stored: the engine has failed."""
 
 
 class Executor:
@@ -193,7 +194,7 @@ class Executor:
         self._inbox.put(message)
 
     def drain(self) -> list[Report]:
-        """The reports since the last call, in order."""
+        """Return the reports since the last call, in order."""
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def wait(self, ready: Callable[[Sequence[Report]], bool], timeout_s: float) -> bool:
@@ -277,7 +278,7 @@ class Executor:
         self._gauges.update(time.monotonic())
 
     def _serve_without_engine(self) -> None:
-        """The engine has failed: report every job as failed, when no lane can write its pages.
+        """Report every job as failed once no lane can write its pages: the engine has failed.
 
         A copy that hangs delays the jobs of the blocks that it writes, and no others.
         """
@@ -365,6 +366,6 @@ class Executor:
 
 
 def _blocks_of(batch: Batch) -> set[int]:
-    """The blocks that a batch of copies may write."""
+    """Return the blocks that a batch of copies may write."""
     every = (pages for part in batch.parts for pages in part.slab.pages)
     return {block for pages in every for block in pages.block_ids}

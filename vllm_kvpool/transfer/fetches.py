@@ -41,6 +41,7 @@ class Fetch(SlabOp):
 
     @property
     def failure(self) -> CellOutcome:
+        """The outcome that loads report if they fail with this fetch."""
         return self.trouble
 
 
@@ -88,7 +89,7 @@ class Fetches:
                 self._fail(op, CellOutcome.CANCELLED)
 
     def got(self, op: Op, outcome: Outcome) -> None:
-        """GET has ended: check the cells that the tier gave."""
+        """Check the cells that a tier gave: the GET has ended."""
         fetch: Fetch = op.what
         if not fetch.entry.indexed:  # before a reset
             self._fail(op, CellOutcome.CANCELLED)
@@ -106,7 +107,7 @@ class Fetches:
             self._arrived(op)
 
     def checked(self, op: Op, outcome: Outcome) -> None:
-        """CHECK has ended: ask the next tier for cells that this one lacked or that are bad."""
+        """Ask the next tier for cells that this one lacked or that are bad: the CHECK has ended."""
         fetch: Fetch = op.what
         self._refuse(op, outcome)
         if fetch.refused:
@@ -130,7 +131,7 @@ class Fetches:
         host_cache.unpin(entry)
 
     def tier_down(self, tier: int) -> None:
-        """A tier is not asked any more: move its waiting fetches on."""
+        """Move on the waiting fetches of a tier that is not asked any more."""
         for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.GET, tier)):
             self.skip_tier(op)
 
@@ -139,7 +140,7 @@ class Fetches:
         self._try_next_tier(op, CellOutcome.UNREACHABLE)
 
     def writes_down(self, tier: int) -> None:
-        """A tier takes no writes for now: give up waiting removals."""
+        """Give up the waiting removals of a tier that takes no writes for now."""
         for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.REMOVE, tier)):
             self.removed(op, CellOutcome.UNREACHABLE)
 
@@ -154,7 +155,7 @@ class Fetches:
             self._removing[tier, key] = removal
 
     def removed(self, op: Op, outcome: Outcome) -> None:
-        """REMOVE of a bad cell has ended."""
+        """Take the end of the REMOVE of a bad cell."""
         [key] = op.what.part.cell_keys()
         del self._removing[tier_of(op), key]
         if outcome is CellOutcome.DONE:
@@ -163,7 +164,7 @@ class Fetches:
             self._context.scheduler.fail(op)
 
     def removals(self, slabs: Iterable[Slab]) -> list[Op]:
-        """The removals of cells of these slabs from any tier."""
+        """Return the removals of cells of these slabs from any tier."""
         if not self._removing:  # as nearly always
             return []
         wanted = {key for slab in slabs for key in slab.cell_keys()}
@@ -202,7 +203,7 @@ class Fetches:
         return given
 
     def _try_elsewhere(self, op: Op) -> None:
-        """The tier did not give all cells: try again, or the next tier, or fail."""
+        """Fetch again, or from the next tier, what a tier did not give; or fail."""
         fetch: Fetch = op.what
         context, entry, outcome = self._context, fetch.entry, fetch.reason
         if outcome is not CellOutcome.MISSING and fetch.tier != REPLICA:

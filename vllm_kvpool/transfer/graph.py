@@ -37,6 +37,8 @@ class Owner(NamedTuple):
 
 
 class OpState(Enum):
+    """The state of an op; done, failed and cancelled are final."""
+
     WAITING = "waiting"
     READY = "ready"
     RUNNING = "running"
@@ -98,6 +100,7 @@ class Batch:
 
     @property
     def num_cells(self) -> int:
+        """Number of cells of all parts."""
         return sum([part.num_cells for part in self.parts])
 
 
@@ -131,7 +134,7 @@ class Lane:
     running_bytes: int = 0
 
     def turns(self) -> Sequence[int]:
-        """Priorities in the order in which they may start a batch."""
+        """Return the priorities in the order in which they may start a batch."""
         starved = [p for p in IN_ORDER if self.passed_over[p] >= FAIR_EVERY]
         return (*starved, *IN_ORDER)
 
@@ -212,7 +215,7 @@ class Scheduler:
     # Running
 
     def take(self, now: float) -> list[Batch]:
-        """The batches that may start now; their ops count as running."""
+        """Return the batches that may start now; their ops count as running."""
         self.now = now
         batches: list[Batch] = []
         active, self._active = self._active, {}
@@ -232,7 +235,7 @@ class Scheduler:
         return batches
 
     def batch_ended(self, batch: Batch) -> None:
-        """The lane is done with a batch; its ops have yet to be finished, failed or retried."""
+        """Free a batch's place in its lane; its ops have yet to be finished, failed or retried."""
         lane = self.lanes[batch.lane]
         lane.num_batches -= 1
         lane.running_bytes -= batch.nbytes
@@ -240,6 +243,7 @@ class Scheduler:
             self._active[lane] = None
 
     def finish(self, op: Op) -> None:
+        """End an op as done, and make successors ready that waited for it alone."""
         op.state = _DONE
         for successor in op.successors:
             if successor.state is _WAITING:
@@ -248,13 +252,15 @@ class Scheduler:
                     self._make_ready(successor)
 
     def fail(self, op: Op) -> None:
-        """An op, started or not, has failed for good; its successors are cancelled."""
+        """Fail an op for good, started or not, and cancel its successors."""
         self._leave_queue(op)
         self._lose(self._close_off(op, _FAILED), op)
 
     def move(self, op: Op, lane: Lane, *, first: bool = False) -> None:
-        """A running or ready op becomes ready in a lane, behind all others there, or as the first;
-        its successors wait on."""
+        """Make a running or ready op ready in another lane; its successors wait on.
+
+        It stands behind all others there, or is the `first`.
+        """
         self._leave_queue(op)
         op.lane = lane
         self._make_ready(op)
@@ -278,11 +284,11 @@ class Scheduler:
             op.priority = priority
 
     def first_ready(self, lane: Lane) -> Op | None:
-        """The ready op of a lane with the lowest priority, the one that has waited longest."""
+        """Return a lane's ready op of the lowest priority, of these the longest waiting."""
         return next((op for queue in lane.queues for op in queue), None)
 
     def waiting_in(self, lane: Lane) -> list[Op]:
-        """The ready ops of a lane, the lowest priority first."""
+        """Return the ready ops of a lane, the lowest priority first."""
         return [op for queue in lane.queues for op in queue]
 
     @property
@@ -296,12 +302,12 @@ class Scheduler:
         return bool(self._lost or self._reached)
 
     def take_reached(self) -> list[Op]:
-        """The markers that were done since the last call, in order."""
+        """Return the markers that were done since the last call, in order."""
         reached, self._reached = self._reached, []
         return reached
 
     def take_lost(self) -> list[tuple[Op, Op]]:
-        """Since the last call: ops that were cancelled because another failed, and that other."""
+        """Return the ops cancelled since the last call because another failed, and that other."""
         lost, self._lost = self._lost, []
         return lost
 
@@ -309,7 +315,7 @@ class Scheduler:
 
     @staticmethod
     def _leave_queue(op: Op) -> None:
-        """An op that may be ready is about to change."""
+        """Take an op out of its queue if it is ready: it is about to change."""
         if op.lane is not None and op.state is _READY:
             del op.lane.queues[op.priority][op]
             op.lane.num_ready -= op.size
@@ -339,7 +345,7 @@ class Scheduler:
                             self._make_ready(successor)
 
     def _next_ops(self, lane: Lane) -> list[Op]:
-        """A batch from the first queue that an op may start from, in the order of turns."""
+        """Return a batch from the first queue that an op may start from, in the order of turns."""
         for priority in lane.turns() if lane.num_passed_over else IN_ORDER:
             if not lane.queues[priority]:
                 continue

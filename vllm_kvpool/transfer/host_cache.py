@@ -35,6 +35,8 @@ EvictionRank = tuple[int, int, str]
 
 
 class CacheEntryState(Enum):
+    """The state of a slab in host memory."""
+
     ARRIVING = "arriving"
     PRESENT = "present"
     GONE = "gone"
@@ -57,6 +59,7 @@ class CacheEntry:
 
     @property
     def num_cells(self) -> int:
+        """Number of the slab's cells, each in one slot."""
         return self.slab.num_cells
 
 
@@ -96,7 +99,7 @@ class HostCache:
         has_shares: bool = False,
         least_cells: int = 1,
     ) -> None:
-        """`has_shares`: what leaves belongs to the tenant that has the most cells.
+        """Begin empty; `has_shares`: what leaves belongs to the tenant that has the most cells.
 
         A chunk of a layer group has at least `least_cells` cells.
         """
@@ -126,12 +129,13 @@ class HostCache:
         self.unused_prefetches = 0  # of those
 
     def get(self, slab_id: str) -> CacheEntry | None:
+        """Return the slab's entry, arriving or present, or None; evict expired slabs first."""
         if self._expiring:
             self._expire()
         return self._index.get(slab_id)
 
     def add(self, slab: Slab, *, indexed: bool = True) -> CacheEntry:
-        """A new entry for a slab that will arrive; the caller holds its first pin.
+        """Add an entry for a slab that will arrive, and return it; the caller holds its first pin.
 
         One that is not indexed is freed with its last pin.
         """
@@ -167,7 +171,7 @@ class HostCache:
         entry.slots, entry.loan = [], None
 
     def arrived(self, entry: CacheEntry, now_ns: int, *, dirty: bool = False) -> None:
-        """The slab's bytes are in its slots; the transfer still holds its pin."""
+        """Note that the slab's bytes are in its slots; the transfer still holds its pin."""
         entry.state = CacheEntryState.PRESENT
         entry.op = None
         entry.dirty = dirty
@@ -238,7 +242,7 @@ class HostCache:
         self._raise(chunk.parent, chunk.score)  # it may have a child's score already
 
     def hit(self, chunk_id: str, now_ns: int) -> None:
-        """A request has loaded or saved a chunk, which may be here."""
+        """Count a use of a chunk, which may be here, by a load or save."""
         chunk = self._chunks.get(chunk_id)
         if chunk is not None and chunk.num_slabs:
             self._raise(chunk, self._policy.on_hit(chunk.score, now_ns))
@@ -265,7 +269,7 @@ class HostCache:
         entry.pins += 1
 
     def unpin(self, entry: CacheEntry) -> None:
-        """A transfer is done with the entry, which is freed or becomes evictable after the last."""
+        """Drop a transfer's pin of the entry, which is freed or evictable after the last."""
         entry.pins -= 1
         if entry.pins:
             return
@@ -284,12 +288,12 @@ class HostCache:
             self.num_dirty += num_slots
 
     def cleaned(self, entry: CacheEntry) -> None:
-        """A tier has the slab now, or it was given up; the entry is pinned."""
+        """Mark a pinned entry as clean: a tier has the slab now, or it was given up."""
         assert entry.pins, entry.slab.id
         entry.dirty = False
 
     def quarantine_slots(self, entry: CacheEntry) -> list[Slot]:
-        """A hung call may still write to the slots: quarantine them until `slots.give_back`."""
+        """Quarantine slots to which a hung call may still write, until `slots.give_back`."""
         slots, entry.slots = entry.slots, []
         assert slots, entry.slab.id
         self.slots.quarantine(slots)
@@ -304,8 +308,10 @@ class HostCache:
                 self._drop(entry)
 
     def coldest_dirty(self, num_cells: int) -> list[CacheEntry]:
-        """Unpinned dirty slabs of at least so many cells, the lowest rank first; the caller must
-        put or drop all of them."""
+        """Return unpinned dirty slabs of at least `num_cells` cells, the lowest rank first.
+
+        The caller must put or drop all of them.
+        """
         found: list[CacheEntry] = []
         while num_cells > 0 and (entry := self._pop(self._dirty, dirty=True)) is not None:
             found.append(entry)
@@ -313,7 +319,7 @@ class HostCache:
         return found
 
     def take_change(self) -> HostCacheChange | None:
-        """Chunks that have become complete or incomplete since the last call."""
+        """Return the chunks that have become complete or incomplete since the last call."""
         if not self._changes:
             return None
         changes, self._changes = self._changes, {}
@@ -345,8 +351,10 @@ class HostCache:
         return entry.slab.chunk.tenant if self.has_shares else ""
 
     def _pop_clean(self) -> CacheEntry | None:
-        """Pop the unpinned clean slab of the lowest rank, of the tenant with the most cells that
-        has one."""
+        """Pop the unpinned clean slab of the lowest rank.
+
+        It is the slab of the tenant with the most cells among those with such slabs.
+        """
         tenants = sorted(self._clean, key=lambda each: -self.num_cells[each])
         for tenant in tenants:
             if (entry := self._pop(self._clean[tenant], dirty=False)) is not None:
@@ -402,7 +410,7 @@ class HostCache:
         self._free(entry)
 
     def unindex(self, entry: CacheEntry) -> None:
-        """`get` does not find the entry any more; it is freed with its last pin."""
+        """Hide an entry from `get`; it is freed with its last pin."""
         if not entry.indexed:
             return
         entry.indexed = False
@@ -442,7 +450,7 @@ class HostCache:
         return loans
 
     def num_slots(self) -> tuple[int, int, int]:
-        """Slots of unpinned clean slabs, of unpinned dirty ones, and of pinned ones."""
+        """Return the numbers of slots of clean unpinned slabs, of dirty ones and of pinned ones."""
         held = self.slots.num_held - self.num_idle
         return self.num_idle - self.num_dirty, self.num_dirty, held
 

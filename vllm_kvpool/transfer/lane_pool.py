@@ -61,7 +61,7 @@ class LaneThread:
         self.thread.start()
 
     def busy_since(self) -> tuple[Batch, float] | None:
-        """The present batch and when it began (monotonic seconds); any thread may call."""
+        """Return the present batch and when it began (monotonic seconds); any thread may call."""
         with self._lock:
             batch, since = self._taken[0] if self._taken else None, self._since
         return None if batch is None or since is None else (batch, since)
@@ -95,7 +95,7 @@ class LaneThread:
             self._end(batch, self._perform(batch))
 
     def _take(self) -> Batch | None:
-        """The present batch, or else the next one; None to end."""
+        """Return the present batch, or else the next one; None to end."""
         if not self._taken:
             # One call into C: an exception thrown into this thread comes before or after it, so a
             # batch is in the inbox or in `_taken`.

@@ -98,7 +98,7 @@ def _keys_of(parts: Sequence[Part]) -> list[str]:
 
 
 def _by_part(outcomes: Sequence[CellOutcome], parts: Sequence[Part]) -> list[Outcome]:
-    """The outcome of each part from those of all their cells."""
+    """Return the outcome of each part from those of all their cells."""
     stops = list(accumulate((part.num_cells for part in parts), initial=0))
     return [outcome_of(outcomes[start:stop]) for start, stop in pairwise(stops)]
 
@@ -280,8 +280,10 @@ class BatchRunner:
         return self.arena.buffers(part.slots, part.sizes())
 
     def _clear_heads(self, parts: Sequence[Part]) -> None:
-        """Fill slots with zeros whose first rows are of tokens before the prompt, which has none:
-        a slot holds what was in it before."""
+        """Fill slots with zeros whose first rows are of tokens before the prompt.
+
+        The prompt has no such tokens, and a slot holds its former content.
+        """
         for part in parts:
             if part.slab.kind.cells[0].lookahead and not part.slab.chunk.position:
                 for buffer in self._buffers(part):
@@ -315,7 +317,7 @@ class BatchRunner:
     def _rows(
         self, slab: Slab, pieces: _Pieces
     ) -> tuple[Sequence[int], int, int, int, int, int] | None:
-        """The last fields of a `SlabMove`; None if there is nothing to move."""
+        """Return the last fields of a `SlabMove`; None if there is nothing to move."""
         # A state has one row, in the place of the last token before its boundary.
         num_rows, per_row, pages = pieces.num_rows, pieces.per_row, slab.pages[pieces.group]
         start = slab.chunk.position * self.chunk_tokens - pieces.lookahead

@@ -56,6 +56,7 @@ class Scatter(SlabOp):
 
     @property
     def chunk(self) -> int:
+        """The chunk's index in the prompt."""
         return self.slab.chunk.position
 
     @property
@@ -64,6 +65,7 @@ class Scatter(SlabOp):
         return self.entry is not None and self.slab.kind.is_optional
 
     def lost(self, op: Op, failure: CellOutcome) -> None:
+        """Give up the slab's chunk: its cells could not be fetched."""
         self.loads.lost(op, failure)
 
 
@@ -106,9 +108,11 @@ class Loads:
 
     @property
     def num_open(self) -> int:
+        """Number of loads whose last report is to come."""
         return len(self._loads)
 
     def submit(self, job: LoadJob) -> None:
+        """Start a load: its fetches and scatters, and its deadline."""
         plan = job.plan
         owner = Owner(Priority.LOAD, plan.request_id, plan.job_id)
         landed_stop = plan.stop_chunk if plan.landed_stop is None else plan.landed_stop
@@ -268,7 +272,7 @@ class Loads:
             self._set_deadline(load, CLEAR_S)
 
     def next_time(self) -> float | None:
-        """When the next deadline passes, or the next slabs are named."""
+        """Return when the next deadline passes, or the next slabs are named."""
         if self._growing:
             return self._context.now + NAME_EVERY_S
         while self._deadlines and self._deadlines[0][1] not in self._loads:
@@ -276,6 +280,7 @@ class Loads:
         return self._deadlines[0][0] if self._deadlines else None
 
     def scattered(self, op: Op, outcome: Outcome) -> None:
+        """Take the end of a scatter, and report the chunks that are in the pages."""
         scatter: Scatter = op.what
         entry = scatter.entry
         if entry is not None and entry.loan is not None and entry.loan.until <= self._context.now:
@@ -293,7 +298,7 @@ class Loads:
         self._finish_if_done(scatter.load)
 
     def lost(self, op: Op, outcome: CellOutcome) -> None:
-        """A scatter was cancelled because the fetch or gather of its slab has failed."""
+        """Give up a scatter, cancelled because the fetch or gather of its slab has failed."""
         scatter: Scatter = op.what
         if scatter.over or op is not scatter.op:
             return

@@ -126,7 +126,7 @@ class Loans:
             self._end_ask((event.member, loan_id), outcome)
 
     def lender_gone(self, member: int) -> None:
-        """The member answers no more: fetch for this rank what it was asked for."""
+        """Fetch for this rank what a member was asked for that answers no more."""
         self._context.lenders[member].hold_open()
         self._fetch_instead(member)
         for key in [key for key in self._asked if key[0] == member]:
@@ -194,12 +194,12 @@ class Loans:
             self._end_loan(key)
 
     def returned(self, event: Returned) -> None:
-        """The borrower reads the slots of these loans no more."""
+        """End loans whose slots the borrower reads no more."""
         for loan_id in event.loans:
             self._end_loan((event.member, loan_id))
 
     def borrower_gone(self, member: int) -> None:
-        """The member's process has ended, or reads nothing any more."""
+        """End the loans to a member whose process has ended, or reads nothing any more."""
         for key in [key for key in self._lent if key[0] == member]:
             self._end_loan(key)
 
@@ -249,7 +249,7 @@ class Loans:
             self._drop_oldest()
 
     def next_time(self) -> float | None:
-        """When the first of these times is over."""
+        """Return when the first of these times is over."""
         asks = [asked_at + self._set.ask_s for _, asked_at in self._asked.values()][:1]
         loans = [until for _, until in self._lent.values()][:1]
         return min((*asks, *loans, *list(self._retained.values())[:1]), default=None)

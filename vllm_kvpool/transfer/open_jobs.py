@@ -50,6 +50,7 @@ class OpenJobs:
         self._jobs: dict[JobId, _OpenJob] = {}
 
     def open(self, plan: LoadPlan | SavePlan) -> None:
+        """Note the start of a job, for its duration."""
         self._jobs[plan.job_id] = _OpenJob(plan, time.monotonic())
 
     def account(self, report: Report) -> None:

@@ -83,8 +83,10 @@ class HandOverEnd(NamedTuple):
 
 
 class HandOverProgress(NamedTuple):
-    """A store has this rank's cells of the chunks before `stored`, as far as this engine knows.
-    No chunk from `ended` on will be; None while more may."""
+    """The progress of a hand-over: a store has this rank's cells of the chunks before `stored`.
+
+    That is what this engine knows. No chunk from `ended` on will be stored; None while more may.
+    """
 
     topic: bytes
     stored: int
@@ -123,6 +125,7 @@ class LoadPlan:
 
     @property
     def stop_chunk(self) -> int:
+        """The index behind the last chunk."""
         return self.first_chunk + len(self.hashes)
 
 
@@ -172,11 +175,10 @@ class SlabKind:
 
 
 class Slab(NamedTuple):
-    """A rank's cells of a chunk in one layer group, or some of them: the unit of copies, slots,
-    pins and eviction.
+    """A rank's cells of a chunk in one layer group, or some of them.
 
-    Stores know its cells by their keys. `pages` is empty where no pages take part (prefetches,
-    loans).
+    Slabs are the unit of copies, slots, pins and eviction. Stores know the cells by their keys.
+    `pages` is empty where no pages take part (prefetches, loans).
     """
 
     id: str  # in host memory
@@ -192,15 +194,16 @@ class Slab(NamedTuple):
 
     @classmethod
     def of(cls, kind: SlabKind, chunk: ChunkRef, chunk_hex: str) -> Self:
-        """A slab of a whole chunk, without pages."""
+        """Return a slab of a whole chunk, without pages."""
         return cls(chunk.id + kind.part, kind, chunk, chunk_hex, kind.sizes, sum(kind.sizes))
 
     @property
     def num_cells(self) -> int:
+        """Number of cells."""
         return len(self.sizes)
 
     def cell_keys(self, cells: "Cells" = None) -> list[str]:
-        """The keys of these of its cells."""
+        """Return the keys of these of its cells."""
         chunk_hex, prefixes = self.chunk_hex, self.kind.key_prefixes
         if cells is None:
             return [prefix + chunk_hex for prefix in prefixes]
@@ -220,13 +223,15 @@ class Part(NamedTuple):
 
     @property
     def num_cells(self) -> int:
+        """Number of cells that the op moves."""
         return self.slab.num_cells if self.cells is None else len(self.cells)
 
     def cell_keys(self) -> list[str]:
+        """Return the keys of the cells that the op moves."""
         return self.slab.cell_keys(self.cells)
 
     def sizes(self) -> Sequence[int]:
-        """The bytes of each of its cells in a store."""
+        """Return the bytes of each of its cells in a store."""
         sizes = self.slab.sizes
         return sizes if self.cells is None else [sizes[cell] for cell in self.cells]
 
@@ -254,6 +259,8 @@ class SaveJob(NamedTuple):
 
 
 class PrefetchJob(NamedTuple):
+    """A prefetch plan, expanded for a rank."""
+
     plan: PrefetchPlan
     slabs: tuple[Slab, ...]
 
@@ -317,18 +324,18 @@ Outcome = CellOutcome | tuple[CellOutcome, ...]
 
 
 def outcome_of(each: Sequence[CellOutcome]) -> Outcome:
-    """The outcome of a part from those of its cells."""
+    """Return the outcome of a part from those of its cells."""
     first = each[0]
     return first if each.count(first) == len(each) else tuple(each)
 
 
 def each_of(outcome: Outcome, num_cells: int) -> Sequence[CellOutcome]:
-    """The outcome of each cell of a part."""
+    """Return the outcome of each cell of a part."""
     return outcome if isinstance(outcome, tuple) else (outcome,) * num_cells
 
 
 def worst_of(outcome: Outcome) -> CellOutcome:
-    """The first outcome that is no success, of a part with one; else that of its first cell."""
+    """Return the first outcome that is no success, or else that of the first cell."""
     if not isinstance(outcome, tuple):
         return outcome
     return next((each for each in outcome if each not in STORED), outcome[0])
@@ -404,7 +411,7 @@ class HostCacheChange:
 
     @classmethod
     def of(cls, complete: Mapping[str, bool]) -> Self:
-        """From chunk ids to whether the chunk is complete now."""
+        """Return the change from a table of chunk ids to whether the chunk is complete now."""
         return cls(
             tuple(chunk_id for chunk_id, is_complete in complete.items() if is_complete),
             tuple(chunk_id for chunk_id, is_complete in complete.items() if not is_complete),

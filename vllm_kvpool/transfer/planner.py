@@ -51,7 +51,7 @@ class _LayerGroup(NamedTuple):
     """Distance of chunk i to the last chunk of its fetcher, at i modulo the length."""
 
     def ref(self, hashes: Sequence[str], place: int, index: int) -> ChunkRef:
-        """The reference of chunk `index`, whose hash is `hashes[place]`."""
+        """Return the reference of chunk `index`, whose hash is `hashes[place]`."""
 
         def id_of(place: int) -> str:
             return self.prefix + hashes[place] + self.suffix if place >= 0 else ""
@@ -77,7 +77,10 @@ class _Names(NamedTuple):
         tenant: str = "",
         retention: Retention = NO_RETENTION,
     ) -> Iterator[tuple[int, str, list[ChunkRef]]]:
-        """Each chunk's index, its hash in hexadecimal, and its reference in each layer group."""
+        """Yield each chunk's index, its hash in hexadecimal, and its references.
+
+        There is a reference for each layer group.
+        """
         is_plain = not tenant and retention == NO_RETENTION
         every = [chunk_hash.hex() for chunk_hash in (*before, *hashes)]
         for place in range(len(before), len(every)):
@@ -120,7 +123,7 @@ class Planner:
     keep tables of a slab's pages by its tuple."""
 
     def named(self, namespace: Namespace, drafter: str = "") -> Self:
-        """A planner of the same cells in another namespace, those of drafts by this drafter."""
+        """Return a planner of the same cells in another namespace; drafts are by this drafter."""
         cells = [
             replace(
                 cell,
@@ -136,7 +139,7 @@ class Planner:
         return self.chunk_tokens // self.context.dcp_size
 
     def max_cell_bytes(self) -> int:
-        """Header and payload of this rank's largest cell."""
+        """Return the bytes of this rank's largest cell, header and payload."""
         return max(self._cell_bytes(cell) for cell in self.cells)
 
     def begin_load(self, plan: LoadPlan) -> LoadJob:
@@ -358,7 +361,7 @@ class Planner:
         return tuple(map(self.siblings.get, cell.fetchers(here))) or (None,)
 
     def _local(self, pages: Sequence[JobPages]) -> tuple[JobPages, ...]:
-        """The same pages, counted in tokens of this context-parallel rank."""
+        """Return the pages counted in tokens of this context-parallel rank."""
         if self.context.dcp_size == 1:
             return tuple(pages)
         return tuple(

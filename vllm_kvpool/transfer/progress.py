@@ -23,7 +23,7 @@ class _Request:
     stop: int | None = None  # no chunk from here on is saved
 
     def plan(self, first: int, stop: int) -> None:
-        """Chunks [first, stop) are planned, or were found with all before them (first == stop)."""
+        """Plan chunks [first, stop), or take them as found with all before them (first == stop)."""
         if first == stop:
             self.planned = max(self.planned, stop)
         else:
@@ -68,7 +68,7 @@ class SaveProgress:
         return len(self._topics)
 
     def planned(self, job: SaveJob) -> list[HandOverProgress]:
-        """A save of a request that is handed over begins."""
+        """Take the begin of a save of a request that is handed over."""
         plan = job.plan
         request = self._request(plan.topic, plan.request_id)
         planned = Counter(slab.chunk.position for slab in job.slabs if slab.stored)
@@ -81,7 +81,7 @@ class SaveProgress:
         return self._changes(plan.topic)
 
     def recorded(self, job: SaveJob, slab: Slab, *, is_stored: bool) -> list[HandOverProgress]:
-        """A slab of a save is in a store, or was given up."""
+        """Take a slab of a save that is in a store, or was given up."""
         plan, position = job.plan, slab.chunk.position
         topic = self._topics.get(plan.topic)
         request = None if topic is None else topic.requests.get(plan.request_id)
@@ -95,7 +95,7 @@ class SaveProgress:
         return self._changes(plan.topic)
 
     def ends(self, end: HandOverEnd) -> list[HandOverProgress]:
-        """A request saves no more than it has planned; every request's last event."""
+        """Take a request's last event: it saves no more than it has planned."""
         request = self._request(end.topic, end.request_id)
         request.plan(end.found, end.found)
         request.stop = end.chunks if request.stop is None else min(request.stop, end.chunks)
@@ -126,7 +126,7 @@ class SaveProgress:
 
 
 def _latest(ends: Iterable[int | None]) -> int | None:
-    """The last of all ends; None if one is open."""
+    """Return the last of all ends; None if one is open."""
     latest = 0
     for end in ends:
         if end is None:

@@ -63,6 +63,7 @@ class Card(msgspec.Struct, frozen=True):
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
+        """Return the card in the bytes that another rank sent at start."""
         host, name, token, tp_rank, pcp_rank, rank = _CARD.unpack(data)
         return cls(host, name, token, ReplicaRank(tp_rank, pcp_rank), rank)
 
@@ -73,7 +74,10 @@ class Card(msgspec.Struct, frozen=True):
 
 
 def host_digest() -> bytes:
-    """Equal in processes that can pass each other memory: same kernel, network and user."""
+    """Return a digest that processes share if they can pass each other memory.
+
+    They have the same kernel, network and user.
+    """
     try:
         parts = (BOOT_ID.read_text().strip(), os.readlink(_NETWORK), str(os.geteuid()))
     except OSError:  # unknown: then no other process is on this host
@@ -313,7 +317,7 @@ class ReplicaExchange:
                 os.close(descriptor)
 
     def _end(self, link: _Link) -> None:
-        """The other end has closed the connection, or its process has ended."""
+        """Close a connection whose other end has closed it, or whose process has ended."""
         self._selector.unregister(link.peer)
         self._drop(link)
         if link.number is None:

@@ -79,9 +79,11 @@ class Copy(SlabOp):
 
     @property
     def failure(self) -> CellOutcome:
+        """The outcome of the copy's last failure; CANCELLED without one."""
         return CellOutcome.CANCELLED if self.outcome is None else worst_of(self.outcome)
 
     def lost(self, op: Op, failure: CellOutcome) -> None:
+        """End the copy without its cells in the tier: a predecessor has failed."""
         self.saves.lost(self, failure)
 
 
@@ -106,6 +108,7 @@ class SaveManager:
 
     @property
     def num_copies(self) -> int:
+        """Number of copies whose last op has not ended."""
         return len(self._copies)
 
     @property
@@ -115,11 +118,13 @@ class SaveManager:
 
     @property
     def num_open(self) -> int:
+        """Number of saves whose last report is to come."""
         return len(self._saves)
 
     # Saving
 
     def submit(self, job: SaveJob) -> None:
+        """Start a save: a gather of each slab as slots become free, then its puts."""
         context = self._context
         self._stall_reported = False
         plan = job.plan
@@ -220,8 +225,10 @@ class SaveManager:
             self._copy(entry, up)
 
     def _stays_dirty(self, slab: Slab, plan: SavePlan) -> bool:
-        """Return True if host memory alone has a slab for now. The stores get the slabs of a prompt
-        at once that another engine goes on with."""
+        """Return True if host memory alone has a slab for now.
+
+        A prompt that another engine goes on with is put into stores at once.
+        """
         context = self._context
         back = self._write_back and context.host_cache.capacity > 0 and not plan.topic
         return back and slab.stored and bool(context.tiers)
@@ -237,6 +244,7 @@ class SaveManager:
             self._add(owner, self._context.lane(OpKind.PUT, tier), copy, (seal,))
 
     def gathered(self, op: Op, outcome: Outcome) -> None:
+        """Take the end of a gather: the slab is in host memory, or its copy has failed."""
         copy, context = op.what, self._context
         if outcome is CellOutcome.DONE and not copy.save.dropped:
             context.host_cache.arrived(copy.entry, context.now_ns, dirty=copy.dirty)
@@ -257,6 +265,7 @@ class SaveManager:
     # Copies
 
     def sealed(self, op: Op, outcome: Outcome) -> None:
+        """Take the end of a seal; puts into tiers that take no writes end as unreachable."""
         copy, is_writable = op.what, self._context.is_writable
         for put in copy.ops:
             if put.state is OpState.WAITING and not is_writable(tier_of(put)):
@@ -269,6 +278,7 @@ class SaveManager:
         self.finish_if_done(copy)
 
     def put(self, op: Op, outcome: Outcome) -> None:
+        """Take the end of a put: retry it, or record what became of each cell."""
         copy, tier = op.what, tier_of(op)
         dropped = copy.save is not None and copy.save.dropped
         if not dropped and self._context.may_retry(op, tier, outcome, writes=True):
@@ -280,13 +290,15 @@ class SaveManager:
         self._end_put(op, copy, outcome)
 
     def writes_down(self, tier: int) -> None:
-        """A tier takes no writes for now: give up puts that wait for it."""
+        """Give up the waiting puts of a tier that takes no writes for now."""
         for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.PUT, tier)):
             self._end_put(op, op.what, CellOutcome.UNREACHABLE)
 
     def copy_up(self, entry: CacheEntry, tiers: list[int]) -> None:
-        """Promote a slab that was fetched from further away into nearer tiers, if loads do not
-        need its slots."""
+        """Promote a slab that was fetched from further away into nearer tiers.
+
+        Nothing is promoted if loads need the slots.
+        """
         if self._context.host_cache.has_room(SlotUse.SAVE, entry.num_cells):
             self._copy(entry, tiers)
 
@@ -317,7 +329,7 @@ class SaveManager:
         return count > 0
 
     def flush(self) -> None:
-        """The process is about to end: put all dirty slabs, now and later ones, into every tier."""
+        """Put all dirty slabs, now and later ones, into every tier: the process is about to end."""
         self._flushing = True
 
     def _copy(self, entry: CacheEntry, tiers: Sequence[int]) -> None:
@@ -341,7 +353,7 @@ class SaveManager:
         self.finish_if_done(copy)
 
     def lost(self, copy: Copy, outcome: CellOutcome) -> None:
-        """An op was cancelled since one before it has failed: a gather since its fence has.
+        """Take an op that was cancelled, since an op before it or a gather's fence has failed.
 
         Later ops of a copy end with the failure of the op before them, which finishes the copy.
         """
@@ -351,7 +363,7 @@ class SaveManager:
             self.finish_if_done(copy)
 
     def finish_if_done(self, copy: Copy) -> None:
-        """If the last op of a copy has ended, unpin its entry."""
+        """Unpin a copy's entry if its last op has ended."""
         if copy not in self._copies or not OVER.issuperset([op.state for op in copy.ops]):
             return
         del self._copies[copy]
@@ -409,7 +421,7 @@ class SaveManager:
             self._context.progress += self.progress.recorded(save.job, slab, is_stored=is_stored)
 
     def hand_over_ends(self, end: HandOverEnd) -> None:
-        """A request that is handed over saves nothing more."""
+        """Note that a request that is handed over saves nothing more."""
         self._context.progress += self.progress.ends(end)
 
     def _finish(self, save: _Save) -> None:
@@ -478,7 +490,7 @@ class SaveManager:
             self._context.reports.append(SavesStalled())
 
     def next_time(self) -> float | None:
-        """When `watch_stall` is due, or the next slabs are named."""
+        """Return when `watch_stall` is due, or the next slabs are named."""
         if self._growing:
             return self._context.now + NAME_EVERY_S
         if not self._gathers.num_ready or self._stall_ends is None:

@@ -84,7 +84,7 @@ def no_span(
     seconds: float,
     attributes: Mapping[str, int | str],
 ) -> None:
-    """Records no span."""
+    """Record no span."""
 
 
 class Trace:
@@ -101,7 +101,7 @@ class Trace:
         return 0
 
     def add(self, record: Record) -> None:
-        """Any thread; returns at once and never raises."""
+        """Record a batch. Any thread; returns at once and never raises."""
 
     def close(self, timeout_s: float = CLOSE_JOIN_S) -> None:
         """Write what is left and end, within `timeout_s`; may be called again."""
@@ -117,7 +117,10 @@ class _Renderer:
     """Turns records into trace events. Owned by the writer thread."""
 
     def __init__(self, process_name: str, pid: int, epoch_s: float, epoch_ns: int) -> None:
-        """At `epoch_s` of the recorders' clock it was `epoch_ns` since the epoch."""
+        """Set the clocks.
+
+        At `epoch_s` of the recorders' clock it was `epoch_ns` since the epoch.
+        """
         self._process_name = process_name
         self._pid = pid
         self._epoch_s = epoch_s
@@ -228,8 +231,10 @@ class TraceFile(Trace):
         open_file: Callable[[Path], BinaryIO] = _create,
         max_bytes: int = MAX_TRACE_BYTES,
     ) -> None:
-        """`clock` is the records'; `pid` tells processes of a host apart. The writer thread creates
-        the file, or empties an older one of ours."""
+        """Start the writer thread, which creates the file or empties an older trace.
+
+        `clock` is the records'; `pid` tells processes of a host apart.
+        """
         self._path = path
         self._clock = clock
         self._open_file = open_file
@@ -248,13 +253,16 @@ class TraceFile(Trace):
 
     @property
     def on(self) -> bool:
+        """True until `close`, or an error of the file."""
         return self._on
 
     @property
     def dropped(self) -> int:
+        """Number of records that were not written, as the file was too slow."""
         return self._dropped
 
     def add(self, record: Record) -> None:
+        """Queue a record for the writer thread; beyond MAX_QUEUED it is dropped and counted."""
         # Other threads may append after the length was read: each may pass the bound by one record.
         if self._on and len(self._queue) < MAX_QUEUED:
             self._queue.append(record)
@@ -262,6 +270,7 @@ class TraceFile(Trace):
             self._drop(1)
 
     def close(self, timeout_s: float = CLOSE_JOIN_S) -> None:
+        """Write the queued records, for at most `timeout_s`."""
         self._on = False
         self._closing.set()
         self._thread.join(timeout_s)

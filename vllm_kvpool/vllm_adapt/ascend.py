@@ -23,7 +23,7 @@ from vllm_kvpool.vllm_adapt import compat
 
 
 def share_engine() -> None:
-    """On NPUs, use the process's one Mooncake engine that vLLM-Ascend's connectors use too."""
+    """Use the process's one Mooncake engine that vLLM-Ascend's connectors use too, on NPUs."""
     if compat.device_type() == "npu":
         use_engine_of("ascend", _engine_of_vllm_ascend)
 
@@ -37,7 +37,10 @@ def _engine_of_vllm_ascend(host: str) -> NativeEngine:
 
 
 def environment_variables() -> Mapping[str, Callable[[], Any]]:
-    """vLLM-Ascend's readers of its environment variables, by name; none on other devices."""
+    """Return vLLM-Ascend's readers of its environment variables, by name.
+
+    The result is empty on other devices.
+    """
     if compat.device_type() != "npu":
         return {}
     try:
@@ -89,7 +92,7 @@ def is_vllm_tensor(value: Any) -> bool:
 
 
 def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors of a registered value."""
+    """Return the tensors of a registered value."""
     if isinstance(value, torch.Tensor):
         return (value,)
     if isinstance(value, (tuple, list)):
@@ -98,7 +101,10 @@ def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
 
 
 def from_registered(name: str, value: Any, expected: Expected, device: Device) -> LayerPages:
-    """The pages of a layer that is not in vLLM's own form; ConfigError if they cannot be shared."""
+    """Return the pages of a layer that is not in vLLM's own form.
+
+    Raises ConfigError if they cannot be shared.
+    """
     for tensor in tensors_of(value):
         device.check_format(name, tensor)
     key, value_part = _key_and_value(name, value, expected)
@@ -108,7 +114,7 @@ def from_registered(name: str, value: Any, expected: Expected, device: Device) -
 
 
 def refuse_options(additional_config: Any) -> None:
-    """ConfigError for options of vLLM-Ascend that change pages without changing their shape."""
+    """Raise ConfigError for options of vLLM-Ascend that change pages but not their shape."""
     if isinstance(additional_config, Mapping) and additional_config.get("enable_kv_nz"):
         raise ConfigError(
             "enable_kv_nz keeps the latent in Ascend's NZ order inside plain tensors, which "
@@ -117,7 +123,7 @@ def refuse_options(additional_config: Any) -> None:
 
 
 def refuse_repeated(names: Iterable[str], kv_caches: Mapping[str, Any]) -> None:
-    """ConfigError if two layers of one group are the same memory.
+    """Raise ConfigError if two layers of one group are the same memory.
 
     Layers that share another's KV are registered under names that no group has, and are saved and
     loaded with the layer that owns the KV.
@@ -183,7 +189,7 @@ def _halves(
 
 
 def _check_pair(name: str, key: torch.Tensor, value: torch.Tensor, expected: Expected) -> None:
-    """ConfigError for another order than `[B, N, H, D]`, or for unexpected sizes."""
+    """Raise ConfigError for another order than `[B, N, H, D]`, or for unexpected sizes."""
     shape = tuple(key.shape)
     _refuse_nz(name, key, expected)
     tokens, heads = shape[1], shape[2]
@@ -210,7 +216,7 @@ def _check_pair(name: str, key: torch.Tensor, value: torch.Tensor, expected: Exp
 
 
 def _refuse_nz(name: str, key: torch.Tensor, expected: Expected) -> None:
-    """310P: `[B, H * D / 16, N, 16]`, row pieces before tokens."""
+    """Refuse pages of a 310P: `[B, H * D / 16, N, 16]`, row pieces before tokens."""
     _, pieces, tokens, columns = key.shape
     row = expected.num_heads * expected.key_bytes // key.element_size()
     is_nz = columns == NZ_COLUMNS and pieces == -(-row // NZ_COLUMNS)

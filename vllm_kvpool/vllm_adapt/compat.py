@@ -45,7 +45,7 @@ _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 
 
 def callers() -> Iterator[Any]:
-    """`self` of the methods that have called this one's caller, the nearest first.
+    """Yield `self` of the methods that have called this one's caller, the nearest first.
 
     vLLM gives connectors no reference to its own objects.
     """
@@ -84,7 +84,7 @@ def watch_arrivals(on_arrival: Callable[[], None]) -> Callable[[], bool] | None:
 
 
 def engine_began_ns() -> int | None:
-    """When the engine that calls began, by the wall clock: before it read any weights.
+    """Return when the calling engine began, by the wall clock: before it read any weights.
 
     vLLM names an engine's configuration by the time at which it is made. None without an engine.
     """
@@ -108,8 +108,10 @@ def _is_engine(caller: Any) -> bool:
 
 
 def host_address() -> str:
-    """The address at which vLLM has this host's processes reached (`VLLM_HOST_IP`); loopback's
-    where there is none."""
+    """Return the address at which vLLM has this host's processes reached (`VLLM_HOST_IP`).
+
+    It is the loopback address where there is none.
+    """
     from vllm.utils.network_utils import get_ip
 
     found = get_ip()
@@ -117,8 +119,9 @@ def host_address() -> str:
 
 
 def configuration(model: Any) -> Any:
-    """The model's configuration (transformers') as vLLM reads it. `model`: vLLM's `ModelConfig`.
+    """Return the model's configuration (transformers') as vLLM reads it.
 
+    `model`: vLLM's `ModelConfig`.
     Some models write into the configuration of the engine when they are built (DeepSeek V2 another
     kind of rope). That is seen where scheduler and model are one process (TP 1) and nowhere else,
     so it is read anew. Where it cannot be, the engine's own is taken.
@@ -147,7 +150,7 @@ def configuration(model: Any) -> Any:
 
 
 def built_max_model_len(model: Any) -> int:
-    """The `max_model_len` that the model was built with. `model`: vLLM's `ModelConfig`.
+    """Return the `max_model_len` that the model was built with. `model`: vLLM's `ModelConfig`.
 
     Where it is "auto" (-1), vLLM lowers it afterwards to what the KV cache has room for.
     """
@@ -175,7 +178,7 @@ def is_interleaved_for_nixl(parallel: Any, transfer: Any) -> bool:
 
 
 def text_part(read: Any) -> Any:
-    """The part of a `configuration` that describes the language model."""
+    """Return the part of a `configuration` that describes the language model."""
     from vllm.transformers_utils.config import get_hf_text_config
 
     return get_hf_text_config(read)
@@ -229,8 +232,9 @@ def _yarn_scale_of(factor: float, weight: float = 1.0) -> float:
 
 
 def kv_heads_of_layer(model: Any, layer: int) -> int:
-    """The KV heads of one layer of the whole model; 0 where its configuration does not say it.
+    """Return the KV heads of one layer of the whole model.
 
+    The result is 0 where its configuration does not say it.
     `model`: vLLM's `ModelConfig`.
     """
     shape = model.model_arch_config
@@ -239,7 +243,7 @@ def kv_heads_of_layer(model: Any, layer: int) -> int:
 
 
 def row_bytes(spec: Any) -> int:
-    """Bytes of one token's K and V (or latent) of one head in one layer."""
+    """Return bytes of one token's K and V (or latent) of one head in one layer."""
     content = getattr(spec, "state_content_size_bytes", None)
     if content is not None:
         slots = getattr(spec, "num_head_slots", None) or spec.num_kv_heads
@@ -296,7 +300,7 @@ def indexer_is_fp4(vllm_config: "VllmConfig") -> bool:
 
 
 def fp8_name() -> str:
-    """The one-byte number type of the device; some of AMD's have another than all others."""
+    """Return the one-byte number type of the device; some of AMD's have another than others."""
     from vllm.platforms import current_platform
 
     return str(current_platform.fp8_dtype()).removeprefix("torch.")
@@ -320,9 +324,11 @@ def mixes_nvfp4_scales() -> bool:
 
 
 def quantising_device() -> str:
-    """The device, as far as vLLM chooses by it what is rounded on the way through numbers of few
-    bits: it multiplies weights in FP8 with activations in FP8 on a GPU that can, and with 16 bits
-    on others; weights in four bits with activations in eight on a CPU with AMX."""
+    """Return the device, as far as vLLM rounds numbers of few bits differently by it.
+
+    vLLM multiplies weights in FP8 with activations in FP8 on a GPU that can, with 16 bits on
+    others; weights in four bits with activations in eight on a CPU with AMX.
+    """
     from vllm.platforms import current_platform
 
     if device_type() == "cpu":
@@ -373,14 +379,16 @@ def source_of_random_weights() -> str:
 
 
 def backend_of(vllm_config: "VllmConfig", layer_name: str) -> str:
-    """The name of a layer's attention backend, on a worker; "" where there is none."""
+    """Return the name of a layer's attention backend, on a worker; "" where there is none."""
     layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
     return "" if layer is None else str(layer.get_attn_backend().get_name())
 
 
 def value_head_size(spec: Any) -> int:
-    """Elements of a row of V; as many as of K in older specs. A latent has none apart, which only
-    newer specs say."""
+    """Return the elements of a row of V; as many as of K in older specs.
+
+    A latent has no separate V, which only newer specs say.
+    """
     return 0 if is_latent(spec) else int(getattr(spec, "head_size_v", spec.head_size))
 
 
@@ -391,7 +399,7 @@ def tokens_per_state(spec: Any) -> int:
 
 
 def environment_variables() -> Mapping[str, Callable[[], Any]]:
-    """vLLM's readers of its environment variables, by name."""
+    """Return vLLM's readers of its environment variables, by name."""
     from vllm import envs
 
     known: Mapping[str, Callable[[], Any]] = envs.environment_variables
@@ -426,7 +434,7 @@ def _own_name(request: "Request") -> tuple[Any, ...]:
 
 
 def _request(**said: Any) -> "Request":
-    """A request of a few tokens."""
+    """Return a request of a few tokens."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -447,16 +455,20 @@ def _takes_salts_for_adapters() -> bool:
 
 
 def _takes_embeddings_for_tokens() -> bool:
-    """Return True if vLLM's own prefix cache confuses mixed prompts that differ in which rows are
-    embeddings. The function tries it."""
+    """Return True if vLLM's own prefix cache confuses embeddings with tokens; tries it.
+
+    The confused prompts are mixed, and differ in which rows are embeddings.
+    """
     rows = torch.zeros(4, 1)
     mixed = _request(prompt_embeds=rows, prompt_is_token_ids=[True, True, False, False])
     return _own_name(mixed) == _own_name(_request(prompt_embeds=rows, prompt_token_ids=None))
 
 
 def _keeps_names_of_sessions() -> bool:
-    """Return True if a `resumable` session replaces its last token and keeps the hash of the block
-    that this token filled."""
+    """Return True if a `resumable` session keeps the hash of a block that it changes.
+
+    The session replaces its last token, which has filled that block.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
 
     update = Scheduler._update_request_as_session
@@ -504,12 +516,12 @@ def add_server_options(parser: Any) -> Any:
 
 
 def refuse_missing_embeddings(connector: str) -> None:
-    """Have vLLM refuse media without pixels and embeddings in engines with this connector alone
-    that compute prompts themselves (`kv_both`), unless a connector brings embeddings.
+    """Have vLLM refuse media without pixels and embeddings if this connector is the only one.
 
-    vLLM 0.32 takes them wherever a connector may load, and turns `enable_mm_embeds` on. The pool
-    may not have the KV, and a step without the embedding ends the engine. A second call does
-    nothing.
+    That is for engines that compute prompts themselves (`kv_both`), unless a connector brings
+    embeddings. vLLM 0.32 takes such media wherever a connector may load, and turns
+    `enable_mm_embeds` on. The pool may not have the KV, and a step without the embedding ends the
+    engine. A second call does nothing.
     """
     from vllm.config import VllmConfig
 
@@ -590,7 +602,7 @@ def offers_states() -> bool:
 
 
 def forms_of_layers(kv_cache_config: Any) -> dict[str, int]:
-    """The layers that have pages on this rank -> a number, equal for equal specs in a group.
+    """Return a number for each layer with pages on this rank, equal for equal specs in a group.
 
     Newer releases describe such layers together, older ones give each layer a tensor of its size.
     """
@@ -602,7 +614,7 @@ def forms_of_layers(kv_cache_config: Any) -> dict[str, int]:
 
 
 def page_bytes_of_layers(kv_cache_config: Any) -> dict[str, int]:
-    """The layers that have pages on this rank -> bytes from a page to the next, with padding."""
+    """Return for each layer with pages on this rank the bytes from a page to the next."""
     return {
         name: min(tensor.block_stride, tensor.layer_stride)
         if hasattr(tensor, "layers")
@@ -613,7 +625,10 @@ def page_bytes_of_layers(kv_cache_config: Any) -> dict[str, int]:
 
 
 def hit_source(kinds: Sequence[str]) -> Any:
-    """vLLM's name for the source of hits from any of these kinds of store; None in old releases."""
+    """Return vLLM's name for the source of hits from any of these kinds of store.
+
+    The result is None in old releases.
+    """
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
@@ -624,7 +639,7 @@ def hit_source(kinds: Sequence[str]) -> Any:
 
 
 def transfer_results(loaded: Iterable[str], failed: Iterable[str]) -> Any:
-    """The answer of a worker to newer releases after a step."""
+    """Return the answer of a worker to newer releases after a step."""
     assert _TransferResults is not None
     return _TransferResults(finished_recving=set(loaded), failed_recving=set(failed))
 
@@ -662,13 +677,16 @@ def tells_locality() -> bool:
 
 
 def event_fields(event: type) -> frozenset[str]:
-    """The fields that a KV event has in this release."""
+    """Return the fields that a KV event has in this release."""
     fields: tuple[str, ...] = event.__struct_fields__  # type: ignore[attr-defined]
     return frozenset(fields)
 
 
 def event_extra_keys(keys: list[Any]) -> Any:
-    """Extra keys of blocks as KV events have them; newer releases tag them in hashes only."""
+    """Return the extra keys of blocks as KV events have them.
+
+    Newer releases tag them in hashes only.
+    """
     try:
         from vllm.v1.core.kv_cache_utils import to_event_extra_keys
     except ImportError:
@@ -715,7 +733,7 @@ class BlockTables:
         self._tables: dict[str, list[list[int]]] = {}
 
     def of_step(self, output: "SchedulerOutput") -> Callable[[str], Sequence[Sequence[int]]]:
-        """Looks up a scheduled request's tables, one for each KV cache group.
+        """Return a function that looks up a scheduled request's tables, one a KV cache group.
 
         In older releases they still name blocks that were freed since.
         """
@@ -727,7 +745,7 @@ class BlockTables:
         return lambda request_id: find(request_id) or ()
 
     def drop_request(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._tables.pop(request_id, None)
 
     def _table(self, request_id: str) -> Sequence[Sequence[int]]:
@@ -746,8 +764,9 @@ class BlockTables:
 
 
 def state_offers(output: "SchedulerOutput") -> Mapping[str, Sequence[tuple[int, int, int]]]:
-    """By request: KV cache group, block and tokens of the recurrent states that are complete when
-    the step ends. Older releases offer none.
+    """Return the recurrent states that are complete when the step ends, by request.
+
+    A state is (KV cache group, block, tokens). Older releases offer none.
 
     vLLM offers states of tokens that it knows, never of drafts. If a request has drafts in the
     step, its state is copied into the block after the drafts are accepted. By then a runner may
@@ -780,19 +799,19 @@ class Defect:
 
 
 def known_defects(vllm_config: "VllmConfig") -> tuple[Defect, ...]:
-    """The defects that an engine of this configuration has."""
+    """Return the defects that an engine of this configuration has."""
     return tuple(defect for defect in DEFECTS if defect.applies(vllm_config))
 
 
 def _is_mla_without_prefixes(vllm_config: "VllmConfig") -> bool:
-    """MLA on a CPU without AMX, where vLLM turns both of these off."""
+    """Return True for MLA on a CPU without AMX, where vLLM turns both of these off."""
     of_cpu = device_type() == "cpu" and vllm_config.model_config.use_mla
     chunks = vllm_config.scheduler_config.enable_chunked_prefill
     return of_cpu and not (chunks or vllm_config.cache_config.enable_prefix_caching)
 
 
 def _caches_no_prefixes(vllm_config: "VllmConfig") -> bool:
-    """A model of which vLLM caches no prefixes, even if it is asked to.
+    """Return True for a model of which vLLM caches no prefixes, even if it is asked to.
 
     Of models without attention (Mamba) it does where it is asked to, and they are refused where it
     is not.
@@ -863,8 +882,11 @@ def _torch_kernels_adapt_base_tokens() -> bool:
 
 
 def _turns_heads_wrongly(vllm_config: "VllmConfig") -> bool:
-    """A model on a CPU that gives vLLM's own rotary kernel its heads apart, which this takes for
-    tokens: an LFM2, or a DeepSeek without MLA (VLLM_MLA_DISABLE)."""
+    """Return True for a model on a CPU whose rotary kernel takes heads for tokens.
+
+    vLLM's own kernel gets the heads apart from an LFM2, or a DeepSeek without MLA
+    (VLLM_MLA_DISABLE).
+    """
     model = vllm_config.model_config
     is_lfm2 = str(model.hf_text_config.model_type).startswith("lfm2")
     has_no_mla = model.is_deepseek_mla and not model.use_mla

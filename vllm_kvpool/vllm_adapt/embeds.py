@@ -53,14 +53,15 @@ class Endpoints(NamedTuple):
 
 
 def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
-    """`ec_connector_extra_config` as the user wrote it."""
+    """Return `ec_connector_extra_config` as the user wrote it."""
     assert vllm_config.ec_transfer_config is not None
     return vllm_config.ec_transfer_config.ec_connector_extra_config or {}
 
 
 def check_model(vllm_config: "VllmConfig") -> None:
-    """Refuse models whose embeddings cannot be exchanged, and adapters of encoders: vLLM names what
-    they encode by the adapter's name alone.
+    """Refuse models whose embeddings cannot be exchanged, and adapters of encoders.
+
+    vLLM names what such an encoder encodes by the adapter's name alone.
 
     Raises ConfigError.
     """
@@ -89,7 +90,10 @@ def warn_of_numbers(vllm_config: "VllmConfig") -> None:
 
 
 def endpoints_of(vllm_config: "VllmConfig", config: EmbedsConfig) -> Endpoints:
-    """Ports run over ranks, then over data-parallel engines; ConfigError if they run out."""
+    """Return the endpoints; ports run over ranks, then over data-parallel engines.
+
+    Raises ConfigError if ports run out.
+    """
     transfer, parallel = vllm_config.ec_transfer_config, vllm_config.parallel_config
     assert transfer is not None
     host, port = str(transfer.ec_ip), int(transfer.ec_port)
@@ -124,7 +128,7 @@ def endpoints_of(vllm_config: "VllmConfig", config: EmbedsConfig) -> Endpoints:
 
 
 def base_fingerprint(vllm_config: "VllmConfig", config: EmbedsConfig) -> str:
-    """Digest of what decides an encoder's output for given media, but for later updates.
+    """Return the digest of what decides an encoder's output for given media, but for later updates.
 
     Reads the model's files, a sample of its weights among them. Raises OSError.
     """
@@ -169,12 +173,15 @@ _SHAPES = (
 
 
 def _plain(part: Any) -> dict[str, Any]:
-    """A few values of a part's configuration: all of it differs between releases."""
+    """Return a few values of a part's configuration: all of it differs between releases."""
     return {name: getattr(part, name) for name in _SHAPES if hasattr(part, name)}
 
 
 def fingerprint_with(base: str, weights_version: str) -> str:
-    """The fingerprint with this version of the weights; with the first one it is the base."""
+    """Return the fingerprint with this version of the weights.
+
+    With the first one it is the base.
+    """
     if not weights_version:
         return base
     named = f"{base}/{weights_version}".encode()
@@ -194,8 +201,11 @@ def is_name(identifier: str) -> bool:
 def features_of(
     request: "Request", resolver: PlaceholderMetadataResolver
 ) -> Iterator[tuple[str, int, int, int, bool, bool]]:
-    """A request's items in order: name, [start, end) in the prompt, rows, are media here, is the
-    name one in other engines."""
+    """Yield a request's items in order, each with six values.
+
+    They are: name, [start, end) in the prompt, rows, True if the media are here, True if the name
+    is the same in other engines.
+    """
     for feature in request.mm_features:
         yield (
             feature.identifier,
@@ -216,7 +226,7 @@ def _has_media(feature: Any, resolver: PlaceholderMetadataResolver) -> bool:
 
 
 def on_device(tensor: Any, vllm_config: "VllmConfig") -> Any:
-    """A host tensor where the model's are, in stream order; itself on a CPU."""
+    """Return a host tensor where the model's are, in stream order; itself on a CPU."""
     device = vllm_config.device_config.device
     if device is None or device.type == "cpu":
         return tensor
@@ -224,7 +234,7 @@ def on_device(tensor: Any, vllm_config: "VllmConfig") -> Any:
 
 
 def transfer_params(request: "Request") -> Mapping[str, Any] | None:
-    """`ec_transfer_params` as the client or proxy sent it."""
+    """Return `ec_transfer_params` as the client or proxy sent it."""
     params: Mapping[str, Any] | None = request.ec_transfer_params
     return params
 

@@ -82,20 +82,20 @@ class EngineFacts:
 
 
 def role_of(vllm_config: "VllmConfig") -> KVRole:
-    """vLLM's `kv_role`."""
+    """Return vLLM's `kv_role`."""
     assert vllm_config.kv_transfer_config is not None
     return KVRole(vllm_config.kv_transfer_config.kv_role)
 
 
 def first_weights_version(vllm_config: "VllmConfig") -> str:
-    """The version of the weights that the engine starts with; "" for random weights."""
+    """Return the version of the weights that the engine starts with; "" for random weights."""
     if str(vllm_config.load_config.load_format) == "dummy":
         return ""
     return weights_version.version_of_files(WeightSources.of(vllm_config), sample_at_start)
 
 
 def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
-    """`kv_connector_extra_config` as the user wrote it."""
+    """Return `kv_connector_extra_config` as the user wrote it."""
     assert vllm_config.kv_transfer_config is not None
     return vllm_config.kv_transfer_config.kv_connector_extra_config or {}
 
@@ -164,7 +164,7 @@ def _draft_layer_groups(
     *,
     is_told: bool,
 ) -> tuple[RankLayerGroup, ...]:
-    """The layer groups of a drafter that are stored; ConfigError if all are required.
+    """Return the layer groups of a drafter that are stored; ConfigError if all are required.
 
     `is_told`: this side tells the user what is left out.
     """
@@ -191,7 +191,7 @@ def _of_drafter(layer_group: LayerGroup, drafter: str) -> LayerGroup:
 
 
 def refuse_options(vllm_config: "VllmConfig") -> None:
-    """ConfigError where an option makes KV that no other engine can use."""
+    """Raise ConfigError where an option makes KV that no other engine can use."""
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise ConfigError(
             "calculate_kv_scales computes scales at run time that other engines cannot know; use "
@@ -237,8 +237,10 @@ def _plans_on_each_rank(parallel: Any) -> bool:
 
 
 def _engines_transfer_config() -> Any:
-    """vLLM's `KVTransferConfig` of the engine, if it is known here: a child of a MultiConnector has
-    a configuration of its own."""
+    """Return the engine's own `KVTransferConfig`, if it is known here.
+
+    A child of a MultiConnector has a configuration of its own.
+    """
     engine = get_current_vllm_config_or_none()
     return engine.kv_transfer_config if engine is not None else None
 
@@ -248,7 +250,7 @@ def refuse_layerwise(
     layer_groups: Sequence[RankLayerGroup],
     groups: Sequence[KVCacheGroup],
 ) -> None:
-    """ConfigError where a load that fails within a step could leave wrong KV."""
+    """Raise ConfigError where a load that fails within a step could leave wrong KV."""
     has_states = any(group.is_state for group in groups)
     if len(layer_groups) > 1 or has_states or not GroupTables(groups).resumes:
         raise ConfigError(
@@ -293,7 +295,10 @@ def refuse_layerwise(
 
 
 def layer_spans(facts: EngineFacts, vllm_config: "VllmConfig") -> Mapping[str, int]:
-    """The layers of this rank by name -> the first layer of their cells, for layered loads."""
+    """Return for each layer of this rank, by name, the first layer of its cells.
+
+    Layered loads need it.
+    """
     names = [name for name, _ in facts.layer_groups[0].layers]
     place = rank_place(vllm_config)
     cells = facts.shape.layer_groups[0].topology.local_cells(place.tp_rank, place.pp_rank)
@@ -313,7 +318,7 @@ def layer_pages(
     vllm_config: "VllmConfig",
     device: Device | None = None,
 ) -> tuple[LayerPages, ...]:
-    """The pages of every layer of this rank, by layer group, in model order."""
+    """Return the pages of every layer of this rank, by layer group, in model order."""
     stage = rank_place(vllm_config).pp_rank
     device = device_of(kv_caches) if device is None else device
     ascend.refuse_options(vllm_config.additional_config)
@@ -425,7 +430,10 @@ class PoolPins:
 
 
 def rank_place(vllm_config: "VllmConfig") -> RankPlace:
-    """The place of this worker; ranks count over TP, then prefill context, then the pipeline."""
+    """Return the place of this worker.
+
+    Ranks count over TP, then prefill context, then the pipeline.
+    """
     parallel = vllm_config.parallel_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     pcp_size, rank = parallel.prefill_context_parallel_size, parallel.rank
@@ -462,7 +470,10 @@ def notice_place(
 
 
 def _ranks_on_host(parallel: Any) -> int:
-    """Workers that vLLM starts on this host; 1 where others start them. `parallel`: vLLM's."""
+    """Return the workers that vLLM starts on this host; 1 where others start them.
+
+    `parallel` is vLLM's.
+    """
     if parallel.distributed_executor_backend in ("ray", "external_launcher"):
         return 1
     return int(parallel.local_world_size) * max(1, int(parallel.data_parallel_size_local))
@@ -478,7 +489,7 @@ def gathers_in_step(device: Device) -> bool:
 
 
 def gather_in_stage(data: bytes) -> list[bytes]:
-    """The bytes of every rank of this pipeline stage, in the same order on all of them.
+    """Return the bytes of every rank of this pipeline stage, in the same order on all of them.
 
     A collective of vLLM's CPU groups: every rank calls it, with equally many bytes.
     """
@@ -494,7 +505,7 @@ def gather_in_stage(data: bytes) -> list[bytes]:
 
 
 def device_of(kv_caches: Mapping[str, Any]) -> Device:
-    """The device of the pages; ConfigError if a rank's layers are on several."""
+    """Return the device of the pages; ConfigError if a rank's layers are on several."""
     places = {t.device for value in kv_caches.values() for t in ascend.tensors_of(value)}
     if len(places) != 1:
         found = ", ".join(sorted(map(str, places))) or "no tensors"
@@ -503,7 +514,7 @@ def device_of(kv_caches: Mapping[str, Any]) -> Device:
 
 
 def scheduler_device() -> Device:
-    """The device for stores of the scheduler's process that use one.
+    """Return the device for stores of the scheduler's process that use one.
 
     On NPUs the first card that the process sees, as for vLLM-Ascend's own pool.
     """
@@ -512,7 +523,7 @@ def scheduler_device() -> Device:
 
 
 def make_copier(pages: Sequence[LayerPages], device: Device | None = None) -> Copier:
-    """The copier for the device that the pages are on."""
+    """Return the copier for the device that the pages are on."""
     place = pages[0].owner[0].device
     device = device_for(place) if device is None else device
     if device.is_host:
@@ -558,7 +569,7 @@ def triton_is_here() -> bool:
 
 
 def preferred_layout(vllm_config: "VllmConfig") -> str | None:
-    """Head-major pages, where heads exist; vLLM may choose another layout."""
+    """Return head-major pages, where heads exist; vLLM may choose another layout."""
     if vllm_config.model_config is None or vllm_config.model_config.use_mla:
         return None
     return "LBHNC"

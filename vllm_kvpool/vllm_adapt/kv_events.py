@@ -116,11 +116,11 @@ class KVEvents:
     # Requests and plans
 
     def add(self, request: "Request") -> None:
-        """A request has arrived."""
+        """Follow a request that has arrived."""
         self._requests[request.request_id] = _LiveRequest(request)
 
     def finished(self, request_id: str) -> None:
-        """A request has ended."""
+        """Forget a request that has ended."""
         self._ended.append(request_id)
 
     def planned(self, plan: StepPlan, weights_version: str) -> None:
@@ -161,7 +161,7 @@ class KVEvents:
                     self._tracker.learn(blocks)
 
     def _blocks_of(self, live: _LiveRequest, chunk: int) -> ChunkBlocks | None:
-        """The blocks that end in a chunk; None if vLLM has not hashed them all.
+        """Return the blocks that end in a chunk; None if vLLM has not hashed them all.
 
         The first is left out if it begins in a chunk that this engine has not planned.
         """
@@ -219,7 +219,7 @@ class KVEvents:
         self._tracker.clear()
 
     def own_cache_was_reset(self) -> None:
-        """vLLM has published that all blocks of this engine are removed, in every medium."""
+        """Announce all blocks again: vLLM has published that all are removed, in every medium."""
         self._tracker.repeat()
 
     # To vLLM
@@ -230,7 +230,7 @@ class KVEvents:
         return self._tracker.num_waiting > 0
 
     def take(self) -> list[Any]:
-        """The events since the last call, in order."""
+        """Return the events since the last call, in order."""
         return [self._event(each) for each in self._tracker.take()]
 
     def _event(self, event: Announcement) -> Any:

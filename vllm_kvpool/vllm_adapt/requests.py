@@ -34,15 +34,14 @@ MAX_KEYS_OF_NAME = 16  # adapters under one name of vLLM's; beyond, their conten
 
 
 class AdapterDigests:
-    """Content digests of LoRA adapters as they were when this engine first met them, by a
-    request or because it was told to load them.
+    """Content digests of LoRA adapters as they were when this engine first met them.
 
-    Owned by the thread that reads adapters. Keyed by the adapter's id too: another content at the
-    same path comes with another id, or says `load_inplace`. An adapter whose files have changed
-    since has no digest. The engine keeps the old weights until it drops them for want of places
-    (`max_cpu_loras`) or by `remove_lora`; then it reads the new files under the same id. An adapter
-    under the former id of another adapter has no digest either: the engine may compute with that
-    one.
+    An engine meets an adapter by a request or because it was told to load it. Owned by the thread
+    that reads adapters. Keyed by the adapter's id too: another content at the same path comes with
+    another id, or says `load_inplace`. An adapter whose files have changed since has no digest. The
+    engine keeps the old weights until it drops them for want of places (`max_cpu_loras`) or by
+    `remove_lora`; then it reads the new files under the same id. An adapter under the former id of
+    another adapter has no digest either: the engine may compute with that one.
     """
 
     def __init__(self) -> None:
@@ -50,8 +49,10 @@ class AdapterDigests:
         self._path_of: dict[int, str] = {}  # of the adapter that vLLM has under an id
 
     def of(self, adapter_id: int, path: str, reload: bool) -> bytes:
-        """The digest. The first call reads the adapter's files, later ones check that they have not
-        changed. Raises OSError."""
+        """Return the digest; the first call reads the adapter's files.
+
+        Later calls check that the files have not changed. Raises OSError.
+        """
         key = (adapter_id, path)
         known = self._known.get(key)
         if (loaded := self._path_of.get(adapter_id, path)) != path:
@@ -75,19 +76,21 @@ class AdapterDigests:
         return known.digest
 
     def loaded(self, adapter_id: int, path: str, *, in_place: bool) -> None:
-        """vLLM is told of an adapter, by a request or to load it: unless `in_place`, it goes on
-        with what it has under that id. Scheduler's thread."""
+        """Note an adapter of which vLLM is told, by a request or to load it.
+
+        Unless `in_place`, vLLM goes on with what it has under that id. Scheduler's thread.
+        """
         if in_place or adapter_id not in self._path_of:
             self._path_of[adapter_id] = path
             if len(self._path_of) > MAX_ADAPTERS:
                 del self._path_of[next(iter(self._path_of))]
 
     def removed(self, adapter_id: int) -> None:
-        """vLLM has no adapter under that id any more. Scheduler's thread."""
+        """Note that vLLM has no adapter under that id any more. Scheduler's thread."""
         self._path_of.pop(adapter_id, None)
 
     def known(self, adapter_id: int, path: str) -> bytes | None:
-        """The digest, if it has been read. Any thread."""
+        """Return the digest, if it has been read. Any thread."""
         adapter = self._known.get((adapter_id, path))
         return None if adapter is None else adapter.digest
 
@@ -132,12 +135,17 @@ class OwnCaches:
         self._of_embeddings: dict[str, set[AdapterKey]] = {}
 
     def hold_blocks(self, name: Hashable, key: AdapterKey) -> bool:
-        """Note that blocks will be computed under vLLM's `name` with this adapter. Returns True if
-        all that are there by that name are known to be of the same content."""
+        """Note that blocks will be computed under vLLM's `name` with this adapter.
+
+        Returns True if all blocks by that name are known to be of the same content.
+        """
         return self._hold(self._of_blocks, name, {key})
 
     def hold_embeddings(self, name: str, block_name: Hashable, key: AdapterKey) -> bool:
-        """The same of embeddings. Blocks under `block_name` are computed from them."""
+        """Note that embeddings will be computed under `name`, as `hold_blocks` does for blocks.
+
+        Blocks under `block_name` are computed from them.
+        """
         is_own = self._hold(self._of_embeddings, name, {key})
         self._hold(self._of_blocks, block_name, self._of_embeddings.get(name, {UNKNOWN}))
         return is_own
@@ -166,18 +174,18 @@ class OwnCaches:
         return None if digest is None else digest + key.how_read
 
     def replaced(self, adapter_id: int) -> None:
-        """The content under an id is another from now on, also in requests that run."""
+        """Note that the content under an id is another from now on, also in requests that run."""
         for known in (self._of_blocks, self._of_embeddings):
             for keys in known.values():
                 if any(key.adapter_id == adapter_id for key in keys):
                     keys.add(UNKNOWN)
 
     def blocks_were_reset(self) -> None:
-        """The engine's own prefix cache holds nothing."""
+        """Forget all blocks: the engine's own prefix cache holds nothing."""
         self._of_blocks.clear()
 
     def embeddings_were_reset(self) -> None:
-        """The engine's encoder cache holds nothing."""
+        """Forget all embeddings: the engine's encoder cache holds nothing."""
         self._of_embeddings.clear()
 
 
@@ -238,22 +246,22 @@ class RequestReader:
         )
 
     def own_cache_was_reset(self) -> None:
-        """The engine's own prefix cache holds nothing."""
+        """Forget all blocks: the engine's own prefix cache holds nothing."""
         self._caches.blocks_were_reset()
 
     def encoder_cache_was_reset(self) -> None:
-        """The engine's encoder cache holds nothing."""
+        """Forget all embeddings: the engine's encoder cache holds nothing."""
         self._caches.embeddings_were_reset()
 
     def adapter_loaded(self, adapter_id: int, path: str, *, in_place: bool) -> None:
-        """vLLM was told to load an adapter."""
+        """Note that vLLM was told to load an adapter."""
         self._adapters.loaded(adapter_id, path, in_place=in_place)
         if in_place:
             self._caches.replaced(adapter_id)
             self._on_replaced()
 
     def adapter_removed(self, adapter_id: int) -> None:
-        """vLLM was told to remove an adapter."""
+        """Note that vLLM was told to remove an adapter."""
         self._adapters.removed(adapter_id)
 
     def _note_read_again(self, lora: "LoRARequest") -> None:
@@ -276,7 +284,7 @@ class RequestReader:
         self._on_replaced()
 
     def read(self, request: "Request") -> "VllmRequest":
-        """The view of a request that has arrived."""
+        """Return the view of a request that has arrived."""
         options = self._options(request)
         if (lora := request.lora_request) is not None:
             self._note_read_again(lora)
@@ -342,18 +350,22 @@ class VllmRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt, without output."""
         return int(self._request.num_prompt_tokens)
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the prompt and the output so far, without drafts."""
         return int(self._request.num_tokens)
 
     @property
     def num_computed_tokens(self) -> int:
+        """Tokens whose KV is in the engine's blocks."""
         return int(self._request.num_computed_tokens)
 
     @property
     def num_preemptions(self) -> int:
+        """Number of times that vLLM has preempted the request."""
         return int(self._request.num_preemptions)
 
     def tokens(self) -> Sequence[int]:
@@ -409,8 +421,10 @@ class VllmRequest:
         return AdapterKey(lora.lora_int_id, lora.lora_path, _how_read(lora))
 
     def _name_of(self, feature: Any) -> str:
-        """vLLM's identifier of a medium, without the name of an adapter that changes its embedding:
-        the adapter counts by content."""
+        """Return vLLM's identifier of a medium, without the name of an adapter that changes it.
+
+        The adapter counts by content.
+        """
         identifier = str(feature.identifier)
         if not self._adapts_encoders:
             return identifier
@@ -425,9 +439,11 @@ class VllmRequest:
 
     @property
     def trace_headers(self) -> Mapping[str, str] | None:
+        """The client's W3C trace headers; None without tracing."""
         return self._request.trace_headers or None
 
     def record_span(self, name: str, seconds: float, attributes: Mapping[str, int | str]) -> None:
+        """Record a span that ends now, below the client's trace."""
         record_span(self.trace_headers, name, seconds, attributes)
 
 

@@ -95,9 +95,11 @@ class TableStats:
     data: Samples
 
     def reset(self) -> None:
+        """Forget all samples; vLLM calls it after each log line."""
         self.data = {}
 
     def is_empty(self) -> bool:
+        """Return True if no sample was added since the last reset."""
         return not self.data
 
     def aggregate(self, other: Any) -> Self:
@@ -106,7 +108,7 @@ class TableStats:
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The values of the log line."""
+        """Return the values of the log line."""
         return log_values(self.data)
 
 
@@ -116,13 +118,15 @@ class KVPoolStats(TableStats, KVConnectorStats):
 
     @classmethod
     def since_last(cls, registry: MetricsRegistry) -> "KVPoolStats | None":
-        """The changes in a side's registry since the last call; None if there are none."""
+        """Return the changes in a side's registry since the last call; None if there are none."""
         changes = registry.take_changes()
         return cls(changes) if changes else None
 
     def __getitem__(self, name: str) -> Samples:
-        """For MultiConnector of vLLM 0.27.1, which reads `stats["data"]` of what may be an object:
-        in an engine whose scheduler and client are one process."""
+        """Return the samples by the key of vLLM 0.27.1's MultiConnector, `stats["data"]`.
+
+        That connector reads an object where the engine's scheduler and client are one process.
+        """
         assert name == "data", name
         return self.data
 
@@ -256,8 +260,9 @@ class HitSources:
         chunk_tokens: int,
         in_host: Callable[[bytes], bool],
     ) -> dict[Any, int]:
-        """Tokens of the hit by source; `in_host` says of a chunk's hash whether all ranks have it.
+        """Return the tokens of the hit by source.
 
+        `in_host` says of a chunk's hash whether all ranks have it.
         A cell may leave host memory before it is loaded, or come into it.
         """
         from_host = 0

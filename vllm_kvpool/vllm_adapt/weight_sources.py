@@ -25,7 +25,7 @@ OTHER_MODELS = ("audio_model_id", "text_model_id")
 
 
 def other_models(model: Any) -> dict[str, str]:
-    """The models that one loads as parts of itself, by their names in its configuration."""
+    """Return the models that one loads as parts of itself, by their names in its configuration."""
     named = ((name, getattr(model.hf_config, name, None)) for name in OTHER_MODELS)
     return {name: other for name, other in named if isinstance(other, str) and other}
 
@@ -56,14 +56,14 @@ class WeightSources(NamedTuple):
         return self._replace(model=path, revision=None, parts=parts)
 
     def places(self) -> list[Path] | None:
-        """Directories and files, the model's first; None if one is not local."""
+        """Return the directories and files, the model's first; None if one is not local."""
         named = [(self.model, self.revision), *((part, None) for part in self.parts)]
         found = [local_weights(name, revision, self.download_dir) for name, revision in named]
         return None if None in found else [each for each in found if each is not None]
 
 
 def sample_at_start(path: Path) -> str | None:
-    """The sample of weights that an engine has just read from files, or None if there are none.
+    """Return the sample of weights that an engine has just read from files; None without files.
 
     A directory of the user's may have been written to since the engine read it. Then which weights
     it has is not known, and the sample is random. Raises OSError.
@@ -87,15 +87,19 @@ _changed: dict[tuple[Path, int], str] = {}
 
 
 def local_weights(name: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """The directory or file of a model's weights, without network access. `download_dir`: of vLLM's
-    `LoadConfig`, which it reads weights from and nothing else."""
+    """Return the directory or file of a model's weights, without network access.
+
+    `download_dir` is of vLLM's `LoadConfig`, which it reads weights from and nothing else.
+    """
     path = Path(name)
     return path if path.is_file() else local_directory(name, revision, download_dir)
 
 
 def local_directory(name: str, revision: str | None, cache_dir: str | None = None) -> Path | None:
-    """The directory of a model's or an adapter's files, without network access. `cache_dir`: None
-    is Hugging Face's own."""
+    """Return the directory of a model's or an adapter's files, without network access.
+
+    `cache_dir`: None is Hugging Face's own.
+    """
     path = Path(name)
     if path.is_dir():
         return path

@@ -1,0 +1,1 @@
+"""The part of the pool in a worker's process, on the model's thread."""

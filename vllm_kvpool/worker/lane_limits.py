@@ -24,7 +24,10 @@ MAX_SEAL_THREADS = 4  # more than a link to a device brings
 
 
 def copy_batch_bytes(device: Device, staging_bytes: int) -> int:
-    """Most of a gather or scatter: slots of two batches are in use, others of gets and puts."""
+    """Return the largest size of a batch of gathers or scatters.
+
+    Two batches have slots at once, beside those of gets and puts.
+    """
     most_staged = max(HOST_DEVICE.copy_batch_bytes, staging_bytes // COPY_SHARE)
     return min(device.copy_batch_bytes, most_staged)
 

@@ -24,7 +24,7 @@ class LayerWaits:
         return bool(self._done)
 
     def start_load(self, job: JobId) -> None:
-        """A layered load of this step begins."""
+        """Count a layered load of this step, which begins."""
         if not self._done:
             self._unasked = set(self._spans)
         self._done[job] = set()
@@ -38,7 +38,7 @@ class LayerWaits:
                 self._done.pop(report.job_id, None)
 
     def note_asked(self, layer_name: str) -> None:
-        """The model has waited and is about to compute this layer."""
+        """Note that the model has waited and is about to compute this layer."""
         self._unasked.discard(layer_name)
 
     def ready(self, layer_name: str) -> bool:

@@ -280,7 +280,7 @@ class PoolWorker:
         return StepResults(frozenset(loaded), frozenset(invalid), frozenset(failed))
 
     def _host_of_ranks(self, change: HostCacheChange) -> dict[int, HostCacheChange]:
-        """The change for each rank that loads from this host memory."""
+        """Return the change for each rank that loads from this host memory."""
         if not self._ranks_served:
             return {self._rank: change}
         complete: dict[int, dict[str, bool]] = {}

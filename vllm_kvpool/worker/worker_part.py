@@ -208,7 +208,7 @@ class WorkerPart:
         self.registry.set("kvpool_page_locked_share", share)
 
     def use_namespace(self, namespace: Namespace, drafter: str = "") -> None:
-        """The namespace of cells in plans from now on, and the drafter of those of drafts."""
+        """Use this namespace for cells in plans, and this drafter's for drafts, from now on."""
         if namespace != self._namespace:
             self._namespace = namespace
             self._executor.post(UseNamespace(namespace, drafter))
@@ -319,7 +319,10 @@ def _open_trace(config: KVPoolConfig, number: int) -> Trace:
 
 
 def _zeros(planner: Planner) -> Buffer | None:
-    """Zeros for the pages of optional cells that cannot be had; None if no cell is optional."""
+    """Return zeros for the pages of optional cells that cannot be had.
+
+    The result is None if no cell is optional.
+    """
     tokens = planner.local_chunk_tokens
     nbytes = max((c.payload_bytes(tokens) for c in planner.cells if c.is_optional), default=0)
     if not nbytes:
@@ -329,7 +332,7 @@ def _zeros(planner: Planner) -> Buffer | None:
 
 
 def _check_memory(config: KVPoolConfig, specs: TierSpecs, ranks: int) -> None:
-    """ConfigError if this worker, or all on its host, cannot have the memory that options set."""
+    """Raise ConfigError if the host lacks the memory that options set, for one worker or all."""
     arena = {"staging_bytes": config.staging_nbytes, "host://": specs.host.nbytes}
     locked, given = dict(arena), dict[str, int]()
     has_rdma = False
@@ -395,7 +398,10 @@ def _join(
 
 
 def _members(cells: Sequence[LocalCell], exchange: ReplicaExchange) -> dict[str, frozenset[int]]:
-    """The ranks that share each layer group; groups that no other rank holds are left out."""
+    """Return the ranks that share each layer group.
+
+    Groups that no other rank holds are left out.
+    """
     siblings = exchange.siblings
     members = {
         cell.span.layer_group: {siblings[each] for each in cell.replicas if each in siblings}

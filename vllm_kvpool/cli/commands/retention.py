@@ -28,7 +28,7 @@ def _keys_of(
 
 
 def _print(answers: Sequence[StoreAnswer], stores: StoreOptions) -> None:
-    """Exits with 1 if no store could do it."""
+    """Print the answers, and exit with 1 if no store could do it."""
     stores.print(answers, retention.as_text(answers))
     if answers and all(each.num is None for each in answers):
         raise SystemExit(1)

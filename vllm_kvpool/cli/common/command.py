@@ -25,6 +25,7 @@ class Command(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as click does, then refuse empty values of options and arguments."""
         rest = super().parse_args(ctx, args)
         if ctx.resilient_parsing:  # a shell completes the line
             return rest
@@ -42,6 +43,7 @@ class Seconds(click.FloatRange):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
+        """Return the seconds; NaN is refused like a number out of range."""
         seconds = float(super().convert(value, param, ctx))
         if math.isnan(seconds):
             self.fail(f"{value} is no number of seconds", param, ctx)

@@ -26,8 +26,10 @@ Samples = Mapping[Series, float]
 
 
 def parse_metrics(text: str) -> Samples:
-    """The pool's samples of an engine; those of its data-parallel ranks add up, but gauges that are
-    1 for well count only if all are."""
+    """Return the pool's samples of an engine, summed over its data-parallel ranks.
+
+    Of gauges that are 1 for well, the lowest rank's value counts.
+    """
     samples: dict[Series, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -47,8 +49,10 @@ _OF_ENGINE = frozenset(("engine", "model_name"))
 
 
 def scrape(url: str) -> Samples:
-    """The samples of the engine at a URL; ConfigError, which begins with the URL and a colon, if it
-    does not give them. Blocks."""
+    """Return the samples of the engine at a URL. Blocks.
+
+    Raises ConfigError, which begins with the URL and a colon, if the engine does not give them.
+    """
     check_url(url)
     try:
         with open_directly(f"{url.rstrip('/')}/metrics", SCRAPE_TIMEOUT_S) as answer:
@@ -63,7 +67,7 @@ def scrape(url: str) -> Samples:
 
 
 def check_url(url: str) -> None:
-    """ConfigError if it is no URL of an engine."""
+    """Raise ConfigError if the text is no URL of an engine."""
     try:
         parts = urlsplit(url)
         is_well = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -85,7 +89,7 @@ class Growth:
         }
 
     def total(self, name: str, **labels: str) -> float:
-        """The growth of all series of a name that have these labels."""
+        """Return the growth of all series of a name that have these labels."""
         wanted = set(labels.items())
         return sum(
             grown
@@ -94,16 +98,16 @@ class Growth:
         )
 
     def rate(self, name: str, **labels: str) -> float:
-        """The growth a second."""
+        """Return the growth a second."""
         return self.total(name, **labels) / self._seconds
 
     def mean(self, name: str, **labels: str) -> float | None:
-        """The mean of what a histogram has counted in the interval."""
+        """Return the mean of what a histogram has counted in the interval."""
         count = self.total(f"{name}_count", **labels)
         return self.total(f"{name}_sum", **labels) / count if count else None
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """The growth by one label, where there is any."""
+        """Return the growth by one label, where there is any."""
         found: dict[str, float] = defaultdict(float)
         for series, grown in self._grown.items():
             if series.name == name and grown > 0:

@@ -47,7 +47,7 @@ class PromptPresence(msgspec.Struct, frozen=True, rename={"num_tokens": "tokens"
 
 
 def read_tokens(text: str) -> list[int]:
-    """A prompt's token ids from JSON; ConfigError if it is no list of them."""
+    """Return a prompt's token ids from JSON; ConfigError if it is no list of them."""
     try:
         return msgspec.json.decode(text, type=list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]])
     except UNREADABLE as error:
@@ -73,7 +73,7 @@ class PromptNames:
         return self.names.of_chunk(chunk_hash, group)
 
     def cells(self) -> PromptCells:
-        """The same for `kvpool prefetch`, with the cells' sizes."""
+        """Return the names for `kvpool prefetch`, with the cells' sizes."""
         key_prefixes = self.names.key_prefixes(self.chunk_tokens)
         return PromptCells(key_prefixes, tuple(each.hex() for each in self.hashes))
 
@@ -88,7 +88,7 @@ class PromptNames:
 
 
 def names_of(manifest: Manifest, tokens: Sequence[int], cache_salt: str = "") -> PromptNames:
-    """The names in the namespace of a manifest; ConfigError if that does not say."""
+    """Return the names in the namespace of a manifest; ConfigError if that does not say."""
     try:
         layer_groups = from_description(manifest.cells)
         chunk_tokens = int(manifest.values["chunk_tokens"])
@@ -142,7 +142,7 @@ def presence(
 
 
 def as_text(found: PromptPresence) -> str:
-    """A prompt in words: what is missing, a line for neighbours of which the same is."""
+    """Return a prompt in words: what is missing, a line for neighbours of which the same is."""
     num_chunks = found.num_tokens // found.chunk_tokens
     lines = [
         f"{found.namespace}",

@@ -1,5 +1,4 @@
-"""The start line of an engine, as words: what can be read of it without vLLM, whose import takes
-seconds."""
+"""The start line of an engine, as words, read without vLLM, whose import takes seconds."""
 
 from collections.abc import Sequence
 
@@ -9,8 +8,10 @@ TRANSFER_CONFIG = "--kv-transfer-config"
 
 
 def engine_arguments(words: Sequence[str]) -> list[str]:
-    """vLLM's options in `vllm serve MODEL …` or `python -m vllm.entrypoints.… --model MODEL …`;
-    ConfigError for other words."""
+    """Return the options in `vllm serve MODEL …` or `python -m vllm.entrypoints.… --model MODEL …`.
+
+    Raises ConfigError for other words.
+    """
     words = list(words)
     for i, word in enumerate(words):
         if word == "serve":
@@ -25,7 +26,10 @@ def engine_arguments(words: Sequence[str]) -> list[str]:
 
 
 def transfer_config(arguments: Sequence[str]) -> str:
-    """The value of `--kv-transfer-config` among an engine's options; ConfigError without it."""
+    """Return the value of `--kv-transfer-config` among an engine's options.
+
+    Raises ConfigError without it.
+    """
     given = option_of(arguments, TRANSFER_CONFIG)
     if given is not None:
         return given
@@ -42,8 +46,10 @@ def transfer_config(arguments: Sequence[str]) -> str:
 
 
 def option_of(words: Sequence[str], option: str) -> str | None:
-    """The value of an option among words, as `--option value` or `--option=value`; `_` in its name
-    counts as `-`, as vLLM has it."""
+    """Return the value of an option among words, as `--option value` or `--option=value`.
+
+    `_` in the option's name counts as `-`, as in vLLM.
+    """
     for i, word in enumerate(words):
         if _name(word) != option:
             continue

@@ -47,7 +47,10 @@ class StoreOptions:
     as_json: bool
 
     def config(self) -> KVPoolConfig:
-        """The options of an engine that has these stores; ConfigError if they cannot be read."""
+        """Return the options of an engine that has these stores.
+
+        Raises ConfigError if they cannot be read.
+        """
         if self.kv_transfer_config is None:
             return read_config({"store": list(self.urls)} if self.urls else {})
         if self.urls:
@@ -55,11 +58,14 @@ class StoreOptions:
         return read_engine_config(self.kv_transfer_config)
 
     def tiers(self) -> TierSpecs:
-        """The tiers that are named; ConfigError if they cannot be read."""
+        """Return the tiers that are named; ConfigError if they cannot be read."""
         return tier_specs(self.config())
 
     def stores(self) -> Sequence[StoreSpec]:
-        """The tiers of `tiers` that can be asked from another process; ConfigError without any."""
+        """Return the tiers of `tiers` that can be asked from another process.
+
+        Raises ConfigError without any.
+        """
         found = self.tiers().stores
         if not found:
             raise ConfigError(
@@ -123,8 +129,10 @@ def open_spec(spec: StoreSpec, writable: bool) -> Store:
 def opened(
     specs: Sequence[StoreSpec], *, writable: bool = False, skip: bool = False
 ) -> Iterator[list[NamedStore]]:
-    """The stores, open for reading or writing; ConfigError or StoreError if one cannot be opened,
-    which `skip` leaves out instead."""
+    """Open the stores for reading or writing while the context lasts.
+
+    Raises ConfigError or StoreError if a store cannot be opened; `skip` leaves such a store out.
+    """
     with contextlib.ExitStack() as closing:
         stores = []
         for spec in specs:
@@ -144,7 +152,10 @@ def opened(
 def manifests(
     stores: Sequence[NamedStore], named: Iterable[Namespace] = ()
 ) -> dict[Namespace, Manifest]:
-    """The manifests of all namespaces that stores can list; in others, those of `named` alone."""
+    """Return the manifests of all namespaces that stores can list.
+
+    Stores that cannot list them are asked for those of `named` alone.
+    """
 
     def manifests_of(store: Store) -> dict[Namespace, Manifest]:
         names = map(Namespace, store.namespaces()) if isinstance(store, Listing) else named
@@ -160,7 +171,7 @@ def manifests(
 def manifest_named(
     stores: Sequence[NamedStore], name: str, known: Mapping[Namespace, Manifest] | None = None
 ) -> Manifest:
-    """The manifest of a namespace, given whole, or by the beginning of its name or digest.
+    """Return the manifest of a namespace, given whole, or by the beginning of its name or digest.
 
     `known` are the `manifests` of the stores. ConfigError if there is none, or several.
     """

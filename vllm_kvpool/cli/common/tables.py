@@ -33,7 +33,10 @@ class TextTable:
     """The name of a column whose words may wrap."""
 
     def as_text(self) -> str:
-        """Lines of aligned columns, indented below the title; on a terminal as wide as that."""
+        """Return lines of aligned columns, indented below the title.
+
+        On a terminal the lines are as wide as the terminal.
+        """
         table = self.fitted(shutil.get_terminal_size().columns) if is_on_terminal() else self
         lines = [table.title] if table.title else []
         widths = table._widths()
@@ -42,8 +45,10 @@ class TextTable:
         return "\n".join(lines)
 
     def fitted(self, width: int) -> "TextTable":
-        """The table without the optional columns that lines of `width` have no room for; its title
-        names them."""
+        """Return the table without the optional columns that do not fit into `width`.
+
+        The new table's title names the columns that were left out.
+        """
         table, left_out = self, []
         for name in self.optional:
             if sum(table._widths(PROSE_CHARS)) + 2 * len(table.columns) <= width:
@@ -68,7 +73,7 @@ class TextTable:
         return replace(self, columns=columns, rows=tuple(rows))
 
     def as_rich(self) -> "Table":
-        """The same for rich, which must be installed."""
+        """Return the table for rich, which must be installed."""
         from rich.table import Table
 
         table = Table(title=self.title or None, title_justify="left", box=None, pad_edge=False)
@@ -91,7 +96,7 @@ def show_live(frames: Iterable[Sequence[TextTable]]) -> None:
 
 
 def size_text(nbytes: float) -> str:
-    """A size with a unit: 1536 is 1.5 KiB."""
+    """Return a size with a unit: 1536 is 1.5 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.4g} {unit}"
@@ -100,7 +105,7 @@ def size_text(nbytes: float) -> str:
 
 
 def time_text(seconds: float | None) -> str:
-    """A duration with a unit, - for none: 0.0015 is 1.5 ms."""
+    """Return a duration with a unit, - for none: 0.0015 is 1.5 ms."""
     if seconds is None:
         return "-"
     for factor, unit in ((1e6, "µs"), (1e3, "ms")):
@@ -110,7 +115,7 @@ def time_text(seconds: float | None) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """An age in its largest whole unit: 7200 is 2 h."""
+    """Return an age in its largest whole unit: 7200 is 2 h."""
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
@@ -118,5 +123,5 @@ def age_text(seconds: float) -> str:
 
 
 def texts(rows: Sequence[Sequence[object]]) -> tuple[tuple[str, ...], ...]:
-    """Rows of any values as rows of text."""
+    """Return rows of any values as rows of text."""
     return tuple(tuple(map(str, row)) for row in rows)

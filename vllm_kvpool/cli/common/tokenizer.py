@@ -1,5 +1,7 @@
-"""The prompt that a command is given: token ids, or text that an engine or a model's files turn
-into them."""
+"""The prompt that a command is given: token ids, or text that is turned into them.
+
+An engine, or a model's files, turn the text into token ids.
+"""
 
 import functools
 import inspect
@@ -48,10 +50,14 @@ class PromptOptions:
 
     @property
     def is_given(self) -> bool:
+        """True if a file of tokens, text or messages was named."""
         return any((self.tokens_file, self.text_file, self.messages_file))
 
     def tokens(self) -> list[int] | None:
-        """The token ids of the prompt, None without one; ConfigError if it cannot be read."""
+        """Return the token ids of the prompt, None without one.
+
+        Raises ConfigError if it cannot be read.
+        """
         files = (self.tokens_file, self.text_file, self.messages_file)
         if sum(each is not None for each in files) > 1:
             raise click.UsageError("give one of --tokens, --text and --messages")
@@ -104,7 +110,7 @@ def prompt_options(command: Any) -> Any:
 
 
 def tokenize(prompt: Prompt, tokenizer: str, beside: Mapping[str, Any] = NOTHING_ELSE) -> list[int]:
-    """The token ids that an engine makes of a prompt. Blocks.
+    """Return the token ids that an engine makes of a prompt. Blocks.
 
     `tokenizer` is the URL of an engine or router, whose `/tokenize` is asked, or the directory or
     name of a model, which needs transformers. `beside` are other fields of the request: `model`,
@@ -122,7 +128,7 @@ def is_engine(tokenizer: str) -> bool:
 
 
 def read_messages(text: str) -> list[dict[str, Any]]:
-    """Messages from JSON, a list of them or an object with `messages`; ConfigError."""
+    """Return the messages from JSON, a list of them or an object with `messages`; ConfigError."""
     try:
         given = json.loads(text)
         messages = given["messages"] if isinstance(given, dict) else given

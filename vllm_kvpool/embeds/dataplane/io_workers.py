@@ -1,7 +1,7 @@
 """The threads that move rows, and the memory they move them between.
 
-A preparer brings encoded items into host memory, writers write rows into peers' windows, and
-drainers copy rows out of the own window and compare digests. All work of one turn of the control
+A preparer brings encoded items into host memory, and writers write rows into peers' windows.
+Drainers copy rows out of the own window and compare digests. All work of one turn of the control
 thread starts together, several small pieces per thread; each piece is reported once.
 """
 
@@ -56,7 +56,7 @@ W = TypeVar("W")
 def batches_of(
     works: Iterable[W], nbytes_of: Callable[[W], int], most_bytes: int = BATCH_BYTES
 ) -> Iterator[list[W]]:
-    """Batches of at most so many bytes, or of one piece, in order."""
+    """Yield batches of at most so many bytes, or of one piece, in order."""
     batch: list[W] = []
     batch_bytes = 0
     for work in works:
@@ -78,10 +78,17 @@ _Result = Wrote | WriteFailed
 class Completions(Protocol):
     """Receiver of the ends of work; called by any thread."""
 
-    def drained(self, gid: int, same: bool) -> None: ...
-    def prepared(self, item_id: int, digest: str) -> None: ...
-    def written(self, result: Wrote | WriteFailed) -> None: ...
-    def work_failed(self, kind: str, error: BaseException) -> None: ...
+    def drained(self, gid: int, same: bool) -> None:
+        """Take the end of a drain; `same`: the rows of grant `gid` have the sender's digest."""
+
+    def prepared(self, item_id: int, digest: str) -> None:
+        """Take the digest of an item that is now in host memory."""
+
+    def written(self, result: Wrote | WriteFailed) -> None:
+        """Take the end of a write, or its failure."""
+
+    def work_failed(self, kind: str, error: BaseException) -> None:
+        """Take an error that no worker expects, raised by work of this kind."""
 
 
 @dataclass(slots=True)
@@ -237,7 +244,7 @@ class IoWorkers:
         self._outputs[item_id] = EncoderOutput(shape, copy)
 
     def take(self, mm_hash: str) -> Tensor | None:
-        """The tensor of a complete item; it is the caller's."""
+        """Return the tensor of a complete item; it is the caller's."""
         with self._lock:
             item = self._ready.pop(mm_hash, None)
         return None if item is None else tensor_of(item.shape, item.data)

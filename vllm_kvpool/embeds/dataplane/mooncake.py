@@ -69,8 +69,7 @@ _retired: list["RegisteredMemory"] = []
 
 
 class RegisteredMemory:
-    """`nbytes` aligned to `ALIGNMENT` that a network reads and writes; committed, never
-    unmapped.
+    """`nbytes` aligned to `ALIGNMENT` for a network to read and write: committed, never unmapped.
 
     A transfer that was given up may still run when the owner is done: at an unmapped address it
     would end the process or hit other data. So `retire` frees the pages and keeps the addresses.
@@ -173,7 +172,10 @@ class PiecePool:
         self._is_closed = False
 
     def take(self, timeout_s: float) -> Bytes | None:
-        """A piece; None if none is free in time, or after `close`. Who waits must hold none."""
+        """Return a piece; None if none is free in time, or after `close`.
+
+        A caller that waits must hold no piece.
+        """
         deadline = self._clock() + timeout_s
         with self._changed:
             while True:
@@ -191,21 +193,24 @@ class PiecePool:
             self._changed.notify()
 
     def quarantine(self, sent: _Sent, quarantine_s: float) -> None:
-        """Transfers that were given up may still read the piece."""
+        """Set a piece aside that transfers that were given up may still read."""
         with self._changed:
             self._held.append((sent, self._clock() + quarantine_s))
 
     def close(self) -> None:
+        """Wake all waiting writers, whose `take` fails from now on."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def is_quiet(self) -> bool:
+        """Return True if no piece is taken or quarantined."""
         with self._changed:
             self._end_quarantines()
             return len(self._free) == self.num_pieces
 
     def quarantined_bytes(self) -> int:
+        """Return the bytes that the network may still read."""
         with self._changed:
             self._end_quarantines()
             return len(self._held) * self.piece_bytes
@@ -269,7 +274,10 @@ class MooncakeWriter:
         self._reached: set[str] = set()  # sessions whose last write succeeded
 
     def write(self, window: Window, writes: Sequence[RowCopy]) -> list[tuple[int, ...]]:
-        """A digest for each run of each write; after a WriteError none of them is certain."""
+        """Write, and return a digest for each run of each write.
+
+        After a WriteError none of the runs is certain.
+        """
         if not isinstance(window, MooncakeWindow):
             raise other_transport("mooncake")
         for rows in writes:
@@ -306,7 +314,7 @@ class MooncakeWriter:
         self._memory.retire()
 
     def take(self, *, wait: bool) -> Bytes | None:
-        """A piece of the staging memory; WriteError if none is free in time."""
+        """Return a piece of the staging memory; WriteError if none is free in time."""
         piece = self.staging.take(TRANSFER_TIMEOUT_S if wait else 0.0)
         if piece is None and wait:
             self._check_open()
@@ -319,6 +327,7 @@ class MooncakeWriter:
         return piece
 
     def submit(self, window: MooncakeWindow, sent: _Sent, ranges: list[_Range]) -> None:
+        """Start a write for each range; WriteError if the engine refuses one."""
         address = _address(sent.piece)
         for part in ranges:
             source, target = address + part.start, window.base + part.offset
@@ -381,7 +390,7 @@ class MooncakeWriter:
         return self.native.transfer_check_status(number) in (WRITTEN, FAILED)
 
     def _check_reachable(self, session: str) -> None:
-        """WriteError, quiesced, if no engine answers at a session.
+        """Raise WriteError, quiesced, if no engine answers at a session.
 
         A probe makes certain that nothing was sent; and the engine connects to a session under a
         lock that delays writes to all others.
@@ -436,7 +445,7 @@ class _InFlight:
             self._writer.release(self._flying.popleft())
 
     def _room(self, offset: int) -> Bytes:
-        """The piece that the next bytes, for `offset`, go to."""
+        """Return the piece that the next bytes, for `offset`, go to."""
         if self._piece is not None:
             is_next = self._ranges[-1].offset + self._ranges[-1].nbytes == offset
             is_full = len(self._ranges) == MAX_RANGES and not is_next

@@ -45,8 +45,8 @@ def copy_digested(target: Bytes, source: Bytes, digest: Any, *, of_target: bool 
 def item_name(data: Bytes) -> str:
     """Return the name of an encoding: a digest of rows all over the item.
 
-    Two encoders' rows of the same media and weights are equal, or differ from the first row on
-    by the order in which a processor adds. So a sample is enough, and an item of any size is
+    Two encoders' rows of the same media and weights are equal, or the order in which a processor
+    adds makes them differ from the first row on. So a sample is enough, and an item of any size is
     offered at once. The runs' digests verify that the rows arrive unchanged.
     """
     digest: Any = xxhash.xxh3_128()
@@ -56,7 +56,7 @@ def item_name(data: Bytes) -> str:
 
 
 def sampled_bytes(shape: ItemShape) -> int:
-    """The most bytes that an encoding's name is made of."""
+    """Return the most bytes that an encoding's name is made of."""
     return min(shape.rows, 2 * SAMPLED_ROWS) * shape.row_bytes
 
 
@@ -69,7 +69,7 @@ class WriteError(Exception):
 
 
 def other_transport(transport: str) -> WriteError:
-    """The window is not of this transport."""
+    """Return the error for a window that is not of this transport."""
     return WriteError(
         f"the window is of another transport than {transport}: set the same transport on both "
         "sides",
@@ -90,6 +90,7 @@ class RowCopy(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the rows of all runs."""
         rows = 0
         for run in self.runs:
             rows += run.rows
@@ -126,10 +127,11 @@ def write(window: Bytes, rows: RowCopy) -> tuple[int, ...]:
 
 
 def drain(window: Bytes, rows: RowCopy) -> tuple[int, ...]:
-    """Copy runs out of a window into the item, whose memory is checked; a digest for each run.
+    """Copy runs out of a window into the item, and return a digest for each run.
 
-    It digests the item's bytes after the copy, so a write to the window during or after the copy
-    either shows in the digest or changed nothing. Any thread; no two with the same rows.
+    The digest is of the item's bytes after the copy. A write to the window during or after the copy
+    shows in the digest or changed nothing. The item's memory is checked. Any thread; no two with
+    the same rows.
     """
     rows.check(window.nbytes)
 

@@ -40,7 +40,7 @@ MAX_MAPPED = 64  # mapped windows of peers; the least recently used is unmapped
 
 
 def host_identity() -> str:
-    """Equal in two processes if and only if they see the same `/dev/shm`."""
+    """Return an identity that two processes share if and only if they see the same `/dev/shm`."""
     try:
         # Containers share the boot id; two mounts have different device numbers, and two
         # directories of one mount have different inodes.
@@ -68,7 +68,10 @@ def _removed(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
-    """A regular file and its status; follows no link and does not wait for a pipe."""
+    """Open a regular file and yield its descriptor and status.
+
+    Follows no link and does not wait for a pipe.
+    """
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)
@@ -80,7 +83,7 @@ def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
 
 
 def _create_locked() -> tuple[Path, int]:
-    """A new file and its locked descriptor."""
+    """Create a file, and return its path and its locked descriptor."""
     for _ in range(CREATE_ATTEMPTS):
         path = DIRECTORY / f"{PREFIX}{os.getpid()}-{secrets.token_hex(16)}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -149,7 +152,10 @@ class SharedWriter:
         self._mapped: OrderedDict[str, _Mapped] = OrderedDict()
 
     def write(self, window: Window, writes: Sequence[RowCopy]) -> list[tuple[int, ...]]:
-        """A digest for each run; WriteError, always quiesced, if the window is gone."""
+        """Write, and return a digest for each run.
+
+        Raises WriteError, always quiesced, if the window is gone.
+        """
         if not isinstance(window, SharedWindow):
             raise other_transport("local")
         if window.host != self._host:

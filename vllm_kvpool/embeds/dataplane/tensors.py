@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 def shape_of(tensor: torch.Tensor) -> ItemShape:
-    """The shape of an encoder's output, [rows, ...]. ConfigError if it cannot be sent."""
+    """Return the shape of an encoder's output, [rows, ...]. ConfigError if it cannot be sent."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if not tensor.ndim or not tensor.numel():
         raise ConfigError(f"the output has shape {tuple(tensor.shape)}, not [rows, ...]")
@@ -60,7 +60,7 @@ class MemoryPool:
         return sum(map(len, self._kept))
 
     def take(self, nbytes: int) -> Bytes:
-        """So many undefined bytes; they return to the pool when nothing refers to them."""
+        """Return so many undefined bytes; they go back to the pool when nothing refers to them."""
         if nbytes < MIN_HUGE_BYTES:
             return np.empty(nbytes, np.uint8)
         wanted = nbytes + HUGE_PAGE_BYTES
@@ -94,18 +94,21 @@ class MemoryPool:
 
 
 def allocate(shape: ItemShape, memory: MemoryPool) -> Bytes:
-    """Undefined host memory for an item: an array [rows, row_bytes]."""
+    """Return undefined host memory for an item: an array [rows, row_bytes]."""
     return memory.take(shape.nbytes).reshape(shape.rows, shape.row_bytes)
 
 
 def tensor_of(shape: ItemShape, data: Bytes) -> torch.Tensor:
-    """The tensor in the memory that `allocate` returned; it keeps the memory alive."""
+    """Return the tensor in the memory that `allocate` returned; it keeps the memory alive."""
     flat = torch.frombuffer(data, dtype=getattr(torch, shape.dtype))
     return flat.view(-1, *shape.row_shape)
 
 
 def as_bytes(tensor: torch.Tensor) -> Bytes:
-    """A contiguous host tensor's memory as uint8 [rows, row_bytes]; the array keeps it alive."""
+    """Return a contiguous host tensor's memory as uint8 [rows, row_bytes].
+
+    The array keeps it alive.
+    """
     assert tensor.device.type == "cpu", tensor.device
     assert tensor.is_contiguous(), tensor.stride()
     flat: Any = tensor.detach().view(-1).view(torch.uint8)
@@ -122,7 +125,10 @@ class HostCopy:
     _event: Any  # set when the copy is complete; None: it is
 
     def wait(self) -> torch.Tensor:
-        """The contiguous tensor, once it is complete. Blocks; any thread, any number of times."""
+        """Return the contiguous tensor, once it is complete. Blocks.
+
+        Any thread, any number of times.
+        """
         if self._event is not None:
             self._device.enter_thread()
             self._event.synchronize()

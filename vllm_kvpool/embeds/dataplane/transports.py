@@ -1,9 +1,9 @@
-"""Windows and writes over the transports: Mooncake's transfer engine over any of its protocols, or
-memory that processes of one host share.
+"""Windows and writes over the transports: Mooncake's transfer engine, or shared memory.
 
-A consumer opens one window; producers write runs of rows into the extents that they were granted
-and report a digest of each run; the consumer drains and compares. Nothing here knows grants,
-peers or names of items, and nothing starts threads: calls block in their caller's.
+Mooncake's engine moves rows over any of its protocols, shared memory between processes of one
+host. A consumer opens one window; producers write runs of rows into the extents that they were
+granted and report a digest of each run; the consumer drains and compares. Nothing here knows
+grants, peers or names of items, and nothing starts threads: calls block in their caller's.
 """
 
 import time
@@ -36,7 +36,7 @@ class LandingWindow(Protocol):
         """The window's address for producers."""
 
     def close(self) -> None:
-        """No write can start any more. Does nothing when called again."""
+        """Start no write any more; a second call does nothing."""
 
 
 class RowWriter(Protocol):
@@ -55,8 +55,9 @@ class RowWriter(Protocol):
 def open_landing(
     transport: Transport, nbytes: int, *, host: str, protocol: str = "tcp", device: str = ""
 ) -> LandingWindow:
-    """A landing window of `nbytes`; `host` is the address at which producers reach this process.
+    """Return a landing window of `nbytes`.
 
+    `host` is the address at which producers reach this process.
     ConfigError for an impossible configuration, StoreError if the network refuses.
     """
     if nbytes < 1:
@@ -77,8 +78,9 @@ def open_writer(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> RowWriter:
-    """A writer. Over Mooncake, rows go through `staging_bytes` of registered memory, however many
-    threads write. Raises as `open_landing`.
+    """Return a writer; raises as `open_landing`.
+
+    Over Mooncake, rows go through `staging_bytes` of registered memory for all threads that write.
     """
     if transport is Transport.LOCAL:
         return SharedWriter()

@@ -1,0 +1,1 @@
+"""The state machines of consumers, producers and sessions (pure)."""

@@ -1,12 +1,11 @@
-"""A consumer's items: which get host memory, and which of them may be granted rows (pure; control
-thread).
+"""A consumer's items: which get host memory, and which may be granted rows.
 
-Memory for an item is taken whole, before its first grant, and freed when the engine has taken the
-item. So no item holds a part of its memory while it waits for the rest. Offered items queue: by
-request first, then one of each producer in turn. The oldest request's items may exceed
-`max_landing_bytes` in two cases: no other request's item is in transfer and so about to free
-memory, or nothing has changed for `OLDEST_WAITS_S`. So requests that wait for each other's memory
-cannot deadlock, and the excess is bounded by the needs of one request.
+Pure; on the control thread. Memory for an item is taken whole, before its first grant, and freed
+when the engine has taken the item. So no item holds a part of its memory while it waits for the
+rest. Offered items queue: by request first, then one of each producer in turn. The oldest
+request's items may exceed `max_landing_bytes` in two cases: no other request's item is in transfer
+and so about to free memory, or nothing has changed for `OLDEST_WAITS_S`. So requests that wait for
+each other's memory cannot deadlock, and the excess is bounded by the needs of one request.
 """
 
 from bisect import bisect_left, insort
@@ -49,6 +48,7 @@ class AdmissionQueue:
             insort(self._requested, (order, self._number, mm_hash))
 
     def remove(self, mm_hash: str) -> None:
+        """Remove an item; an item that does not wait is left alone."""
         entry = self._entries.pop(mm_hash, None)
         if entry is None:
             return
@@ -62,21 +62,23 @@ class AdmissionQueue:
             del self._by_producer[producer]
 
     def first_requested(self) -> str | None:
+        """Return the first item that a request waits for, by the requests' order."""
         return self._requested[0][2] if self._requested else None
 
     def unrequested(self) -> Iterator[str]:
-        """The first item of each producer, in the order of their turns."""
+        """Return the first item of each producer, in the order of their turns."""
         return (next(iter(items)) for items in self._by_producer.values())
 
     def move_to_end(self, producer: str) -> None:
-        """An unrequested item of this producer was admitted; the others' items come first now."""
+        """Put this producer's turn last, as an unrequested item of it was admitted."""
         if producer in self._by_producer:
             self._by_producer.move_to_end(producer)
 
 
 class Admission:
-    """Admits queued items and knows which admitted ones lack rows; `items` are the consumer's
-    own.
+    """The queue of items for memory, and the admitted items that lack rows.
+
+    `items` are the consumer's own.
     """
 
     def __init__(self, items: Mapping[str, Item], max_landing_bytes: int) -> None:
@@ -94,22 +96,25 @@ class Admission:
 
     @property
     def num_active(self) -> int:
+        """Number of admitted items whose rows are not all here."""
         return len(self._active)
 
     def grantable(self) -> list[Item]:
-        """Items with rows that are neither received nor granted: requests' items first, the oldest
-        request first.
+        """Return the items with rows that are neither received nor granted.
+
+        Items of requests come first, those of the oldest request at the front.
         """
         return sorted(self._grantable.values(), key=_grant_order)
 
     # The queue
 
     def wait(self, item: Item) -> None:
+        """Queue an item for memory."""
         self._unrequested_may_fit = True
         self._queue.add(item.mm_hash, item.sender[0], item.order)
 
     def request(self, item: Item, order: int) -> None:
-        """A request of this age now waits for an item, maybe beside others."""
+        """Note that a request of this age now waits for an item, maybe beside others."""
         if item.requested and item.order <= order:
             return
         if item.requested:
@@ -200,40 +205,43 @@ class Admission:
     # Admitted items
 
     def activate(self, item: Item) -> None:
-        """An admitted item has an offer and lacks rows."""
+        """Start granting rows to an admitted item, which has an offer and lacks rows."""
         self._active[item.mm_hash] = self._grantable[item.mm_hash] = item
 
     def mark_grantable(self, item: Item) -> None:
-        """Rows of an item may be neither received nor granted any more."""
+        """Grant rows to an item again: some may be neither received nor granted any more."""
         if item.mm_hash in self._active:
             self._grantable[item.mm_hash] = item
 
     def mark_fully_granted(self, item: Item) -> None:
-        """Until one of its grants ends, an item gets no further one."""
+        """Grant an item nothing more until one of its grants ends."""
         del self._grantable[item.mm_hash]
 
     def deactivate(self, item: Item) -> None:
+        """Stop granting rows to an item; its memory stays."""
         self._active.pop(item.mm_hash, None)
         self._grantable.pop(item.mm_hash, None)
 
     def remove(self, item: Item) -> None:
-        """An item has no sender any more."""
+        """Remove an item that has no sender any more."""
         self._queue.remove(item.mm_hash)
         self._unrequested_may_fit = True
         self.deactivate(item)
 
     def forget(self, item: Item) -> None:
-        """An item has ended."""
+        """Forget an item that has ended."""
         self.remove(item)
         if item.requested:
             self._forget_order(item)
 
     def release_memory(self, item: Item) -> None:
+        """Return an admitted item's memory to the limit."""
         self._count_bytes(item, -_nbytes(item))
         self._memory_released = self._unrequested_may_fit = True
         item.admitted = False
 
     def gauges(self) -> dict[str, float]:
+        """Return the levels for the metrics, by name."""
         return {"waiting_items": len(self._queue), "landing_bytes": self._landing_bytes}
 
 

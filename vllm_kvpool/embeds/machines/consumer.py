@@ -64,7 +64,7 @@ class Consumer:
         self.discovery = ItemDiscovery(limits, self.grants, self._turn)
 
     def take_effects(self, now: float) -> list[Effect]:
-        """The effects since the last call, in order. Rows are granted here, once a turn."""
+        """Grant rows, once a turn, and return the effects since the last call, in order."""
         self._admit(now)
         self.grants.issue(now)
         return self._turn.take()
@@ -72,7 +72,7 @@ class Consumer:
     # From the own scheduler and worker
 
     def expect(self, message: Expect, now: float) -> None:
-        """A request waits for an item."""
+        """Seek an item for which a request waits."""
         item = self.items.get(message.mm_hash)
         if item is not None and message.digest and item.digest not in ("", message.digest):
             self._end(item, TransferState.CANCELLED, Code.CONFLICT)
@@ -105,26 +105,26 @@ class Consumer:
         self.discovery.want(item, now)
 
     def forget(self, mm_hash: str) -> None:
-        """No request waits for the item any more."""
+        """Drop the requests of an item, for which none waits any more."""
         item = self.items.get(mm_hash)
         if item is not None and item.requested:
             self._end(item, TransferState.CANCELLED, Code.CANCELLED)
 
     def keep_requested(self, names: Collection[str]) -> None:
-        """Requests wait for these items and no others: the scheduler is in session, maybe again."""
+        """Keep requests for these items and no others: the scheduler is in session, maybe again."""
         for item in list(self.items.values()):
             if item.mm_hash not in names:
                 self.forget(item.mm_hash)
 
     def taken(self, mm_hash: str, now: float) -> None:
-        """The engine has taken the item's tensors."""
+        """End an item whose tensors the engine has taken."""
         self._turn.effects.append(NotifyScheduler(Taken(mm_hash)))
         item = self.items.get(mm_hash)
         if item is not None and item.is_complete:
             self._drop(item)
 
     def no_memory(self, mm_hash: str, text: str) -> None:
-        """The host has no memory for an admitted item."""
+        """Fail an admitted item for which the host has no memory."""
         item = self.items.get(mm_hash)
         if item is not None and item.admitted:
             assert item.shape is not None
@@ -132,7 +132,7 @@ class Consumer:
             self._fail(item, Code.TOO_LARGE, text)
 
     def refused(self, endpoint: str, text: str) -> None:
-        """An endpoint that a request named is not connected to."""
+        """Give up an endpoint that a request named and that is not connected to."""
         for item in list(self.items.values()):
             if endpoint not in item.peers or item.shape is not None:
                 continue
@@ -141,7 +141,7 @@ class Consumer:
                 self._fail(item, Code.UNREACHABLE, text)
 
     def weights_changed(self) -> None:
-        """The weights have changed: drop everything encoded before."""
+        """Drop everything that was encoded with the weights before."""
         for item in list(self.items.values()):
             if item.shape is not None:
                 self._fail(item, Code.STALE, "the weights have changed")
@@ -149,7 +149,7 @@ class Consumer:
     # From sessions
 
     def peer_up(self, peer: str, endpoints: frozenset[str], now: float) -> None:
-        """A producer is in session, reachable at any of these endpoints."""
+        """Take in a producer that is in session, reachable at any of these endpoints."""
         self.discovery.peer_up(peer, endpoints)
         self.grants.query_unresolved(now, (peer,), at_once=True)
         for item in list(self.items.values()):
@@ -157,7 +157,7 @@ class Consumer:
             self.discovery.want(item, now, only=peer)
 
     def peer_lost(self, peer: str, now: float, *, quiesced: bool = False) -> None:
-        """The session with a producer ended; unless `quiesced`, its writes may still arrive."""
+        """Drop a producer's offers; unless `quiesced`, its writes may still arrive."""
         self.discovery.peers.pop(peer, None)
         self.grants.window.end_all_of(peer, now, quiesced=quiesced)
         for ref in [each for each in self.offers.open if each[0] == peer]:
@@ -167,7 +167,7 @@ class Consumer:
     # Questions that are answered
 
     def want_ack(self, peer: str, message: WantAck, now: float) -> None:
-        """A peer does not have the item now, and (`gone`) will not."""
+        """Take a peer's answer that it does not have the item now, and (`gone`) will not."""
         self.grants.decline(peer, message.declined, now)
         item = self.items.get(message.mm_hash)
         if item is None or item.shape is not None or not message.gone:
@@ -180,7 +180,7 @@ class Consumer:
     # Offers: the first producer of an item sends it, the others stand by
 
     def offer(self, peer: str, message: Offer, now: float) -> None:
-        """A producer has an item; ProtocolError if no item can have its shape."""
+        """Take a producer's offer of an item; ProtocolError if no item can have its shape."""
         shape = checked_shape(message.shape)
         ref = (peer, message.tid)
         if self._resend_answer(ref):
@@ -220,7 +220,7 @@ class Consumer:
         return True
 
     def _replace_older(self, item: Item, peer: str, now: float) -> None:
-        """A producer has one transfer of an item; the end of the one before was lost."""
+        """End an older transfer of the item by the same producer: its end was lost."""
         for ref in [each for each in item.offers if each[0] == peer]:
             self.offers.finish(ref, Cancel(ref[1]))
             self._drop_offer(ref, None, "", now)
@@ -305,7 +305,7 @@ class Consumer:
     # Offers that end
 
     def withdraw(self, peer: str, message: Withdraw, now: float) -> None:
-        """The producer gave an item up; nothing of it is in flight."""
+        """Drop an offer that the producer gave up; nothing of it is in flight."""
         self.grants.window.end_all((peer, message.tid), now)
         self._drop_offer((peer, message.tid), message.code, message.text, now)
 
@@ -314,7 +314,7 @@ class Consumer:
         self.grants.window.end_all((peer, message.tid), now)
 
     def unknown(self, peer: str, message: Unknown, now: float) -> None:
-        """The producer does not know the transfer, so it writes nothing of it."""
+        """Drop a transfer that its producer does not know, and so writes nothing of."""
         self.grants.window.end_all((peer, message.tid), now)
         self._drop_offer((peer, message.tid), None, "", now)
 
@@ -327,8 +327,9 @@ class Consumer:
         self._drop_offer(ref, code, text, now)
 
     def _drop_offer(self, ref: TransferRef, code: Code | None, text: str, now: float) -> None:
-        """Remove an offer, if there is one. `code`: why its producer does not have the item; None:
-        it is lost.
+        """Remove an offer, if there is one.
+
+        `code`: why its producer does not have the item; None: the producer is lost.
         """
         item = self.offers.open.get(ref)
         if item is None:
@@ -351,8 +352,9 @@ class Consumer:
         self.discovery.want(item, now)
 
     def _fail_over(self, item: Item) -> None:
-        """The next producer continues at the first missing row if it has the same bytes, else from
-        the start.
+        """Continue with the next producer: at the first missing row if the bytes are the same.
+
+        If they are not, the item starts again.
         """
         digest = item.offers[item.sender].digest
         if digest != item.digest:
@@ -366,15 +368,15 @@ class Consumer:
     # Messages about grants, and reports of drains
 
     def wrote(self, peer: str, message: Wrote, now: float) -> None:
-        """A producer has written a grant's rows."""
+        """Drain a grant whose rows a producer has written."""
         self._act_on(self.grants.wrote((peer, message.tid), message, now), now)
 
     def drained(self, gid: int, same: bool, now: float) -> None:
-        """A grant's rows were copied out; `same` if their digests match."""
+        """Record a grant's rows, which were copied out; `same` if their digests match."""
         self._act_on(self.grants.drained(gid, same, now), now)
 
     def write_failed(self, peer: str, message: WriteFailed, now: float) -> None:
-        """A producer could not write a grant's rows."""
+        """End a grant whose rows a producer could not write."""
         self._act_on(self.grants.write_failed((peer, message.tid), message, now), now)
 
     def revoke_ack(self, peer: str, message: RevokeAck, now: float) -> None:
@@ -431,8 +433,9 @@ class Consumer:
         self._turn.effects.append(NotifyScheduler(ItemNews(item.mm_hash, item.digest)))
 
     def _report_offered(self, item: Item) -> None:
-        """Report to the own scheduler an item that is on its way: it may be requested, and other
-        ranks may be offered another encoding.
+        """Report to the own scheduler an item that is on its way.
+
+        The item may be requested, and other ranks may be offered another encoding.
         """
         if not item.requested:
             self._turn.effects.append(NotifyScheduler(ItemNews(item.mm_hash, offered=True)))
@@ -469,6 +472,7 @@ class Consumer:
     # For metrics
 
     def gauges(self) -> dict[str, float]:
+        """Return the levels for the metrics, by name."""
         return {
             "items": len(self.items),
             **self.admission.gauges(),

@@ -36,7 +36,7 @@ class ItemDiscovery:
         self._recent_rows: deque[int] = deque(maxlen=RECENT_ITEMS)  # of items that were offered
 
     def peer_up(self, peer: str, endpoints: frozenset[str]) -> None:
-        """A producer is in session, reachable at any of these endpoints."""
+        """Note the endpoints at which a producer in session is reachable."""
         known = self.peers.get(peer)
         self.peers[peer] = ProducerPeer(endpoints, known.row_bytes if known is not None else 0)
 
@@ -65,7 +65,7 @@ class ItemDiscovery:
         return said_s or self._limits.bootstrap_timeout_s
 
     def _first_grant(self, item: Item, peer: str, now: float) -> Grant | None:
-        """A grant before the item's length is known, if the peer's row size is."""
+        """Return a grant before the item's length is known, if the peer's row size is."""
         row_bytes = self.peers[peer].row_bytes
         if item.shape is not None or item.grants or not row_bytes:
             return None  # said once: a producer that has declined it might use it when told again

@@ -68,13 +68,13 @@ class EncodedItemCache:
         return item
 
     def begin(self, item: EncodedItem, tid: int) -> None:
-        """A transfer of it begins."""
+        """Hold an item for a transfer that begins."""
         item.transfers.add(tid)
         self.update_held_bytes(item)
         self.items.move_to_end(item.mm_hash)
 
     def end(self, item: EncodedItem, tid: int, now: float) -> None:
-        """A transfer of it has ended and writes nothing any more."""
+        """Release an item from a transfer that has ended and writes nothing any more."""
         item.transfers.remove(tid)
         self.update_held_bytes(item)
         item.since = now
@@ -84,7 +84,7 @@ class EncodedItemCache:
             self.release_if_unused(item)
 
     def expired(self, now: float, timeout_s: float) -> list[EncodedItem]:
-        """Items that no consumer has taken for so long, nor will now."""
+        """Return the items that no consumer has taken for so long, nor will now."""
         return [
             each
             for each in self.items.values()
@@ -141,10 +141,11 @@ class PendingTargets:
 
     @property
     def items(self) -> KeysView[str]:
+        """Hashes of the items that some consumer waits for."""
         return self._targets.keys()
 
     def add(self, mm_hash: str, target: str, expires_at: float) -> None:
-        """An item is to go to a target; again renews it."""
+        """Add a target for an item until `expires_at`; a second call renews it."""
         self._expires_at[mm_hash, target] = expires_at
         self._targets.setdefault(mm_hash, {})[target] = None
         while len(self._expires_at) > self._most:
@@ -158,10 +159,12 @@ class PendingTargets:
         return targets
 
     def drop(self, lost: str) -> None:
+        """Forget every item that the peer `lost` waits for."""
         for mm_hash, target in [key for key in self._expires_at if key[1] == lost]:
             self._forget(mm_hash, target)
 
     def drop_late(self, now: float) -> None:
+        """Forget the consumers whose deadline has passed."""
         for mm_hash, target in [
             key for key, expires_at in self._expires_at.items() if expires_at < now
         ]:

@@ -1,8 +1,8 @@
-"""Grants: a consumer's rank grants missing rows to senders, part by part of its window (pure;
-control thread).
+"""Grants: a rank grants missing rows to senders, part by part of its window.
 
-A grant is written, drained and over; or it fails, expires or is revoked, and its rows are granted
-again. Rows count as received once they are copied out and their digests match.
+Pure; on the control thread. A grant is written, drained and over; or it fails, expires or is
+revoked, and its rows are granted again. Rows count as received once they are copied out and their
+digests match.
 """
 
 from collections.abc import Collection, Mapping
@@ -160,8 +160,9 @@ class RowGrants:
     # The end of a grant
 
     def release_rows(self, item: Item) -> None:
-        """Give up an item's rows, and the grants whose rows go to its memory; early ones have
-        none.
+        """Give up an item's rows, and the grants that write to its memory.
+
+        Early grants have no memory of the item, and go on.
         """
         item.received = Intervals()
         for granted in [each for each in item.grants.values() if each.ref[1]]:
@@ -198,13 +199,13 @@ class RowGrants:
             self._turn.counts["quarantined_bytes"] += granted.nbytes
 
     def _remove(self, item: Item, granted: GrantRecord) -> None:
-        """A grant brings an item nothing any more."""
+        """Remove a grant that brings its item nothing any more."""
         item.grants.pop(granted.gid, None)
         item.update_state()
         self._admission.mark_grantable(item)
 
     def decline(self, peer: str, gid: int, now: float) -> None:
-        """A peer does not use the grant that came with a question."""
+        """End a grant that came with a question and that the peer does not use."""
         granted = self.window.of((peer, 0), gid)
         if granted is not None:
             self.window.end(granted, now, quiesced=True)
@@ -212,7 +213,7 @@ class RowGrants:
     # Messages of producers, and reports of drains
 
     def wrote(self, ref: TransferRef, message: Wrote, now: float) -> SenderFault | None:
-        """A producer has written a grant's rows: drain them."""
+        """Drain a grant whose rows a producer has written."""
         granted = self.window.of(ref, message.gid)
         if granted is None:
             self.window.resolve(ref, message.gid)
@@ -241,14 +242,17 @@ class RowGrants:
         return None
 
     def _on_late_write(self, ref: TransferRef) -> None:
-        """A grant that has ended was written: its rows were received before, or are not used."""
+        """Free an ended grant that was written: its rows were received before, or are not used."""
         if ref in self._offers.open:
             self._turn.counts["late_writes"] += 1
         else:
             self._offers.repeat_final(ref)
 
     def drained(self, gid: int, same: bool, now: float) -> Item | SenderFault | None:
-        """A grant's rows were copied out; `same` if their digests match. The item, if complete."""
+        """Record a grant's rows, which were copied out, and return the item if it is complete.
+
+        `same`: the digests of the rows match.
+        """
         granted = self.window[gid]
         item = self._items.get(granted.mm_hash)
         if item is None or gid not in item.grants:
@@ -272,7 +276,7 @@ class RowGrants:
         counts["bytes"] += granted.rows * item.shape.row_bytes
 
     def _on_corrupt_rows(self, item: Item, granted: GrantRecord) -> SenderFault | None:
-        """The digests of a grant's rows do not match."""
+        """Count rows whose digests do not match; return the sender's fault after too many."""
         self._turn.counts["corrupt_rows"] += granted.rows
         if granted.ref in item.offers:
             item.corrupt += 1
@@ -284,7 +288,7 @@ class RowGrants:
     def write_failed(
         self, ref: TransferRef, message: WriteFailed, now: float
     ) -> SenderFault | None:
-        """A producer could not write a grant's rows."""
+        """End a grant whose rows a producer could not write."""
         granted = self.window.of(ref, message.gid)
         if granted is None:
             if message.quiesced:
@@ -324,8 +328,9 @@ class RowGrants:
     # Time
 
     def query_unresolved(self, now: float, peers: Collection[str], *, at_once: bool) -> None:
-        """Ask `peers` whether they still write to quarantined memory, at most every `repeat_s`
-        unless `at_once`.
+        """Ask `peers` whether they still write to quarantined memory.
+
+        Asks at most every `repeat_s`, unless `at_once`.
         """
         for granted in self.window.unresolved():
             peer, tid = granted.ref

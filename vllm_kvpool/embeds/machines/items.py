@@ -1,6 +1,4 @@
-"""A consumer's items, from their first request or offer until the engine has them (pure; control
-thread).
-"""
+"""A consumer's items, from first request or offer until the engine has them (control thread)."""
 
 from dataclasses import dataclass, field
 
@@ -104,7 +102,7 @@ class Item:
         return next(iter(self.offers))
 
     def covered(self) -> Intervals:
-        """Rows that are received or granted."""
+        """Return the rows that are received or granted."""
         covered = self.received
         for granted in self.grants.values():
             covered = covered.with_rows(granted.row, granted.row + granted.rows)

@@ -1,6 +1,4 @@
-"""Offers of producers to a consumer's rank: open ones, and how each closed one ended (pure; control
-thread).
-"""
+"""Offers of producers to a consumer's rank, open and closed (pure; control thread)."""
 
 from collections import OrderedDict
 from collections.abc import Callable

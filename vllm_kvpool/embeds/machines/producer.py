@@ -116,14 +116,14 @@ class Producer:
         self._next_tid = 1
 
     def take_effects(self, now: float) -> list[Effect]:
-        """The effects since the last call, in order. Writes start here, once a turn."""
+        """Start writes, once a turn, and return the effects since the last call, in order."""
         self._start_writes(now)
         return self._turn.take()
 
     # From the own worker and scheduler
 
     def produced(self, mm_hash: str, shape: ItemShape, now: float) -> int:
-        """An item has been encoded; its id, or 0 if it is here already."""
+        """Keep an encoded item, and return its id, or 0 if it is here already."""
         if mm_hash in self.cache.items:
             return 0
         item = self.cache.add(mm_hash, shape, now)
@@ -131,7 +131,10 @@ class Producer:
         return item.item_id
 
     def prepared(self, item_id: int, digest: str, now: float) -> None:
-        """An item is in host memory; an empty digest says that it could not be brought there."""
+        """Offer an item that is in host memory.
+
+        An empty digest says that it could not be brought there.
+        """
         item = self.cache.unreleased[item_id]
         item.is_prepared = True
         if not self.cache.holds(item):
@@ -148,7 +151,7 @@ class Producer:
         self.cache.make_room()
 
     def push(self, message: Push, now: float) -> None:
-        """An item that is about to be encoded, or is here, goes to these consumers."""
+        """Send an item that is here, or about to be encoded, to these consumers."""
         for endpoint in message.endpoints:
             self._turn.effects.append(Connect(endpoint))
             item = self.cache.items.get(message.mm_hash)
@@ -159,19 +162,22 @@ class Producer:
                 self._pushes.add(message.mm_hash, endpoint, expires_at)
 
     def refused(self, endpoint: str) -> None:
-        """An endpoint that a request or a peer named is not connected to."""
+        """Give up an endpoint that a request or a peer named and that is not connected to."""
         self._pushes.drop(endpoint)
         for item in self.cache.items.values():
             if item.endpoints.pop(endpoint, None) is not None:
                 self.cache.update_held_bytes(item)
 
     def missing(self) -> set[str]:
-        """Items that consumers wait for and that are not here; the engine's cache may have them."""
+        """Return the items that consumers wait for and that are not here.
+
+        The engine's cache may have them.
+        """
         waited_for = self._wants.items | self._pushes.items
         return {mm_hash for mm_hash in waited_for if mm_hash not in self.cache.items}
 
     def weights_changed(self, now: float) -> None:
-        """The weights have changed: send nothing encoded before."""
+        """Send nothing any more that was encoded with the weights before."""
         for item in list(self.cache.items.values()):
             self._withdraw(item, now, Code.STALE, "the weights have changed")
         self.cache.dropped.clear()
@@ -186,7 +192,10 @@ class Producer:
         ranks: tuple[str, ...],
         now: float,
     ) -> None:
-        """A consumer's rank is in session, at these endpoints; `ranks` are those of its engine."""
+        """Transfer waiting items to a consumer's rank that is in session, at these endpoints.
+
+        `ranks` are those of its engine.
+        """
         was_lost = peer not in self.peers
         # Its window stays: the grants that are due lie in it.
         self.peers.setdefault(peer, ConsumerPeer(window, ranks)).ranks = ranks
@@ -200,7 +209,7 @@ class Producer:
                 self._push_to(item, endpoint, now)
 
     def peer_lost(self, peer: str, now: float) -> None:
-        """The session with a consumer's rank ended; it, or another incarnation, may come back."""
+        """Suspend the transfers to a consumer's rank; it, or another incarnation, may come back."""
         if self.peers.pop(peer, None) is None:
             return
         self._due.pop(peer, None)
@@ -219,7 +228,7 @@ class Producer:
     # From consumers
 
     def want(self, peer: str, message: Want, now: float) -> None:
-        """A consumer's rank asks for an item."""
+        """Answer a consumer's rank that asks for an item."""
         item = self.cache.items.get(message.mm_hash)
         first = message.first
         if item is not None and item.digest:
@@ -237,7 +246,7 @@ class Producer:
         self._turn.send(peer, WantAck(message.mm_hash, gone, first.gid if first else 0))
 
     def offer_ack(self, peer: str, message: OfferAck, now: float) -> None:
-        """The consumer answers an offer."""
+        """Take the consumer's answer to an offer."""
         transfer = self._of(peer, message.tid)
         if transfer is None:
             return
@@ -247,7 +256,7 @@ class Producer:
             self._end(transfer, now)
 
     def complete(self, peer: str, message: Complete, now: float) -> None:
-        """The consumer has every row."""
+        """End a transfer of which the consumer has every row."""
         transfer = self._of(peer, message.tid)
         if transfer is not None:
             self.counts["items"] += 1
@@ -255,7 +264,7 @@ class Producer:
             self._end(transfer, now)
 
     def cancel(self, peer: str, message: Cancel, now: float) -> None:
-        """The consumer does not want the item any more."""
+        """End a transfer that the consumer does not want any more."""
         transfer = self._of_or_answer(peer, message.tid)
         if transfer is None:
             return
@@ -264,7 +273,7 @@ class Producer:
         self._end(transfer, now)
 
     def grant(self, peer: str, message: Grant, now: float) -> None:
-        """A consumer grants rows."""
+        """Write the rows that a consumer grants."""
         transfer = self._of_or_answer(peer, message.tid)
         if transfer is None:
             return
@@ -283,7 +292,7 @@ class Producer:
         self._accept_grant(transfer, message, now)
 
     def revoke(self, peer: str, message: Revoke, now: float) -> None:
-        """A consumer revokes a grant."""
+        """Give up a grant that a consumer revokes."""
         unresolved = self._unresolved.get((peer, message.gid))
         if unresolved is not None:
             self._turn.send(peer, unresolved)
@@ -308,14 +317,14 @@ class Producer:
         self._decline(transfer, message.tid, message.gid)
 
     def _tid_of_first(self, peer: str, gid: int) -> int:
-        """The transfer that uses a grant which came with a want; 0 if none does."""
+        """Return the transfer that uses a grant which came with a want; 0 if none does."""
         key = (peer, gid)
         transfers = self.transfers.values()
         found = (each.tid for each in transfers if (each.peer, each.first) == key)
         return next(found, 0)
 
     def _of(self, peer: str, tid: int) -> ItemTransfer | None:
-        """A transfer that this consumer knows, if it is in session as one."""
+        """Return a transfer that this consumer knows, if it is in session as one."""
         transfer = self.transfers.get(tid) if peer in self.peers else None
         if transfer is None or transfer.peer != peer or transfer.is_ended:
             return None
@@ -409,7 +418,7 @@ class Producer:
         )
 
     def written(self, result: Wrote | WriteFailed, now: float) -> None:
-        """A write has ended."""
+        """Take the end of a write, and report it to the consumer."""
         transfer, gid = self.transfers[result.tid], result.gid
         self.num_writes -= 1
         self._writing_bytes -= transfer.writing.pop(gid)
@@ -435,7 +444,7 @@ class Producer:
     # Starting transfers
 
     def _transfer_to(self, item: EncodedItem, peer: str, now: float) -> ItemTransfer:
-        """The transfer of an item to a peer in session: the existing one, or a new one."""
+        """Return the transfer of an item to a peer in session: the existing one, or a new one."""
         target = (item.mm_hash, peer)
         transfer = self._by_target.get(target)
         if transfer is None:
@@ -446,8 +455,9 @@ class Producer:
         return transfer
 
     def _push_to(self, item: EncodedItem, endpoint: str, now: float) -> None:
-        """Transfer an item to each rank of the engine at this endpoint, at once or once it is in
-        session.
+        """Transfer an item to each rank of the engine at this endpoint.
+
+        Ranks without a session get the item when theirs begins.
         """
         item.endpoints.pop(endpoint, None)
         peer = self._at.get(endpoint)
@@ -538,6 +548,7 @@ class Producer:
     # For metrics
 
     def gauges(self) -> dict[str, float]:
+        """Return the levels for the metrics, by name."""
         return {
             "encoded_items": len(self.cache.items),
             "held_bytes": self.cache.held_bytes,

@@ -99,7 +99,7 @@ class Session:
         self._actions: list[Action] = []
 
     def take_actions(self) -> list[Action]:
-        """The actions since the last call, in order."""
+        """Return the actions since the last call, in order."""
         actions, self._actions = self._actions, []
         return actions
 
@@ -115,23 +115,25 @@ class Session:
 
     @property
     def is_silence_checked(self) -> bool:
-        """True if silence ends the session; a scheduler checks its own workers
-        (`worker_channel`).
+        """True if silence ends the session.
+
+        A scheduler checks its own workers in `worker_channel`.
         """
         return self.peer is not None and PeerRole.SCHEDULER not in (self._own.role, self.peer.role)
 
     def update_hello(self, hello: PeerHello) -> None:
-        """Our own hello has changed: the weights are others."""
+        """Send the own hello anew, which has changed: the weights are others."""
         self._own = hello
         self._send(hello)
         if self.peer is not None:
             self._evaluate(self.peer)
 
     def sent(self, now: float) -> None:
+        """Note that a message was sent, so that no heartbeat is due."""
         self._sent_at = now
 
     def hello(self, message: PeerHello, now: float) -> None:
-        """The peer has sent its hello."""
+        """Take the peer's hello: begin the session, or refuse it."""
         self._received_at = now
         if self.peer is not None and self.peer.incarnation != message.incarnation:
             self._lose(quiesced=False)
@@ -161,7 +163,7 @@ class Session:
         self._actions.append(PeerUp(message))
 
     def rejected(self, message: HelloReject, now: float) -> bool:
-        """The peer refuses a session; whether the reason is new."""
+        """Take the peer's refusal of a session, and return True if the reason is new."""
         self._received_at = now
         is_news = self._refused_by_peer != message.text
         self._refused_by_peer = message.text
@@ -171,13 +173,13 @@ class Session:
         return is_news
 
     def received(self, now: float) -> None:
-        """The peer has sent something else."""
+        """Note that the peer has sent something else."""
         self._received_at = now
         if self.state is SessionState.DEGRADED:
             self.state = SessionState.UP
 
     def goodbye(self) -> None:
-        """The peer ends in order."""
+        """End the session in order, as the peer does."""
         if self.is_up:
             self._lose(quiesced=True)
 
@@ -209,7 +211,7 @@ class Session:
             self.state = SessionState.DEGRADED
 
     def lost(self) -> None:
-        """The connection is broken."""
+        """End the session, as the connection is broken."""
         if self.is_up:
             self._lose(quiesced=False)
 

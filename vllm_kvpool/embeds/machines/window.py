@@ -24,7 +24,7 @@ MOST_WINDOW_BYTES = 32 << 20  # longer grants overlap less and put more into qua
 
 
 def window_bytes(arena_bytes: int, active: int) -> int:
-    """The most bytes of one grant while so many items are active."""
+    """Return the most bytes of one grant while so many items are active."""
     share = arena_bytes // (WINDOWS_IN_FLIGHT * max(1, min(active, MOST_SHARES)))
     return min(share, MOST_WINDOW_BYTES)
 
@@ -44,7 +44,7 @@ class ExtentAllocator:
         self.free_bytes = nbytes
 
     def take(self, nbytes: int, granule: int, most_extents: int) -> tuple[Extent, ...]:
-        """Whole granules (rows): `nbytes` in all, or as many as are free, maybe none.
+        """Return whole granules (rows): `nbytes` in all, or as many as are free, maybe none.
 
         The lowest extent that holds everything, else the lowest ones.
         """
@@ -118,10 +118,12 @@ class GrantRecord:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all extents."""
         return sum(extent.nbytes for extent in self.extents)
 
     @property
     def message(self) -> Grant:
+        """The grant as the producer receives it."""
         return Grant(self.ref[1], self.gid, self.row, self.rows, self.extents)
 
 
@@ -153,19 +155,21 @@ class WindowLedger:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole window."""
         return self._allocator.nbytes
 
     @property
     def has_room(self) -> bool:
+        """True if any byte is free."""
         return self._allocator.free_bytes > 0
 
     def of(self, ref: TransferRef, gid: int) -> GrantRecord | None:
-        """The grant `gid`, if it was given to this transfer."""
+        """Return the grant `gid`, if it was given to this transfer."""
         granted = self._live.get(gid)
         return granted if granted is not None and granted.ref == ref else None
 
     def take(self, rows: int, row_bytes: int) -> tuple[Extent, ...]:
-        """Memory for `rows` rows or fewer; empty if that is too little (`is_worth_it`)."""
+        """Return memory for `rows` rows or fewer; empty if that is too little (`is_worth_it`)."""
         wanted = rows * row_bytes
         extents = self._allocator.take(wanted, row_bytes, MAX_EXTENTS)
         if len(extents) == 1 and extents[0].nbytes == wanted:
@@ -178,12 +182,12 @@ class WindowLedger:
         return extents
 
     def add(self, granted: GrantRecord) -> None:
-        """Number a grant of memory that `take` returned."""
+        """Give a number to a grant of memory that `take` returned."""
         granted.gid, self._next_gid = self._next_gid, self._next_gid + 1
         self._live[granted.gid] = granted
 
     def end(self, granted: GrantRecord, now: float, *, quiesced: bool) -> None:
-        """A grant ends: its memory is free if nothing writes to it, else quarantined."""
+        """End a grant: its memory is free if nothing writes to it, else quarantined."""
         self._end(granted, GrantState.FREE if quiesced else GrantState.QUARANTINED, now)
 
     def end_unresolved(self, granted: GrantRecord, now: float) -> None:
@@ -219,7 +223,7 @@ class WindowLedger:
                     self.end_unresolved(granted, now)
 
     def unresolved(self) -> list[GrantRecord]:
-        """Quarantined grants whose producers may still report the end."""
+        """Return the quarantined grants whose producers may still report the end."""
         return [each for each in self._quarantined.values() if each.state is GrantState.UNRESOLVED]
 
     def _unresolved_of(self, ref: TransferRef, gid: int) -> GrantRecord | None:
@@ -229,15 +233,13 @@ class WindowLedger:
         return granted
 
     def drop_unresolved(self, ref: TransferRef, gid: int) -> None:
-        """The producer does not know the end of the write either: wait for the end of the
-        quarantine.
-        """
+        """Wait for the end of a quarantine, as the producer does not know its write's end."""
         granted = self._unresolved_of(ref, gid)
         if granted is not None:
             granted.move(GrantState.QUARANTINED)
 
     def resolve(self, ref: TransferRef, gid: int) -> None:
-        """The producer reported the end of the write: end the quarantine, if there is one."""
+        """End a grant's quarantine, if there is one: its producer reported the end of the write."""
         granted = self._unresolved_of(ref, gid)
         if granted is not None:
             self._end_quarantine(granted)
@@ -256,6 +258,7 @@ class WindowLedger:
             self._end_quarantine(first)
 
     def gauges(self) -> dict[str, float]:
+        """Return the levels for the metrics, by name."""
         quarantined = sum(each.nbytes for each in self._quarantined.values())
         return {
             "granted_bytes": self.nbytes - self._allocator.free_bytes - quarantined,

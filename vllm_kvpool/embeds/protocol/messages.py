@@ -165,8 +165,9 @@ class Want(msgspec.Struct, frozen=True, gc=False, tag="want"):
 
 
 class WantAck(msgspec.Struct, frozen=True, gc=False, tag="want_ack"):
-    """P→C: the item is not encoded yet or, if `gone`, not kept any more. `declined` is the
-    unused grant.
+    """P→C: the item is not encoded yet or, if `gone`, not kept any more.
+
+    `declined` is the unused grant.
     """
 
     mm_hash: Name
@@ -175,8 +176,9 @@ class WantAck(msgspec.Struct, frozen=True, gc=False, tag="want_ack"):
 
 
 class Offer(msgspec.Struct, frozen=True, gc=False, tag="offer"):
-    """P→C: the producer has the whole item, of this length. Repeated while no rows are granted;
-    the consumer then repeats its answer and its live grants.
+    """P→C: the producer has the whole item, of this length.
+
+    Repeated while no rows are granted; the consumer then repeats its answer and its live grants.
     """
 
     tid: int
@@ -325,7 +327,7 @@ class Requested(msgspec.Struct, frozen=True, gc=False, tag="requested"):
 
     @classmethod
     def all(cls, names: Iterable[str]) -> "list[Requested]":
-        """The messages that name all items, none of them larger than a frame."""
+        """Return the messages that name all items, none of them larger than a frame."""
         pieces: list[list[str]] = [[]]
         nbytes = 0
         for name in names:
@@ -376,17 +378,17 @@ _body_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Messag
 
 
 def encode(envelope: Envelope) -> bytes:
-    """The envelope as one frame."""
+    """Return the envelope as one frame."""
     return _encoder.encode(envelope)
 
 
 def encode_body(body: Message) -> msgspec.Raw:
-    """A message of an envelope."""
+    """Return a message of an envelope."""
     return msgspec.Raw(_encoder.encode(body))
 
 
 def decode(frame: bytes) -> Envelope:
-    """The envelope of a frame; ProtocolError if it is none of this version."""
+    """Return the envelope of a frame; ProtocolError if it is none of this version."""
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are allowed")
     try:
@@ -396,7 +398,7 @@ def decode(frame: bytes) -> Envelope:
 
 
 def decode_body(raw: msgspec.Raw) -> Message:
-    """A message of an envelope; ProtocolError if this release does not understand it."""
+    """Return a message of an envelope; ProtocolError if this release does not understand it."""
     try:
         return _body_decoder.decode(raw)
     except UNREADABLE as error:

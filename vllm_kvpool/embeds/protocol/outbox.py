@@ -48,7 +48,7 @@ class Outbox:
         self._due_at.pop(link, None)
 
     def next_at(self) -> float:
-        """When the next messages must go."""
+        """Return the time at which the next messages must go."""
         return min(self._due_at.values(), default=float("inf"))
 
     def take(self, now: float) -> list[tuple[Link, list[tuple[str, Message]]]]:
@@ -59,7 +59,7 @@ class Outbox:
         return [(link, self._waiting.pop(link)) for link in due]
 
     def frames(self, queued: list[tuple[str, Message]]) -> Iterator[bytes]:
-        """The messages in as few frames as possible, each to one target."""
+        """Yield the messages in as few frames as possible, each to one target."""
         for target, messages in groupby(queued, key=itemgetter(0)):
             bodies: list[msgspec.Raw] = []
             nbytes = 0

@@ -37,16 +37,18 @@ class ItemShape(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def row_bytes(self) -> int:
+        """Bytes of one row."""
         return DTYPE_BYTES[self.dtype] * prod(self.row_shape)
 
     @cached_property
     def nbytes(self) -> int:
+        """Bytes of all rows."""
         return self.rows * self.row_bytes
 
 
 @lru_cache(KNOWN_SHAPES)
 def known_shape(shape: ItemShape) -> ItemShape:
-    """The shape, or an equal one that was measured before. Any thread."""
+    """Return the shape, or an equal one that was measured before. Any thread."""
     return shape
 
 
@@ -68,6 +70,7 @@ class Extent(msgspec.Struct, frozen=True, order=True, gc=False):
 
     @property
     def end(self) -> int:
+        """The offset behind the last byte."""
         return self.offset + self.nbytes
 
 
@@ -113,7 +116,7 @@ class Intervals(msgspec.Struct, frozen=True, gc=False):
         return rows
 
     def with_rows(self, first: int, end: int) -> "Intervals":
-        """The set plus rows [first, end)."""
+        """Return the set plus rows [first, end)."""
         if first >= end:
             return self
         if not self.spans:
@@ -126,7 +129,7 @@ class Intervals(msgspec.Struct, frozen=True, gc=False):
         return Intervals((*self.spans[:low], (first, end), *self.spans[high:]))
 
     def gaps(self, rows: int) -> Iterator[Span]:
-        """The spans of [0, rows) that are missing, in order."""
+        """Yield the spans of [0, rows) that are missing, in order."""
         at = 0
         for first, end in self.spans:
             if first >= rows:

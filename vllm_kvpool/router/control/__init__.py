@@ -1,0 +1,1 @@
+"""The router's decisions about requests and replicas (pure)."""

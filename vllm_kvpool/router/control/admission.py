@@ -59,7 +59,7 @@ class Admission:
             self._starts = {group: each for group, each in self._starts.items() if group in waiting}
 
     def _waiting_groups(self) -> Set[frozenset[str]]:
-        """Groups of models of which requests wait for a decoder, here or in its engine."""
+        """Return the groups of models of which requests wait for a decoder, or in one."""
         state = self._state
         behind = state.table.models_behind()
         if not behind and not state.migration:

@@ -65,7 +65,7 @@ class Step:
 
 
 def choose_steps(plan: Plan, fleet: Fleet) -> list[Step]:
-    """Steps for the plan's deltas; fewer where the fleet has no replica for more."""
+    """Return steps for the plan's deltas; fewer where the fleet has no replica for more."""
     pick = _Pick(fleet)
     wanted = {role: plan.of(role).delta + (1 if plan.flip_to is role.other else 0) for role in Role}
     steps: list[Step] = []
@@ -80,7 +80,7 @@ def choose_steps(plan: Plan, fleet: Fleet) -> list[Step]:
 
 
 def expired_standby(fleet: Fleet, now: float, ttl_s: float) -> Step | None:
-    """The standby that has been idle for longest, once that is `ttl_s` or more.
+    """Return the standby that has been idle for longest, once that is `ttl_s` or more.
 
     One that a person has drained is not used, but it may rest.
     """
@@ -148,7 +148,7 @@ class _Pick:
         return found
 
     def _spared(self, role: Role) -> Replica | None:
-        """The serving replica with the least to lose, idle first, if it is not the last one."""
+        """Return the serving replica with the least to lose, idle first; never the last one."""
         serving = self._free(SERVING[role])
         return min(serving, key=_least_to_lose) if len(serving) > 1 else None
 
@@ -293,7 +293,7 @@ class Autoscaler:
         )
 
     def _tokens_in_handover(self, replica: Replica) -> int:
-        """Prompt tokens that it is being handed over, of prompts that are computed."""
+        """Return the prompt tokens that a replica is being handed over, of computed prompts."""
         requests = self._state.requests
         return sum(
             requests[request_id].ask.prompt_tokens

@@ -49,7 +49,10 @@ class ControllerState:
             self.table.refresh(self.overload.locked, is_collapsed=self.collapse() is not None)
 
     def totals(self, model: str = "") -> Totals:
-        """Over the replicas as they are now, that serve a model or all; `table` is up to date."""
+        """Return the totals over the replicas that serve a model now, or all.
+
+        `table` is up to date.
+        """
         self.refresh()
         return self.table.totals(model)
 
@@ -110,7 +113,10 @@ class ControllerState:
         return (*decoders, *prefillers)
 
     def tokens_of(self, ask: RequestSpec) -> int:
-        """Tokens that a request will take at a replica: its prompt, and the answer expected."""
+        """Return the tokens that a request will take at a replica.
+
+        They are its prompt and the expected answer.
+        """
         usual_tokens = round(self.rates.current(self.now).output_tokens_per_request) or 1
         output = min(ask.max_output_tokens, usual_tokens)
         return ask.prompt_tokens + ask.num_sequences * output
@@ -134,7 +140,10 @@ class ControllerState:
         return groups.values()
 
     def backlog_tokens(self) -> int:
-        """Prompt tokens that no replica computes yet: the prompt that each is at does not wait."""
+        """Return the prompt tokens that no replica computes yet.
+
+        The prompt that a replica computes now does not wait.
+        """
         bound = (each for replica in self.fleet.in_states(HAS_BOUND) for each in replica.work.bound)
         behind = (
             each.work.prefill_tokens - next(iter(each.work.prefills.values()))

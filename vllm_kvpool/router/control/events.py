@@ -84,6 +84,8 @@ class RequestMessage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Arrived(RequestMessage, frozen=True):
+    """A client's request arrived and was accepted by the HTTP server."""
+
     ask: RequestSpec
 
 
@@ -94,6 +96,8 @@ class Cancelled(RequestMessage, frozen=True):
 
 
 class PrefillEnded(RequestMessage, frozen=True, kw_only=True):
+    """A prefill call to an engine ended, well or not."""
+
     request_id: RequestId
     replica: ReplicaId
     outcome: Outcome
@@ -111,6 +115,8 @@ class DecodeBegan(RequestMessage, frozen=True):
 
 
 class DecodeEnded(RequestMessage, frozen=True, kw_only=True):
+    """A decode call to an engine ended, well or not."""
+
     request_id: RequestId
     replica: ReplicaId
     outcome: Outcome
@@ -152,6 +158,8 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
+    """The monitor read a replica's metrics."""
+
     replica: ReplicaId
     sample: Sample
 
@@ -217,6 +225,8 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SetMode:
+    """An operator chose who plans the roles of replicas."""
+
     mode: Mode
 
 

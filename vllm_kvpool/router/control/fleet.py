@@ -134,7 +134,7 @@ NO_MODELS: frozenset[str] = frozenset()
 
 
 def _groups_of(sets: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
-    """Each model's group: the models of all sets that overlap, directly or by others."""
+    """Return each model's group: the models of all sets that overlap, directly or by others."""
     groups: list[frozenset[str]] = []
     for models in sets:
         near = [each for each in groups if not models.isdisjoint(each)]
@@ -199,9 +199,11 @@ class Fleet:
         return self._replicas[replica_id]
 
     def get(self, replica_id: ReplicaId) -> Replica | None:
+        """Return a replica, or None if it was never added or is gone."""
         return self._replicas.get(replica_id)
 
     def add(self, spec: ReplicaSpec, now: float) -> Replica:
+        """Add a replica without state, load or health known, and return it."""
         assert spec.replica_id not in self._replicas
         replica = self._replicas[spec.replica_id] = Replica(
             spec,
@@ -215,6 +217,7 @@ class Fleet:
         return replica
 
     def forget(self, replica_id: ReplicaId) -> None:
+        """Remove a replica that has no work left, and what others know of it."""
         replica = self._replicas[replica_id]
         assert not replica.work
         del self._replicas[replica_id]

@@ -109,7 +109,7 @@ class Handovers:
         return pair is not None and pair.num_pauses > 0
 
     def hand_over(self, source: ReplicaId, decoder: ReplicaId, now: float) -> None:
-        """A prompt is being handed over. Of a pair that is apart it is the one that tries it."""
+        """Note a prompt that is being handed over; between a pair that is apart it is the trial."""
         pair = self._pairs.get((source, decoder))
         if pair is not None and pair.num_pauses:
             pair.is_tried = True
@@ -118,11 +118,11 @@ class Handovers:
             self._changed()
 
     def apart(self) -> Iterator[tuple[ReplicaId, ReplicaId]]:
-        """The pairs that are apart: source and decoder."""
+        """Return the pairs that are apart: source and decoder."""
         return (pair for pair, each in self._pairs.items() if each.num_pauses)
 
     def forget(self, replica: ReplicaId) -> None:
-        """A replica's engine has ended; the next one may have another store."""
+        """Forget the pairs of a replica whose engine has ended; the next may have another store."""
         self._counted.pop(replica, None)
         for pair in [pair for pair in self._pairs if replica in pair]:
             del self._pairs[pair]

@@ -64,7 +64,7 @@ class Lifecycle:
     # What engines do
 
     def added(self, event: Added) -> None:
-        """ConfigError where there is one of that name or address already."""
+        """Raise ConfigError where there is one of that name or address already."""
         for each in self._state.fleet:
             if event.spec.replica_id == each.replica_id or event.spec.url == each.spec.url:
                 leaves = ", and is being removed" if each.goal is Goal.REMOVE else ""
@@ -76,7 +76,7 @@ class Lifecycle:
             self.load(replica, event.role, "added", live=is_started)
 
     def loaded(self, replica: Replica) -> None:
-        """An engine is healthy and has answered a request."""
+        """Make a replica serve or stand by, as its engine is healthy and has answered a request."""
         role = replica.goal.role
         if replica.is_retried and role is not None:
             self._move(replica, USE_CAUSE[role], "healthy again")
@@ -88,16 +88,17 @@ class Lifecycle:
         self._ready(replica, "it has answered a request while it was loaded")
 
     def sleep_failed(self, replica: Replica, why: str) -> None:
-        """An engine that is not wanted keeps its memory."""
+        """Note that an engine that is not wanted keeps its memory."""
         if replica.state is State.INACTIVE:
             replica.health.sleep_error = why
 
     def warmed(self, replica: Replica) -> None:
+        """Make a warming replica serve after its first answer; others stay as they are."""
         if replica.state in (State.AUS_PREFILL, State.AUS_DECODE):
             self._ready(replica, "has answered a request")
 
     def failed(self, event: Failed) -> None:
-        """An engine has ended, or does not answer."""
+        """Take a replica out of service whose engine has ended, or does not answer."""
         state, replica = self._state, self._state.fleet[event.replica]
         is_known = replica.state in BROKEN and not replica.is_retried
         if is_known or replica.state is State.INACTIVE:
@@ -114,6 +115,7 @@ class Lifecycle:
             self._move(replica, Cause.QUARANTINE, why)
 
     def measured(self, event: Measured) -> None:
+        """Take a replica's metrics: its load, its health and the hand-overs that it found."""
         state, replica = self._state, self._state.fleet[event.replica]
         replica.measured(event.sample, state.now)
         if (expected := event.sample.expected) is not None:
@@ -156,7 +158,10 @@ class Lifecycle:
             self._move(replica, Cause.DEACTIVATE, why)
 
     def _conclude(self, replica: Replica, why: str) -> None:
-        """From a state on the way to a role, or paired with another: to the role, or to nothing."""
+        """Move a replica to the role that it is on the way to, or to nothing.
+
+        A replica that is paired with another one is on the way, too.
+        """
         if replica.state in LOADING:
             self._flow.unbind(replica)
             self._move(replica, Cause.GIVE_UP, why)
@@ -192,7 +197,7 @@ class Lifecycle:
             replica.health.retry_at = self._state.now
 
     def expire(self, replica: Replica, why: str) -> None:
-        """A standby is not needed any more."""
+        """Unload a standby that is not needed any more."""
         self._move(replica, Cause.EXPIRE, why)
         self._retire(replica)
 
@@ -202,7 +207,7 @@ class Lifecycle:
             self._emit(Retire(replica.replica_id))
 
     def idle(self, replica: Replica, why: str) -> None:
-        """A decoder without work becomes a standby at once."""
+        """Make a decoder without work a standby at once."""
         assert not replica.work
         replica.goal = Goal.STANDBY
         self._move(replica, Cause.IDLE, why)
@@ -257,7 +262,7 @@ class Lifecycle:
             self._use(replica, role, "drained for it")
 
     def _try_again(self, replica: Replica) -> None:
-        """A failed replica is asked whether it is back, or started again."""
+        """Ask whether a failed replica is back, or start it again."""
         state = self._state
         if replica.work or replica.goal is Goal.REMOVE or state.now < replica.health.retry_at:
             return

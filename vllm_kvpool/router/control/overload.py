@@ -34,6 +34,7 @@ class BlockLoad(NamedTuple):
 
     @property
     def share(self) -> float:
+        """Used blocks as a share of the capacity, 1.0 if full."""
         return self.used / self.capacity
 
 
@@ -134,7 +135,7 @@ class Overload:
         return _Full(why, was.since if was is not None else now)
 
     def _last_open(self, loads: Mapping[ReplicaId, BlockLoad]) -> ReplicaId:
-        """The one that stays open, where all are full."""
+        """Return the decoder that stays open where all are full."""
 
         def emptiest(replicas: Iterable[ReplicaId]) -> ReplicaId:
             return min(replicas, key=lambda replica: (loads[replica].share, replica))
@@ -200,6 +201,7 @@ class Rejection:
 
     @property
     def why(self) -> str:
+        """The reason, with the measured number and its limit, for clients and the log."""
         return f"{self.reason.value}: {self.numbers}" if self.numbers else self.reason.value
 
 
@@ -287,7 +289,7 @@ class Shedder:
         return self._refuse(TOO_MANY_REQUESTS, later_s, reason, numbers)
 
     def _allowance(self, priority: int) -> tuple[float, float]:
-        """Shares of the budget: up to which any are let in, and up to which all are."""
+        """Return shares of the budget: up to which any are let in, and up to which all are."""
         if priority < 0:
             return 1.0, 1.0 - RESERVE  # all, as long as any of the rest are
         most = 1.0 - (2 if priority else 1) * RESERVE
@@ -316,7 +318,10 @@ class Shedder:
 
 
 def prefill_speed(pressure: Pressure, replicas: int | None = None) -> float:
-    """Prompt tokens by second, of all replicas or of so many; infinite while not measured."""
+    """Return the prompt tokens by second, of all replicas or of so many.
+
+    The result is infinite while nothing is measured.
+    """
     rates = pressure.rates
     if not pressure.prefill_replicas:
         if "local_prefill_s_per_token" in rates.unmeasured:
@@ -328,12 +333,15 @@ def prefill_speed(pressure: Pressure, replicas: int | None = None) -> float:
 
 
 def prefill_wait_s(pressure: Pressure) -> float:
-    """Seconds until what is queued is computed."""
+    """Return the seconds until what is queued is computed."""
     return pressure.queued_tokens / prefill_speed(pressure)
 
 
 def start_wait_s(pressure: Pressure) -> float:
-    """Seconds until decode replicas have started what is before a request; 0 if none waits."""
+    """Return the seconds until decode replicas have started what is before a request.
+
+    The result is 0 if none waits.
+    """
     if not pressure.is_waiting_for_decoder:
         return 0.0
     before = pressure.queued_requests + pressure.starting_requests

@@ -35,12 +35,14 @@ MISSING_STEPS = 8
 
 
 class PrefillChoice(NamedTuple):
+    """The replica to compute a prompt, and the prompt tokens that it has not cached."""
+
     replica: Replica
     uncached_tokens: int
 
 
 def blocks_for(tokens: int, replica: Replica) -> int:
-    """Blocks that so many tokens take at a replica."""
+    """Return the number of blocks that so many tokens take at a replica."""
     return -(-tokens // (replica.sample.block_size or DEFAULT_BLOCK_SIZE))
 
 
@@ -75,7 +77,7 @@ def choose_prefill(
 
 
 def room_of(replica: Replica, settings: Settings) -> float:
-    """The most tokens, answer included, that a decoder may be given now.
+    """Return the most tokens, answer included, that a decoder may be given now.
 
     One that has nothing takes whatever fits into it at all: what is larger than that is for the
     engine to refuse.
@@ -93,7 +95,7 @@ def choose_decode(
     held: Mapping[Replica, int] = NONE_HELD,
     mean_requests: float = 0.0,
 ) -> Replica | None:
-    """The decoder for a request, of those with room for it; None if there is none.
+    """Return the decoder for a request, of those with room for it; None if there is none.
 
     `held`: tokens of the prompt that replicas have. `mean_requests`: of all decoders.
     """
@@ -167,7 +169,7 @@ class Ranking:
             self.num_gains += before is None or key < before
 
     def first(self, number: int, accepts: Callable[[Replica], bool], model: str) -> list[Replica]:
-        """So many that serve a model and are accepted, those with the smallest keys."""
+        """Return the `number` accepted replicas with the smallest keys that serve a model."""
         serving = (each for _, each in self._sorted if each.serves(model))
         return list(islice(filter(accepts, islice(serving, MAX_TRIED)), number))
 
@@ -193,7 +195,7 @@ class Totals(msgspec.Struct, gc=False):
     """Decoders in whose engines requests wait; their queue alone may have been emptied since."""
 
     def move(self, before: "Totals", after: "Totals") -> None:
-        """A replica's part was the one and is the other."""
+        """Replace a replica's part in the sums."""
         self.replicas += after.replicas - before.replicas
         self.prefill_replicas += after.prefill_replicas - before.prefill_replicas
         self.decode_replicas += after.decode_replicas - before.decode_replicas
@@ -239,7 +241,7 @@ class LoadTable:
         changed.clear()
 
     def totals(self, model: str = "") -> Totals:
-        """Over the replicas that serve a model, or all."""
+        """Return the totals over the replicas that serve a model, or all."""
         if len(self._totals) == 1:
             return next(iter(self._totals.values()))
         found = Totals()
@@ -283,7 +285,7 @@ class LoadTable:
         self.decoders.set(replica, key)
 
     def _drop(self, replica: Replica) -> None:
-        """A replica is not in the fleet any more; another may have its name, and its place."""
+        """Drop a replica that is not in the fleet any more; another may have its name and place."""
         replica_id = replica.replica_id
         if replica_id in self._fleet:
             return
@@ -293,7 +295,7 @@ class LoadTable:
         self.decoders.set(replica, None)
 
     def _leave(self, replica_id: ReplicaId, models: frozenset[str], part: Totals) -> None:
-        """A replica has left its models' sums."""
+        """Take a replica's part out of its models' sums."""
         del self._parts[replica_id]
         self._totals[models].move(part, NOTHING)
         if not self._totals[models].replicas:
@@ -334,7 +336,7 @@ def limit(replica: Replica, now: float) -> int:
 
 
 def choose_new(fleet: Fleet, now: float, model: str = "") -> Replica | None:
-    """The loading replica that one more request may be bound to, the emptiest first."""
+    """Return the loading replica that one more request may be bound to, the emptiest first."""
     open_ones = [
         each
         for each in fleet.in_states(State.NEW_PREFILL)
@@ -344,7 +346,10 @@ def choose_new(fleet: Fleet, now: float, model: str = "") -> Replica | None:
 
 
 def next_bound(fleet: Fleet) -> tuple[Replica, Request] | None:
-    """The bound request that an old replica may steal: the first in the order of the queue."""
+    """Return the bound request that an old replica may steal.
+
+    It is the first in the order of the queue.
+    """
     if not (loading := fleet.in_states(HAS_BOUND)):
         return None
     heads = [(each, each.work.bound[0]) for each in loading if each.work.bound]

@@ -33,6 +33,7 @@ class Band:
 
     @property
     def middle(self) -> float:
+        """The utilisation that a step up aims at."""
         return (self.low + self.high) / 2
 
 
@@ -46,10 +47,12 @@ class Counts:
 
     @property
     def all(self) -> int:
+        """Replicas of the role, whether they serve yet or not."""
         return self.serving + self.loading + self.mutating
 
     @property
     def is_settled(self) -> bool:
+        """True if every replica of the role serves."""
         return self.all == self.serving
 
 
@@ -71,10 +74,11 @@ class PlanInputs:
     rates: Rates
 
     def of(self, role: Role) -> Counts:
+        """Return the replicas of a role."""
         return self.prefill if role is Role.PREFILL else self.decode
 
     def missing(self) -> list[str]:
-        """Names of what must be positive and is not."""
+        """Return the names of what must be positive and is not."""
         given = {
             "blocks_per_replica": self.blocks_per_replica,
             "block_tokens": self.block_tokens,
@@ -102,18 +106,22 @@ class Equation:
 
     @property
     def least(self) -> int:
+        """Replicas that keep the utilisation at or below the band's upper end."""
         return _replicas(self.demand / self.band.high)
 
     @property
     def target(self) -> int:
+        """Replicas that bring the utilisation to the band's middle."""
         return _replicas(self.demand / self.band.middle)
 
     @property
     def most(self) -> int:
+        """Replicas that keep the utilisation at or above the band's lower end."""
         return _replicas(self.demand / self.band.low)
 
     @property
     def why(self) -> str:
+        """The terms, the demand and the three numbers, as the log and the page show them."""
         return (
             f"{self.name}: {self.terms} = {self.demand:.2f} replicas; "
             f"{self.least} at {self.band.high:.0%}, {self.target} at {self.band.middle:.0%}, "
@@ -126,7 +134,7 @@ def _replicas(exactly: float) -> int:
 
 
 def equations(inputs: PlanInputs, queue_target_s: float) -> tuple[Equation, ...]:
-    """The demands of decode, then of prefill. Needs inputs of which nothing is missing.
+    """Return the demands of decode, then of prefill. Needs inputs of which nothing is missing.
 
     Each is a demand in replicas that would be fully used, divided by the utilisation they may have:
 
@@ -196,7 +204,7 @@ class RoleMemory:
     """Number of times that hold and flip cooldown have been doubled."""
 
     def longer(self, seconds: float) -> float:
-        """A hold or cooldown, as patient as the role has become."""
+        """Return a hold or cooldown, as patient as the role has become."""
         return min(seconds * 2.0**self.patience, LONGEST_HOLD_S)
 
     def went_up(self, now: float, down_hold_s: float) -> None:
@@ -220,6 +228,7 @@ class PlanMemory:
     flipped_at: float = LONG_AGO
 
     def of(self, role: Role) -> RoleMemory:
+        """Return the memory of a role."""
         return self.prefill if role is Role.PREFILL else self.decode
 
 
@@ -232,6 +241,7 @@ class Wanted:
 
     @property
     def delta(self) -> int:
+        """Replicas to add, or to remove if negative."""
         return self.wanted - self.have
 
 
@@ -246,6 +256,7 @@ class Plan:
     why: str  # for people: a line for each equation and each role
 
     def of(self, role: Role) -> Wanted:
+        """Return the wanted replicas of a role."""
         return self.prefill if role is Role.PREFILL else self.decode
 
 
@@ -277,7 +288,7 @@ class _Bounds(NamedTuple):
 
 
 def plan(inputs: PlanInputs, config: PlannerConfig, memory: PlanMemory) -> tuple[Plan, PlanMemory]:
-    """The next plan and what to remember of it; `memory` is left as it is."""
+    """Return the next plan and what to remember of it; `memory` is left as it is."""
     memory = replace(memory, prefill=replace(memory.prefill), decode=replace(memory.decode))
     now = inputs.now
     held = _not_trusted(inputs)
@@ -357,7 +368,7 @@ def _bounds(role: Role, inputs: PlanInputs, floor: int, terms: Sequence[Equation
 def _flip(
     bounds_of: Mapping[Role, _Bounds], deltas: Mapping[Role, int], memory: PlanMemory, now: float
 ) -> Role | None:
-    """The role that is to get one from the other."""
+    """Return the role that is to get a replica from the other."""
     for role in (Role.DECODE, Role.PREFILL):
         urgent = bounds_of[role].is_urgent
         back_s = memory.of(role.other).longer(FLIP_COOLDOWN_S)
@@ -376,7 +387,7 @@ def _down(
     now: float,
     down_hold_s: float,
 ) -> Role | None:
-    """The role that has had too many for longest, if any may go down now."""
+    """Return the role that has had too many for longest, if any may go down now."""
     ready: list[tuple[float, Role]] = []
     for role, bounds in bounds_of.items():
         mine = memory.of(role)

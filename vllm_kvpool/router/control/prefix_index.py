@@ -36,7 +36,7 @@ SEGMENT_ENDS = tuple(_segment_ends())
 
 
 def spans_of(depth: int) -> int:
-    """Spans that the first `depth` hashes of a prompt stand for."""
+    """Return the spans that the first `depth` hashes of a prompt stand for."""
     return SEGMENT_ENDS[depth - 1] if depth else 0
 
 
@@ -66,6 +66,7 @@ class PrefixIndex:
         return len(self._holders)
 
     def add(self, prefix: Sequence[int], holder: Holder) -> None:
+        """Record that `holder` has these beginnings of one prompt, the shortest first."""
         holders = self._holders
         for each in reversed(prefix):
             known = holders.get(each, ())

@@ -50,15 +50,15 @@ class Rates(msgspec.Struct, frozen=True):
     """Names of rates above that are still what was assumed."""
 
     def measured(self) -> dict[str, float | None]:
-        """Each rate by its name; None where it is only assumed."""
+        """Return each rate by its name; None where it is only assumed."""
         return {name: None if name in self.unmeasured else getattr(self, name) for name in RATES}
 
     def step_s(self, requests: float) -> float:
-        """Seconds between two tokens of each of so many requests at one replica."""
+        """Return the seconds between two tokens of each of so many requests at one replica."""
         return self.step_base_s + self.step_s_per_request * requests
 
     def handoff_s(self, tokens: float) -> float:
-        """Seconds from the end of a prefill to the first decoded token."""
+        """Return the seconds from the end of a prefill to the first decoded token."""
         return self.handoff_overhead_s + self.handoff_s_per_token * tokens
 
     def local_prefill_s(self, tokens: float) -> float:
@@ -101,6 +101,7 @@ class Rate:
 
     @property
     def value(self) -> float:
+        """The measured ratio; near the prior until `trusted_after` samples have come."""
         share = min(1.0, self.samples / self.trusted_after)
         return self.prior + share * (self._ratio - self.prior)
 
@@ -126,6 +127,7 @@ class Line:
     _covariance: float = 0.0
 
     def add(self, now: float, tokens: float, seconds: float) -> None:
+        """Add a sample at `now`; an outlier is limited to OUTLIER_FACTOR around the line."""
         if self.samples >= MIN_SAMPLES:
             overhead_s, s_per_token = self.value
             expected_s = overhead_s + s_per_token * tokens
@@ -142,7 +144,7 @@ class Line:
         self.samples += 1
 
     def aged(self, now: float) -> tuple[float, float]:
-        """`value`, the nearer to the prior the longer nothing was added."""
+        """Return `value`, the nearer to the prior the longer nothing was added."""
         share = 0.5 ** (max(0.0, now - self._at) / AGEING_HALF_LIFE_S)
         overhead_s, s_per_token = self.value
         return (
@@ -178,7 +180,7 @@ class CounterRate:
     _readings: deque[tuple[float, float]] = field(default_factory=deque)  # when, units until then
 
     def read(self, now: float, counter: float) -> None:
-        """A counter's value now. One lower than before says that it began again at zero."""
+        """Take a counter's value; a value lower than before says that it began again at zero."""
         before, self._counter = self._counter, counter
         if before is not None:
             self.add(now, counter - before if counter >= before else counter)
@@ -186,7 +188,7 @@ class CounterRate:
             self.add(now, 0.0)
 
     def add(self, now: float, units: float) -> None:
-        """So many more; those of the first call came before there was a rate."""
+        """Add an amount; that of the first call came before there was a rate."""
         self._total += units
         readings = self._readings
         if len(readings) > 1 and now < readings[-2][0] + self.window_s / MAX_READINGS:
@@ -196,7 +198,10 @@ class CounterRate:
             readings.popleft()
 
     def per_second(self, now: float) -> float:
-        """Over the window that ends with the last reading; zero once that is as long ago."""
+        """Return the rate over the window that ends with the last reading.
+
+        The rate is zero once that is as long ago.
+        """
         if not self._readings or now - self._readings[-1][0] >= self.window_s:
             return 0.0
         (begin, first), (end, last) = self._readings[0], self._readings[-1]
@@ -229,6 +234,7 @@ class StartRate:
         self._is_waiting = is_waiting
 
     def started(self, now: float) -> None:
+        """Count a start at `now`, if requests waited for it."""
         if self._is_waiting:
             self._pass(now)
             self._starts.append(self._seconds)
@@ -292,39 +298,39 @@ class RateEstimator:
         """By the names of `Rates`, what their values come from."""
 
     def prefilled(self, left_out: Counter[str], now: float, tokens: int, busy_s: float) -> None:
-        """A prefill replica has computed so many tokens in so many seconds of work."""
+        """Count tokens that a prefill replica has computed in so many seconds of work."""
         if busy_s > 0.0 and self._is_warm("prefill", left_out):
             self._prefill.add(now, tokens, busy_s)
 
     def transferred(self, left_out: Counter[str], now: float, tokens: int, busy_s: float) -> None:
-        """A decode replica has taken over so many prompt tokens, likewise."""
+        """Count prompt tokens that a decode replica has taken over in so many seconds of work."""
         if busy_s > 0.0 and self._is_warm("transfer", left_out):
             self._transfer.add(now, tokens, busy_s)
 
     def handed_over(self, left_out: Counter[str], now: float, tokens: int, seconds: float) -> None:
-        """A prompt of so many tokens took this long from its prefill's end to the next token."""
+        """Count a prompt of `tokens` that took so long from its prefill's end to the next token."""
         if tokens > 0 and seconds > 0.0 and self._is_warm("handoff", left_out):
             self._handoff.add(now, tokens, seconds)
 
     def prefilled_locally(
         self, left_out: Counter[str], now: float, tokens: int, seconds: float
     ) -> None:
-        """A decode replica computed so many prompt tokens itself."""
+        """Count prompt tokens that a decode replica computed itself."""
         if tokens > 0 and seconds > 0.0 and self._is_warm("local", left_out):
             self._local.add(now, seconds, tokens)
             self._local_line.add(now, tokens, seconds)
 
     def decoded(self, left_out: Counter[str], now: float, requests: float, step_s: float) -> None:
-        """A request got a token each `step_s`, beside so many, itself included."""
+        """Count the tokens of a request that got one each `step_s`, beside so many `requests`."""
         if requests > 0.0 and step_s > 0.0 and self._is_warm("step", left_out):
             self._step.add(now, requests, step_s)
 
     def answered(self, now: float, output_tokens: int) -> None:
-        """A request is over, with so many tokens generated."""
+        """Count a request that is over, with so many tokens generated."""
         self._output.add(now, output_tokens, 1.0)
 
     def counted(self, now: float, prompt_tokens: int, body_bytes: int) -> None:
-        """An engine said how many tokens a body of so many bytes held."""
+        """Count the tokens that a body of so many bytes held, by an engine."""
         if prompt_tokens > 0 and body_bytes > 0:
             self._prompt.add(now, prompt_tokens, body_bytes)
 

@@ -65,6 +65,7 @@ class RequestFlow:
     # What happens to requests
 
     def arrived(self, ask: RequestSpec) -> None:
+        """Register a request, choose its path, and start, queue or refuse it."""
         state = self._state
         assert ask.request_id not in state.requests, ask.request_id
         state.counts.events["arrived"] += 1
@@ -86,7 +87,10 @@ class RequestFlow:
             self.migrate(request, None)
 
     def _register(self, ask: RequestSpec, arrived: float) -> Request:
-        """A request, by the model that replicas list; whether there is another, one engine says."""
+        """Register a request, by the model that replicas list, and return it.
+
+        A model that no replica lists is for an engine to judge.
+        """
         state = self._state
         if ask.model and ask.model not in state.fleet.listed.names:
             ask = replace(ask, model="", hands_over=False)
@@ -120,7 +124,7 @@ class RequestFlow:
         return PromptPath.IN_POOL if is_known else PromptPath.FASTER_LOCALLY
 
     def cancelled(self, request_id: RequestId) -> None:
-        """The client has gone, and who serves it has given up its call, whose end is to come."""
+        """Give up a request whose client has gone; the ends of its calls are to come."""
         request = self._state.requests.get(request_id)
         if request is None:
             return
@@ -128,6 +132,7 @@ class RequestFlow:
         self._end(request, Phase.CANCELLED)
 
     def prefill_ended(self, event: PrefillEnded) -> None:
+        """Measure a prefill that ended, then hand its request over, or compute it again."""
         state = self._state
         replica = state.fleet[event.replica]
         uncached = replica.work.end_prefill(event.request_id)
@@ -161,7 +166,7 @@ class RequestFlow:
             self._wait(request)
 
     def _computed(self, request: Request, event: PrefillEnded, replica: Replica) -> None:
-        """A prompt is computed and on its way into the pool."""
+        """Hand over a request whose prompt is computed and on its way into the pool."""
         state, ask = self._state, request.ask
         request.path = PromptPath.HANDED_OVER
         request.saved_tokens = event.saved_tokens
@@ -170,7 +175,7 @@ class RequestFlow:
         replica.remember(ask.prefix)
 
     def _prompt_came(self, request: Request) -> None:
-        """A prompt is computed, for which a decoder was asked or is sought already."""
+        """Continue a request with a decoder, asked or sought, whose prompt is computed now."""
         state, now = self._state, self._state.now
         if request.replica is None:
             request.deadline = max(request.deadline, now + HANDOVER_GRACE_S)
@@ -179,7 +184,7 @@ class RequestFlow:
         state.fleet[request.replica].work.note_prompt(request.ask.request_id, now)
 
     def _prompt_failed(self, request: Request, replica: Replica, outcome: Outcome) -> None:
-        """A prompt will not be computed, for which a decoder was asked or is sought already.
+        """Continue a request with a decoder, asked or sought, whose prompt will not be computed.
 
         Decoders compute what is missing. One that waits is asked again, to wait no more: the
         prefill replica may live, and never have had the request.
@@ -198,7 +203,7 @@ class RequestFlow:
             self._emit(Abort(request.ask.request_id, request.replica))
 
     def decode_began(self, request_id: RequestId, *, is_seen: bool) -> None:
-        """The first token has come; not `is_seen`: it will not be seen, and says nothing."""
+        """Take the first token; not `is_seen`: it will not be seen, and says nothing."""
         state = self._state
         request = state.requests.get(request_id)
         if request is None or request.phase is not Phase.DECODING:
@@ -246,6 +251,7 @@ class RequestFlow:
             rates.prefilled_locally(replica.left_out, now, request.uncached, seconds)
 
     def decode_ended(self, event: DecodeEnded) -> None:
+        """Measure a decode call that ended, then end its request, or continue it elsewhere."""
         state = self._state
         if event.began:
             self.decode_began(event.request_id, is_seen=True)
@@ -282,20 +288,23 @@ class RequestFlow:
     # Where requests wait
 
     def _wait(self, request: Request) -> None:
-        """In the queue, in its place."""
+        """Queue a request in its place."""
         request.uncached = self._state.pool.unknown_tokens(request.ask)
         request.deadline = self._patience(request)
         self._state.enter(request, Phase.QUEUED)
 
     def _patience(self, request: Request) -> float:
-        """Until when a request may wait here: not for long if all that it waits for is others."""
+        """Return until when a request may wait here: not for long if it waits for others alone."""
         deadline = request.ask.deadline
         if request.attempts or request.avoid:
             return deadline
         return min(deadline, self._state.now + self._admission.overdue_s)
 
     def migrate(self, request: Request, source: ReplicaId | None) -> None:
-        """Into the migration queue; `source` puts its prompt into the pool, or is None."""
+        """Put a request into the migration queue.
+
+        `source` puts its prompt into the pool, or is None.
+        """
         state = self._state
         request.source, request.deadline = source, self._patience(request)
         if request.first_token is not None:
@@ -310,7 +319,7 @@ class RequestFlow:
             self._wait(request)
 
     def abandon(self, replica: Replica) -> None:
-        """A replica is gone: its calls are ended, what it was bound to waits in the queue again."""
+        """End the calls of a replica that is gone, and queue the requests bound to it again."""
         for request_id in (*replica.work.prefills, *replica.work.active):
             self._emit(Abort(request_id, replica.replica_id))
         self.unbind(replica)
@@ -481,7 +490,7 @@ class Dispatcher:
             self._give_decodes()
 
     def flush(self, replica: Replica) -> None:
-        """A prefill replica has become a decoder: what it has computed and holds, it decodes."""
+        """Decode on a former prefill replica what it has computed and holds."""
         for request in self._state.migration.first():
             has_room = request.tokens <= placement.room_of(replica, self._state.settings)
             if has_room and request.source == replica.replica_id:
@@ -490,7 +499,7 @@ class Dispatcher:
     # Prompts
 
     def _work_off_bound(self) -> None:
-        """A replica that was bound to requests is loaded."""
+        """Start the requests bound to a replica, which is loaded now."""
         state = self._state
         for replica in state.fleet.in_states(State.REFRACTORY_PREFILL):
             while replica.work.bound:
@@ -500,7 +509,7 @@ class Dispatcher:
                 self._prefill(replica.work.bound[0], choice)
 
     def _take_over_bound(self) -> None:
-        """Old replicas take bound requests, those in front of the whole queue."""
+        """Give bound requests to old replicas, those in front of the whole queue."""
         state = self._state
         while (found := placement.next_bound(state.fleet)) is not None:
             request = found[1]
@@ -587,7 +596,10 @@ class Dispatcher:
         return [*found, *(each for each in first if each not in found)]
 
     def _whole_limit(self) -> int:
-        """More stay in the queue: prefill replicas that come back may compute them."""
+        """Return the limit of whole requests; more stay in the queue.
+
+        Prefill replicas that come back may compute them.
+        """
         return LOOK_AHEAD * max(1, len(self._state.fleet))
 
     def _bind(self, request: Request) -> bool:
@@ -676,7 +688,7 @@ class Dispatcher:
         return True
 
     def _find_decoder(self, request: Request, accepts: Callable[[Replica], bool]) -> Replica | None:
-        """The best of the accepted decoders that have room for a request, if there is one."""
+        """Return the best accepted decoder with room for a request, if there is one."""
         state, settings, tokens = self._state, self._state.settings, request.tokens
 
         def fits(replica: Replica) -> bool:

@@ -170,11 +170,13 @@ class Waiting:
     """Prompt tokens to be computed."""
 
     def add(self, request: Request, times: float = 1) -> None:
+        """Add a request `times` times; -1 removes it."""
         self.requests += times
         self.prompt_tokens += times * request.ask.prompt_tokens
         self.uncached_tokens += times * request.uncached
 
     def add_all(self, other: "Waiting", times: float) -> None:
+        """Add the sums of `other`, weighted by `times`."""
         self.requests += times * other.requests
         self.prompt_tokens += times * other.prompt_tokens
         self.uncached_tokens += times * other.uncached_tokens
@@ -213,6 +215,7 @@ class RequestQueue:
                 yield request
 
     def append(self, request: Request) -> None:
+        """Insert a request behind those of its priority that arrived before it."""
         model = request.ask.model
         insort(self._sorted.setdefault(model, []), (request.order, request))
         self.by_model.setdefault(model, Waiting()).add(request)
@@ -228,7 +231,7 @@ class RequestQueue:
             del self._sorted[model], self.by_model[model]
 
     def head(self, without: Collection[str] = ()) -> Request | None:
-        """The next request, of all models but some; None if there is none."""
+        """Return the next request, of all models but some; None if there is none."""
         heads = [waiting[0] for model, waiting in self._sorted.items() if model not in without]
         return min(heads)[1] if heads else None
 

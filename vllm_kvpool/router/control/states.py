@@ -22,6 +22,7 @@ class Role(Enum):
 
     @property
     def other(self) -> "Role":
+        """The other role."""
         return Role.DECODE if self is Role.PREFILL else Role.PREFILL
 
 
@@ -38,6 +39,7 @@ class Goal(Enum):
 
     @staticmethod
     def serve(role: Role) -> "Goal":
+        """Return the goal to serve in `role`."""
         return Goal.PREFILL if role is Role.PREFILL else Goal.DECODE
 
     @property
@@ -148,7 +150,7 @@ EDGES: Mapping[tuple[State, Cause], State] = {
 
 
 def follow(state: State, cause: Cause) -> State:
-    """The state that `cause` leads to; IllegalEdge where there is no such edge."""
+    """Return the state that `cause` leads to; IllegalEdge where there is no such edge."""
     try:
         return EDGES[state, cause]
     except KeyError:

@@ -106,6 +106,7 @@ class Work:
         insort(self.bound, request, key=lambda each: each.order)
 
     def begin_prefill(self, request_id: RequestId, uncached_tokens: int, now: float) -> None:
+        """Record a prefill that the replica is given, with the tokens that it must compute."""
         self.mark_changed()
         if not self.prefills:
             self.prefill_since = now
@@ -120,6 +121,7 @@ class Work:
         return tokens
 
     def begin_decode(self, request_id: RequestId, active: ActiveRequest, now: float) -> None:
+        """Record a request that the replica is given to decode, and commit its blocks."""
         self.mark_changed()
         if not active.awaits_prompt:
             self._note_start(active, now)
@@ -160,6 +162,7 @@ class Work:
         active.decodes_since, active.decoded_before = now, self.decoded_s
 
     def end_decode(self, request_id: RequestId, now: float) -> ActiveRequest:
+        """Release a request's sequences and blocks, and return its record."""
         self.mark_changed()
         self._decode_until(now)
         active = self.active.pop(request_id)

@@ -1,0 +1,1 @@
+"""The router's HTTP: requests of clients, calls to engines, and answers."""

@@ -113,12 +113,12 @@ class OnePiece:
         return True
 
     async def lost(self, call: AnswerCall, outcome: Outcome) -> bool:
-        """The engine of a call is gone; report it, and return as `serve` does."""
+        """Report that the engine of a call is gone, and return as `serve` does."""
         call.report(outcome)
         return False
 
     async def _failed(self, call: AnswerCall, answer: EngineResponse) -> bool:
-        """An engine has refused the request, or has failed with it, and says so."""
+        """Report that an engine has refused the request, or has failed with it."""
         outcome = outcome_of(answer.status)
         call.report(outcome)
         if outcome is not Outcome.REJECTED:

@@ -28,13 +28,16 @@ class ControlPlane(Protocol):
         """Prompt tokens by byte of a request's body, as learned."""
 
     def model_length(self, model: str) -> int | None:
-        """The most tokens of a sequence of a model, as engines list it; None if it is unknown."""
+        """Return the most tokens of a sequence of a model, as engines list it.
+
+        The result is None if it is unknown.
+        """
 
     def begin(self, ask: RequestSpec, handler: "Handler") -> None:
-        """A request has come, and waits for a directive; `over` follows."""
+        """Take a request that waits for a directive; `over` follows."""
 
     def post(self, event: RequestEvent) -> None:
-        """A call to an engine has begun or ended, or the client has gone."""
+        """Take the begin or end of a call to an engine, or that the client has gone."""
 
     def over(self, request_id: RequestId, course: RequestLog) -> None:
         """Forget an ended request, and count it in the metrics."""
@@ -43,22 +46,22 @@ class ControlPlane(Protocol):
         """Count a refused request for the log."""
 
     def url_of(self, replica: ReplicaId) -> str:
-        """The URL of a replica that a directive has named."""
+        """Return the URL of a replica that a directive has named."""
 
     def others(self, replica: ReplicaId) -> list[str]:
-        """URLs of engines that answer, that one's last."""
+        """Return the URLs of engines that answer, that of `replica` last."""
 
     def forward_urls(self, model: str) -> list[str]:
-        """URLs of engines for what is only passed on, the least busy first."""
+        """Return the URLs of engines for what is only passed on, the least busy first."""
 
     def models(self) -> list[dict[str, Any]]:
         """Return the models that engines list."""
 
     def health(self) -> tuple[int, bytes]:
-        """Status and body for `/health`."""
+        """Return the status and body for `/health`."""
 
     def metrics(self) -> tuple[str, bytes]:
-        """Content type and body for `/metrics`."""
+        """Return the content type and body for `/metrics`."""
 
 
 class Handler(Protocol):
@@ -71,4 +74,4 @@ class Handler(Protocol):
         """End the call at a replica."""
 
     def fail(self) -> None:
-        """The controller has failed with the request."""
+        """Fail the request, as the controller has failed with it."""

@@ -73,7 +73,7 @@ METHODS = {
 
 
 def upstream_of(config: RouterConfig) -> Upstream:
-    """Connections to engines as the configuration says."""
+    """Return the connections to engines as the configuration says."""
     return Upstream(
         silence_timeout_s=config.front.engine_timeout_s,
         answer_timeout_s=config.front.answer_timeout_s,
@@ -157,7 +157,7 @@ class DataPlane:
         return num_cut
 
     def _check(self, http: HttpRequest) -> Response | None:
-        """The answer to a request that is not served whatever its body is."""
+        """Return the answer to a request that is refused whatever its body is, else None."""
         allowed = METHODS.get(http.path)
         if allowed is None:
             return _error(404, f"There is no {http.path} here.", http.path)
@@ -192,7 +192,10 @@ class DataPlane:
             http.respond(response)
 
     async def _answer(self, http: HttpRequest) -> Response | None:
-        """To what is neither admitted nor placed; None where `_generate` has answered."""
+        """Answer what is neither admitted nor placed.
+
+        Return None where `_generate` has answered.
+        """
         kind = _KINDS.get(http.path)
         if kind is not None:
             await self._generate(http, kind)
@@ -285,7 +288,7 @@ class DataPlane:
         return partial(self._salts.of, tenant.config.name)
 
     def _deny(self, http: HttpRequest, denied: Denied) -> Response:
-        """The answer to a request that its key does not allow, and its line in the access log."""
+        """Log a request that its key does not allow, and return the answer."""
         if self._front.access_log:
             line = "client=%s method=%s path=%s status=%d why=%r"
             access_log.info(line, http.client, http.method, http.path, denied.status, str(denied))
@@ -323,7 +326,7 @@ class DataPlane:
     async def _forward(
         self, http: HttpRequest, model: str, body: bytes = b"", num_sequences: int = 1
     ) -> EngineResponse | None:
-        """The answer of an engine that serves a model; None where none has answered."""
+        """Return the answer of an engine that serves a model; None where none has answered."""
         path, headers = http.path, self._engine_headers(http)
         for url in self._control.forward_urls(model):
             try:
@@ -364,7 +367,7 @@ def _of_engine(answer: EngineResponse, path: str) -> Response:
 
 
 def _own(status: int, body: bytes) -> Response:
-    """An answer of the router's own."""
+    """Return an answer of the router's own."""
     return Response(status, JSON_HEADERS, body)
 
 

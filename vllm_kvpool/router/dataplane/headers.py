@@ -72,7 +72,7 @@ def bearer_token(authorization: str) -> str | None:
 
 
 def with_headers(headers: Mapping[str, str], more: Mapping[str, str]) -> Mapping[str, str]:
-    """The same with `more`, which count where both have one."""
+    """Return the headers with `more`, which count where both have one."""
     if not more:
         return headers
     changed = CIMultiDict(headers)
@@ -81,7 +81,7 @@ def with_headers(headers: Mapping[str, str], more: Mapping[str, str]) -> Mapping
 
 
 def encode_headers(headers: Mapping[str, str]) -> bytes:
-    """Their lines; ValueError where one has more than its own line in it."""
+    """Return the headers' lines; ValueError where one has more than its own line in it."""
     text = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
     if text.count("\n") != len(headers) or text.count("\r") != len(headers):
         raise ValueError("a header has a line end in it")
@@ -89,5 +89,5 @@ def encode_headers(headers: Mapping[str, str]) -> bytes:
 
 
 def with_request_id(headers: Mapping[str, str], suffix: str) -> Mapping[str, str]:
-    """The same, with another id; for the calls that a client does not know of."""
+    """Return the headers with another id, for the calls that a client does not know of."""
     return with_headers(headers, {REQUEST_ID: f"{headers[REQUEST_ID]}-{suffix}"})

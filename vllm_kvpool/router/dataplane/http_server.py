@@ -135,13 +135,19 @@ class HttpRequest:
         await self.drain()
 
     def put(self, data: bytes, headers: Mapping[str, str]) -> bool:
-        """A part of a stream, which begins with `headers`; False: `drain` before the next one."""
+        """Send a part of a stream, which begins with `headers`.
+
+        Returns False if `drain` must come before the next part.
+        """
         assert not self.is_answered
         self._connection.write(self._begin_stream(headers) + self._chunk(data))
         return self._connection.drained is None
 
     async def end(self, data: bytes, headers: Mapping[str, str]) -> None:
-        """The last part of a stream, which may be its first, in one piece with the body's end."""
+        """Send the last part of a stream in one piece with the body's end.
+
+        It may be the first part, too.
+        """
         assert not self.is_answered
         head = self._begin_stream(headers)
         self.is_answered = True
@@ -162,7 +168,7 @@ class HttpRequest:
         connection.check_open()
 
     def _begin_stream(self, headers: Mapping[str, str]) -> bytes:
-        """The head of an answer of unknown length; empty where that has begun."""
+        """Return the head of an answer of unknown length; empty where that has begun."""
         if self.status:
             return b""
         if not self.is_http_1_1:
@@ -227,7 +233,7 @@ class HttpServer:
         return self.port
 
     def connection(self) -> asyncio.Protocol:
-        """The protocol of a new connection."""
+        """Return the protocol of a new connection."""
         return _Connection(self)
 
     async def stop(self, limit_s: float) -> int:
@@ -254,20 +260,21 @@ class HttpServer:
         return len(tasks)
 
     def closed(self, connection: "_Connection") -> None:
-        """A connection has ended."""
+        """Forget a connection that has ended."""
         self.connections.discard(connection)
         waiting = self._all_closed
         if waiting is not None and not self.connections and not waiting.done():
             waiting.set_result(None)
 
     def date_header(self) -> bytes:
-        """Made once a second."""
+        """Return the header, made once a second."""
         now = int(self.loop.time())
         if now != self._date[0]:
             self._date = (now, f"Date: {formatdate(usegmt=True)}\r\n".encode())
         return self._date[1]
 
     def warn_full(self) -> None:
+        """Log that a connection was closed for the limit, at most every WARN_EVERY_S."""
         now = self.loop.time()
         if now - self._warned_at > WARN_EVERY_S:
             self._warned_at = now
@@ -506,7 +513,7 @@ class _Connection(asyncio.Protocol):
         self._transport.write(data)
 
     def check_open(self) -> None:
-        """ClientGone unless it is."""
+        """Raise ClientGone unless the connection is open."""
         if self._transport is None or self._transport.is_closing():
             raise ClientGone("has closed its connection")
 
@@ -520,7 +527,7 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     def timed_out(self) -> None:
-        """`deadline` has passed."""
+        """Close the connection: `deadline` has passed."""
         self.deadline = float("inf")
         message = self._message
         takes_nothing = self.task is None and self.drained is not None

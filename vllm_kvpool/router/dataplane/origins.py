@@ -23,11 +23,13 @@ class Origins:
         option: str,
         listens_at: str | None = None,
     ) -> None:
-        """Args:
-        hosts: names that the listener goes by; addresses and localhost always are.
-        option: what names further hosts, for messages.
-        listens_at: the address. Programs may reach it by any name, unless it is on loopback or
-            `hosts` are given. None: by the names above only, and not without one.
+        """Set the names by which browsers may reach the listener.
+
+        Args:
+            hosts: names that the listener goes by; addresses and localhost always are.
+            option: what names further hosts, for messages.
+            listens_at: the address. Programs may reach it by any name, unless it is on loopback or
+                `hosts` are given. None: by the names above only, and not without one.
         """
         self._hosts = frozenset(map(str.lower, hosts))
         self._option = option
@@ -53,7 +55,7 @@ class Origins:
 
 
 def _name_of(host: str) -> str:
-    """The name in `name:port`, in lower case; empty if it is none."""
+    """Return the name in `name:port`, in lower case; empty if it is none."""
     match = _HOST.fullmatch(host)
     return match[1].strip("[]").lower() if match is not None else ""
 

@@ -76,6 +76,7 @@ class BadRequest(Exception):
         self.param = param
 
     def body(self, path: str) -> bytes:
+        """Return the JSON body of the 400 answer, in the form that `path` has for errors."""
         return error_body(400, str(self), path, self.param)
 
 
@@ -95,7 +96,10 @@ _ERROR_TYPES = {
 
 
 def error_body(status: int, message: str, path: str, param: str | None = None) -> bytes:
-    """An error as vLLM writes it at this path: in Anthropic's form for its API, else OpenAI's."""
+    """Return an error as vLLM writes it at this path.
+
+    Its form is Anthropic's for that API, else OpenAI's.
+    """
     kind = _ERROR_TYPES.get(status, "BadRequestError")
     if is_anthropic(path):
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
@@ -155,7 +159,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.model_length if asked is None else min(max(1, asked), MAX_OUTPUT_TOKENS)
 
     def most_answer_bytes(self, request_id: str) -> int:
-        """Bytes beyond which an answer is none that an engine gives to this request.
+        """Return bytes beyond which an answer is none that an engine gives to this request.
 
         `request_id` is in each chunk of a stream, as the model's name is.
         """
@@ -169,11 +173,11 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         return ANSWER_BYTES + prompt_bytes + self.num_sequences * tokens * token_bytes
 
     def value(self, name: str) -> "Scalar | Undecoded":
-        """A field as `value_of` reads it; None where it is missing."""
+        """Return a field as `value_of` reads it; None where it is missing."""
         return value_of(self.fields, name)
 
     def members(self, name: str) -> dict[str, Raw]:
-        """The fields of an object; empty where there is none."""
+        """Return the fields of an object; empty where there is none."""
         return _members(self.fields, name) or {}
 
     @property
@@ -182,13 +186,16 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.api_path not in READ
 
     def prompt_tokens(self, tokens_per_byte: float) -> int:
-        """Exact for token ids, else estimated; `tokens_per_byte` is what was learned of others."""
+        """Return the tokens of the prompt: exact for token ids, else estimated.
+
+        `tokens_per_byte` is what was learned of others.
+        """
         if self.prompt_ids is not None:
             return count_ids(self.prompt_ids)
         return round(self.prompt_bytes * tokens_per_byte) + MEDIA_TOKENS * self.num_media
 
     def prefix_tokens(self, tokens_per_byte: float) -> int:
-        """Tokens that one entry of `prefix` stands for, at least 1."""
+        """Return the tokens that one entry of `prefix` stands for, at least 1."""
         tokens = self.prompt_tokens(tokens_per_byte) - MEDIA_TOKENS * self.num_media
         return max(1, round(SPAN_BYTES * tokens / max(1, self.prompt_bytes)))
 
@@ -248,7 +255,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode({**self.fields, **changed})
 
     def transfer_params(self, options: Mapping[str, Any]) -> Any:
-        """`kv_transfer_params` with the tenant and `options`; what the client says itself counts.
+        """Return `kv_transfer_params` with the tenant and `options`; the client's own values count.
 
         What an engine could not read is left as it is, for the engine to refuse.
         """
@@ -343,7 +350,7 @@ _decode_counted = _FieldCounter().decode
 
 
 def fields_of(data: bytes) -> dict[str, Raw]:
-    """The raw JSON of each field of an object; BadRequest, also beyond MAX_FIELDS."""
+    """Return the raw JSON of each field of an object; BadRequest, also beyond MAX_FIELDS."""
     # Each field has a colon. Most bodies have few of them, and counting fields is slower.
     decode = _decode_fields if data.count(b":") <= MAX_FIELDS else _decode_counted
     try:
@@ -360,7 +367,7 @@ def _no_json(error: Exception) -> BadRequest:
 
 
 def _members(fields: Mapping[str, Raw], name: str) -> dict[str, Raw] | None:
-    """The fields of an object; None where it is something else, or missing."""
+    """Return the fields of an object; None where it is something else, or missing."""
     raw = fields.get(name)
     return fields_of(bytes(raw)) if raw is not None and _begin_of(raw) == b"{" else None
 
@@ -409,7 +416,10 @@ def most_forwarded_bytes(body: bytes, num_sequences: int) -> int:
 
 
 def _permitted(raw: bytes, is_trusted: bool, salt: Salt | None) -> tuple[bytes, dict[str, Raw]]:
-    """A body and its fields, without those that its client may not say, and with its salt."""
+    """Return a body and its fields, with its salt.
+
+    Fields that its client may not say are left out.
+    """
     # vLLM reads over the mark that some editors and shells put before UTF-8.
     fields = fields_of(raw.removeprefix(BOM_UTF8))
     kept = fields if is_trusted else _without_reserved(fields)
@@ -459,7 +469,7 @@ def _num_sequences(fields: Mapping[str, Raw], num_choices: int) -> int:
 
 
 def _num_logprobs(fields: Mapping[str, Raw]) -> int:
-    """Log-probabilities that an engine may say of each token."""
+    """Return the log-probabilities that an engine may say of each token."""
     numbers = [value_of(fields, name) for name in _LOGPROBS]
     most = max((each for each in numbers if isinstance(each, int)), default=0)
     is_all = any(isinstance(each, int) and each < 0 for each in numbers)
@@ -467,7 +477,7 @@ def _num_logprobs(fields: Mapping[str, Raw]) -> int:
 
 
 def _given_salt(fields: Mapping[str, Raw]) -> str:
-    """A client's `cache_salt`; "" without one. BadRequest for what is none to vLLM."""
+    """Return a client's `cache_salt`; "" without one. BadRequest for what is none to vLLM."""
     try:
         given = value_of(fields, CACHE_SALT)
     except UNREADABLE:
@@ -480,7 +490,7 @@ def _given_salt(fields: Mapping[str, Raw]) -> str:
 
 
 def _model(model: Any) -> str:
-    """Empty where there is none."""
+    """Return the model; empty where there is none."""
     if model is None:
         return ""
     if not isinstance(model, str) or len(model) > MAX_MODEL_CHARS:
@@ -489,7 +499,7 @@ def _model(model: Any) -> str:
 
 
 def _without_reserved(fields: dict[str, Raw]) -> dict[str, Raw]:
-    """The same object where nothing is reserved."""
+    """Return the fields without reserved ones; the same object where nothing is reserved."""
     kept = fields
     if not fields.keys().isdisjoint(RESERVED_FIELDS):
         kept = {name: each for name, each in fields.items() if name not in RESERVED_FIELDS}
@@ -507,14 +517,17 @@ def count_ids(ids: Raw | bytes) -> int:
 
 
 def kvpool_options(params: Mapping[str, Raw]) -> dict[str, Raw] | None:
-    """`kvpool` of a client's `kv_transfer_params`; None where it is nothing that the pool reads."""
+    """Return `kvpool` of a client's `kv_transfer_params`; None if the pool reads nothing of it."""
     if params.get("kvpool") in (None, _NULL):
         return {}
     return _members(params, "kvpool")
 
 
 def value_of(fields: Mapping[str, Raw], name: str) -> Scalar | Undecoded:
-    """A field as vLLM reads it, of a request or of `stream_options`; None where it is missing."""
+    """Return a field as vLLM reads it, of a request or of `stream_options`.
+
+    The result is None where it is missing.
+    """
     raw = fields.get(name)
     if raw is None:
         return None
@@ -543,7 +556,7 @@ _KEPT_RESPONSE = fields_with(Trait.KEPT_RESPONSE)
 
 
 def _refuse_kept(fields: Mapping[str, Raw]) -> None:
-    """Responses that an engine would keep: the next request may go to another one."""
+    """Refuse responses that an engine would keep: the next request may go to another one."""
     for name in _KEPT_RESPONSE:
         if value_of(fields, name):
             raise BadRequest(
@@ -564,7 +577,7 @@ def _max_output_tokens(kind: ApiPath, fields: Mapping[str, Raw]) -> int | None:
 
 
 def _prompts(kind: ApiPath, fields: Mapping[str, Raw]) -> tuple[list[Raw], int]:
-    """The JSON of all that is rendered into a prompt, and how many prompts there are.
+    """Return the JSON of all that is rendered into a prompt, and how many prompts there are.
 
     The prompt, or the list of several, or the messages, come first.
     """
@@ -614,7 +627,7 @@ def _num_texts(data: bytes) -> int:
 
 
 def _media(messages: bytes) -> list[int]:
-    """JSON bytes of each media written into messages."""
+    """Return the JSON bytes of each media written into messages."""
     if b";base64," not in messages:
         return []
     found = islice(_BASE64.finditer(messages), MAX_MEDIA)
@@ -622,7 +635,10 @@ def _media(messages: bytes) -> list[int]:
 
 
 def _prefix(fields: Mapping[str, Raw], text: bytes) -> tuple[int, ...]:
-    """`text`: the prompt's JSON; of several prompts, from the first one on."""
+    """Return the hashes of a prompt's beginnings.
+
+    `text` is the prompt's JSON; of several prompts, from the first one on.
+    """
     begin = 0
     if len(text) < SEGMENT_ENDS[0] * SPAN_BYTES:
         return ()

@@ -54,7 +54,7 @@ class RequestHandler:
         self._wake.set()
 
     def abort(self, replica: ReplicaId) -> None:
-        """The call at a replica, begun or not, is not wanted any more; it ends as lost.
+        """Cancel the call at a replica, begun or not; it ends as lost.
 
         Without effect on an answer that has been read to its end, or a call that has been reported.
         """
@@ -68,7 +68,7 @@ class RequestHandler:
             call.abort()
 
     def fail(self) -> None:
-        """The router has a bug; the client is told so, if it waits."""
+        """Tell the client, if it waits, that the router has a bug."""
         self._has_failed = True
         if (call := self._next_call()) is not None:
             call.abort()

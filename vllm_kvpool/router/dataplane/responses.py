@@ -119,10 +119,14 @@ class TokenCounts(msgspec.Struct, frozen=True, gc=False):
 
 
 class CompletionDetails(msgspec.Struct):
+    """The details of an answer's output tokens."""
+
     reasoning_tokens: Count = 0
 
 
 class Usage(msgspec.Struct):
+    """The token counts of an answer."""
+
     prompt_tokens: Count = 0
     completion_tokens: Count | None = None
     prompt_tokens_details: PromptDetails | None = None
@@ -227,7 +231,10 @@ _decode_detokenized = msgspec.json.Decoder(_Detokenized).decode
 
 
 def read_reply(body: bytes, stops: Sequence[str] = ()) -> TokenCounts:
-    """The counts of an answer in one piece; raises EngineLost. `stops` is as in `check_end`."""
+    """Return the counts of an answer in one piece.
+
+    Raises EngineLost. `stops` is as in `check_end`.
+    """
     try:
         reply = _decode(body)
     except UNREADABLE as error:
@@ -285,7 +292,7 @@ def without_reserved(body: bytes) -> bytes:
 
 
 def read_detokenized(body: bytes) -> str:
-    """The text of an answer of `/detokenize`; raises EngineLost."""
+    """Return the text of an answer of `/detokenize`; raises EngineLost."""
     try:
         return _decode_detokenized(body).prompt
     except UNREADABLE as error:

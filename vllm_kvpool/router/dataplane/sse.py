@@ -25,7 +25,7 @@ class Events:
         self._comment = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads of all events that end in `data`; EngineLost beyond the bound.
+        """Return the payloads of all events that end in `data`; EngineLost beyond the bound.
 
         Several `data:` lines of one event are joined by a newline. After an error the splitter is
         of no use any more.
@@ -52,12 +52,12 @@ class Events:
         return payloads
 
     def take_comment(self) -> bytes:
-        """The last comment that has come since this was asked, framed; empty if none has."""
+        """Return the last comment that has come since this was asked, framed; empty if none has."""
         comment, self._comment = self._comment, b""
         return b"%b\n\n" % comment if comment else b""
 
     def _with_newlines(self, data: bytes) -> bytes:
-        """Lines may end in CR LF, LF or CR; the first may come in two pieces."""
+        """Return the data with LF as the only line end; CR LF may come in two pieces."""
         if self._ends_in_cr and data.startswith(_LF):
             data = data[1:]
             self._ends_in_cr = False
@@ -77,5 +77,5 @@ class Events:
 
 
 def frames(payloads: Iterable[bytes]) -> bytes:
-    """Events with these payloads, as vLLM writes them. A payload has no line ends in it."""
+    """Return events with these payloads, as vLLM writes them. A payload has no line ends in it."""
     return b"".join([b"data: %b\n\n" % payload for payload in payloads])

@@ -94,7 +94,10 @@ class Upstream:
         answer_timeout_s: float,
         api_key: str,
     ) -> None:
-        """`silence_timeout_s`: of a stream; `answer_timeout_s`: of an answer in one piece."""
+        """Set the time limits.
+
+        `silence_timeout_s` of a stream, `answer_timeout_s` of a whole answer.
+        """
         self._silence_timeout_s = silence_timeout_s
         self._answer_timeout_s = answer_timeout_s
         self._own_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -155,7 +158,10 @@ class Upstream:
         timeout_s: float | None = None,
         most_bytes: int = SMALL_ANSWER_BYTES,
     ) -> EngineResponse:
-        """POST, and read the whole answer. Without headers it is a request of the router's own."""
+        """Send a POST and read the whole answer.
+
+        Without headers it is a request of the router's own.
+        """
         if headers is None:
             headers = self._own_headers | {"Content-Type": "application/json"}
         limit_s = self._answer_timeout_s if timeout_s is None else timeout_s
@@ -168,7 +174,10 @@ class Upstream:
         headers: Mapping[str, str] | None = None,
         most_bytes: int = SMALL_ANSWER_BYTES,
     ) -> EngineResponse:
-        """GET. Without headers it is a request of the router's own."""
+        """Send a GET and read the whole answer.
+
+        Without headers it is a request of the router's own.
+        """
         given = self._own_headers if headers is None else headers
         return await self._whole("GET", url, b"", given, timeout_s, most_bytes)
 
@@ -191,7 +200,10 @@ class Upstream:
             raise EngineBroke(f"no answer within {timeout_s:g} s") from None
 
     def keep(self, connection: "UpstreamConnection") -> None:
-        """Its call has ended: it may serve the next one, for KEEP_ALIVE_S or little longer."""
+        """Keep a connection whose call has ended for the next one.
+
+        It is kept for KEEP_ALIVE_S or little longer.
+        """
         self._idle[connection.origin].append(connection)
         if self._sweep is None:
             self._close_unused_later()
@@ -315,7 +327,7 @@ class UpstreamResponse:
         return data
 
     async def read(self) -> EngineResponse:
-        """The whole answer; EngineLost if it is larger than it may be."""
+        """Return the whole answer; EngineLost if it is larger than it may be."""
         body = bytearray()
         await self.pump(body.extend)
         return EngineResponse(self.status, self.headers, bytes(body))
@@ -342,7 +354,7 @@ class UpstreamResponse:
     # Called by the connection
 
     def feed(self, data: bytes) -> None:
-        """A part of the body; raises EngineLost beyond what it may have."""
+        """Add a part of the body; raises EngineLost beyond what it may have."""
         self._num_bytes += len(data)
         if self._num_bytes > self._most_bytes:
             raise EngineLost(f"answers more than {self._most_bytes} bytes")
@@ -351,7 +363,7 @@ class UpstreamResponse:
         self.unread_bytes += len(data)
 
     def lost(self, why: EngineLost) -> None:
-        """The rest will not come."""
+        """Fail the answer: its rest will not come."""
         if not self.is_complete and self._lost is None:
             self._lost = why
 
@@ -394,6 +406,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
+        """True if a request may be sent on the connection."""
         return self._transport is not None and not self._transport.is_closing()
 
     async def call(
@@ -432,15 +445,18 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
+        """Close the connection at once and drop unsent bytes."""
         if self._transport is not None:
             self._transport.abort()
 
     # asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport; called once by the event loop."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
+        """Parse bytes of an answer; bytes that no request asked for end the connection."""
         response = self._response
         if response is None:
             self.abort()  # nothing was asked
@@ -464,6 +480,7 @@ class UpstreamConnection(asyncio.Protocol):
         response.wake()
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        """End the open answer: complete if its end is the connection's, else failed."""
         self._transport = None
         self._upstream.lost(self)
         if self._timer is not None:
@@ -501,17 +518,20 @@ class UpstreamConnection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
+        """Forget the headers of the last answer; EngineLost if no request is open."""
         if self._response is None or self._response.status:
             raise EngineLost("answers what it was not asked")
         self._headers = CIMultiDict()
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header of the answer; EngineLost if there are too many or one is too long."""
         if len(self._headers) >= MAX_HEADERS or len(name) + len(value) > MAX_HEADER_BYTES:
             raise _huge_head()
         if self._response is not None and not self._response.status:
             self._headers.add(name.decode("latin-1"), value.decode("latin-1"))
 
     def on_headers_complete(self) -> None:
+        """Give the open answer its status and headers; EngineLost if they make no sense."""
         status = self._parser.get_status_code()
         response = self._response
         if response is None or FIRST_STATUS <= status < 200:
@@ -524,10 +544,12 @@ class UpstreamConnection(asyncio.Protocol):
         response.status, response.headers = status, self._headers
 
     def on_body(self, data: bytes) -> None:
+        """Feed a part of the body to the open answer."""
         if self._response is not None:
             self._response.feed(data)
 
     def on_message_complete(self) -> None:
+        """End the open answer, and keep the connection for the next request if allowed."""
         response = self._response
         if response is None or not response.status:
             return  # 100 Continue, and the like

@@ -54,7 +54,7 @@ class Access:
     """The rules of one admin address."""
 
     def __init__(self, token: str, hosts: Iterable[str] = ()) -> None:
-        """`hosts`: names that it goes by. Addresses and localhost always are."""
+        """Set the names by which the address goes: `hosts`, addresses and localhost."""
         assert token, "an empty token would let everybody in"
         self._token = token.encode()
         self._origins = Origins(tuple(hosts), option="hosts of [admin]")
@@ -112,16 +112,22 @@ class _Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class AddOrder(_Order, frozen=True, kw_only=True):
+    """An order to add a replica."""
+
     url: str
     role: Role
     id: str = ""
 
 
 class RoleOrder(_Order, frozen=True, kw_only=True):
+    """An order to give a replica another role."""
+
     role: Role
 
 
 class ModeOrder(_Order, frozen=True, kw_only=True):
+    """An order to change who plans the roles."""
+
     mode: Mode
 
 
@@ -139,7 +145,10 @@ class Admin:
         clock: Callable[[], float] = time.monotonic,
         limits: ServerLimits = LIMITS,
     ) -> None:
-        """`hosts`: names that the address goes by. `clock` is that of the controller's events."""
+        """Prepare to serve.
+
+        `hosts` name the address, `clock` is that of the controller's events.
+        """
         self._controller = controller
         self._post = post
         self._telemetry = telemetry
@@ -154,10 +163,11 @@ class Admin:
         return await self._http.start(host or None, port)
 
     async def stop(self) -> None:
+        """Close the address; orders under way have STOP_S to end."""
         await self._http.stop(STOP_S)
 
     def _check(self, http: HttpRequest) -> Response | None:
-        """A request that may not be made is refused before its body is read."""
+        """Refuse a request that may not be made, before its body is read."""
         headers = http.headers
         denial = self._access.check_place(headers.get("Host"), headers.get("Origin"))
         if denial is None and not (http.method == "GET" and http.path in PAGE):
@@ -168,7 +178,7 @@ class Admin:
         http.respond(self._answer(http))
 
     def _answer(self, http: HttpRequest) -> Response:
-        """A handler's answer; errors too are JSON."""
+        """Return a handler's answer; errors too are JSON."""
         route, replica_id = _route_of(http.path)
         handler = _HANDLERS.get((http.method, route))
         if handler is None:
@@ -229,7 +239,10 @@ class Admin:
         return self._order(http, SetRole(ReplicaId(replica_id), role))
 
     def _order(self, http: HttpRequest, order: Remove | Drain | SetRole) -> Response:
-        """Denied where there is no such replica, or no other one serves a role that it ends."""
+        """Post an order, and return the replica as it is then.
+
+        Raises Denied if there is no such replica, or no other one serves a role that it ends.
+        """
         fleet, replica_id = self._fleet, order.replica
         if replica_id not in fleet:
             known = ", ".join(each.replica_id for each in fleet) or "none"
@@ -256,7 +269,7 @@ class Admin:
         self._post(event)
 
     def _replica(self, replica_id: str) -> Response:
-        """A replica as it is after an order, as `/replicas` shows it."""
+        """Return a replica as it is after an order, as `/replicas` shows it."""
         for each in self._view().replicas:
             if each.id == replica_id:
                 return _json(each, 202)
@@ -291,7 +304,7 @@ def _read(body: bytes, kind: type[_T], example: str) -> _T:
 
 
 def _route_of(path: str) -> tuple[str, str]:
-    """A path as `ROUTES` writes it, and the id in it."""
+    """Return a path as `ROUTES` writes it, and the id in it."""
     match path.split("/"):
         case ["", "replicas", replica_id, *rest]:
             return "/".join(("", "replicas", "{id}", *rest)), unquote(replica_id)

@@ -29,13 +29,15 @@ class Mismatch(Enum):
 
 
 class Problem(NamedTuple):
+    """A difference that keeps engines from sharing, with its remedy."""
+
     mismatch: Mismatch
     why: str
     """A difference between two engines, and the option to set."""
 
 
 def problems(fleet: Fleet) -> dict[ReplicaId, Problem]:
-    """At most one problem of each engine that is loaded and measured, or was to sleep."""
+    """Return at most one problem of each engine that is loaded and measured, or was to sleep."""
     known = [each for each in fleet if each.state in UP and each.sampled_at is not None]
     found = {
         each.replica_id: Problem(
@@ -70,7 +72,7 @@ def problems(fleet: Fleet) -> dict[ReplicaId, Problem]:
 
 
 def _apart(fleet: Fleet) -> Iterator[tuple[ReplicaId, Problem]]:
-    """Decoders that find nothing of what some replicas save."""
+    """Yield decoders that find nothing of what some replicas save."""
     sources: dict[ReplicaId, list[ReplicaId]] = {}
     for source, decoder in fleet.handovers.apart():
         sources.setdefault(decoder, []).append(source)

@@ -71,6 +71,7 @@ class Discovery:
         self._set_source("configuration", config.replicas)
 
     async def stop(self) -> None:
+        """Stop watching the file and the DNS names."""
         await self._tasks.stop()
 
     async def _run(self) -> None:

@@ -186,7 +186,10 @@ class Telemetry:
         self._prompt_tokens[tenant, "computed"] += tokens - cached
 
     def expose(self, *, with_names: bool = True) -> tuple[str, bytes]:
-        """Content type and body: all metrics, or those that name no replica and no tenant."""
+        """Return the content type and body.
+
+        The body has all metrics, or those that name no replica and no tenant.
+        """
         now = self._clock()
         at, body = self._last.get(with_names, (float("-inf"), b""))
         if now - at >= self._max_age_s:
@@ -228,7 +231,7 @@ class Histogram:
             self._add("")
 
     def observe(self, replica: str, value: float) -> None:
-        """`replica` is empty without a label."""
+        """Count a value; `replica` is empty without a label."""
         counts = self._counts.get(replica) or self._add(replica)
         counts[bisect_left(self._row.bounds, value)] += 1
         self._sums[replica] += value
@@ -239,7 +242,7 @@ class Histogram:
         return counts
 
     def lines(self, replica_ids: Set[str]) -> Iterator[str]:
-        """The exposition; replicas that are no more are forgotten."""
+        """Yield the lines of the exposition; replicas that are no more are forgotten."""
         name = PREFIX + self._row.name
         yield from _head(self._row.name)
         bounds = (*map(str, self._row.bounds), "+Inf")
@@ -269,7 +272,7 @@ def _line(name: str, labels: tuple[str, ...], value: float) -> str:
 
 @lru_cache(maxsize=MAX_SERIES)
 def _series(name: str, labels: tuple[str, ...]) -> str:
-    """Kept from one exposition to the next: most of the time would go here."""
+    """Return the series, kept between expositions: most of the time would go here."""
     if not labels:
         return _exposed(name)
     named = zip(ROUTER_METRICS[name].labels, labels, strict=True)

@@ -78,6 +78,7 @@ class Monitor:
         self._missed = 0
 
     def start(self) -> None:
+        """Start the loop that polls the replica."""
         self._tasks.start("poll", self._poll)
 
     def ask(self) -> None:
@@ -141,6 +142,7 @@ class Monitor:
         return found.pending_save_tokens or 0
 
     async def stop(self) -> None:
+        """Cancel the loops of the replica and wait for their end."""
         await self._tasks.stop()
 
     def _cancel_steps(self) -> None:
@@ -152,7 +154,7 @@ class Monitor:
     # While it serves
 
     async def _poll(self) -> None:
-        """Health and metrics, until stopped."""
+        """Read health and metrics, until stopped."""
         loop = asyncio.get_running_loop()
         health_due = models_due = loop.time()
         while True:
@@ -195,7 +197,7 @@ class Monitor:
         await self._get("/health")
 
     async def _get(self, path: str) -> bytes:
-        """GET; raises EngineLost unless it is answered 200."""
+        """Send a GET; raises EngineLost unless it is answered 200."""
         answer = await self._engines.get(f"{self.url}{path}", self._config.timeout_s)
         if answer.status != OK:
             raise EngineLost(f"{path} answers {answer.status}")
@@ -269,7 +271,7 @@ class Monitor:
             self._post(SleepFailed(self.replica, NO_SLEEP.format(error=error)))
 
     async def _order(self, path: str) -> None:
-        """POST; raises EngineLost unless it is answered 200."""
+        """Send a POST; raises EngineLost unless it is answered 200."""
         answer = await self._engines.post(f"{self.url}{path}", b"", timeout_s=SLEEP_TIMEOUT_S)
         if answer.status != OK:
             raise EngineLost(f"{path} answers {answer.status}")

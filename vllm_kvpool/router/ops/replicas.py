@@ -55,7 +55,7 @@ class Replicas:
         self._tasks.start("compatibility", self._watch_compatibility)
 
     def perform(self, action: Load | Warm | Probe | Retire) -> None:
-        """Never waits; without effect once the router stops."""
+        """Perform an action. Never waits; without effect once the router stops."""
         if self._is_stopping:
             return  # nothing would end what is begun now
         match action:
@@ -146,5 +146,8 @@ class Replicas:
 
 
 def _end_of(spec: ReplicaSpec) -> str:
-    """The name of the task that ends an engine: an engine is its URL, whatever replica has it."""
+    """Return the name of the task that ends an engine.
+
+    An engine is its URL, whatever replica has it.
+    """
     return f"end of {spec.url}"

@@ -51,7 +51,7 @@ class RequestLog:
         self.observed.append(Observation(name, seconds, replica))
 
     def asks(self, call: Prefill | Decode, now: float) -> None:
-        """An engine is asked."""
+        """Note a call to an engine."""
         self.asked, self.decode_began = now, None
         self.replicas.append(call.replica)
         if isinstance(call, Decode):
@@ -60,7 +60,7 @@ class RequestLog:
             self.prefill_asked = now
 
     def decode_has_begun(self, now: float) -> None:
-        """The engine that was asked last has brought its first token."""
+        """Note the first token of the engine that was asked last."""
         self.decode_began = now
         self._observe("replica_first_token_seconds", now - self.asked, self.replicas[-1])
         if self.first_token is None:
@@ -70,7 +70,7 @@ class RequestLog:
             self._observe("added_seconds", max(0.0, own_s))
 
     def call_ended(self, event: PrefillEnded | DecodeEnded, now: float) -> None:
-        """An engine that was asked has answered, or is lost."""
+        """Note that an engine that was asked has answered, or is lost."""
         self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
         if isinstance(event, PrefillEnded):
             # One that was asked for the answer meanwhile has waited for this.

@@ -113,6 +113,8 @@ class FirstTokenView(msgspec.Struct, frozen=True):
 
 
 class RatesView(msgspec.Struct, frozen=True, kw_only=True):
+    """The learned rates and the present load."""
+
     learned: dict[str, float | None]
     """By the names of `rates.Rates`; None: not measured yet."""
     asked_tokens_per_s: float
@@ -157,7 +159,7 @@ class RouterView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def state_of(controller: Controller, now: float) -> RouterView:
-    """Everything that is shown."""
+    """Return everything that is shown."""
     state = controller.state
     found = problems(state.fleet)
     return RouterView(
@@ -201,7 +203,7 @@ def health_of(fleet: Fleet) -> HealthView:
 
 
 def plan_of(controller: Controller) -> PlanView:
-    """The last plan that has been made."""
+    """Return the last plan that has been made."""
     scaling = controller.scaling
     return _plan(scaling.mode, scaling.plan, scaling.steps, scaling.planned_at)
 
@@ -271,7 +273,7 @@ def _plan(mode: Mode, plan: Plan | None, steps: Iterable[Step], at: float | None
 
 
 def _step(step: Step) -> str:
-    """In words."""
+    """Return a step in words."""
     role = step.role.value if step.role is not None else ""
     return {
         ScalingAction.REVIVE: f"end the draining of {step.replica}, for {role}",
@@ -291,5 +293,5 @@ def _first_token(waits: Iterable[float]) -> FirstTokenView | None:
 
 
 def _quantile(ordered: list[float], share: float) -> float:
-    """The least of the values that at least such a share of all do not exceed."""
+    """Return the least of the values that at least such a share of all do not exceed."""
     return ordered[math.ceil(share * len(ordered)) - 1]

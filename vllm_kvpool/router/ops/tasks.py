@@ -17,7 +17,7 @@ class Tasks:
     """
 
     def __init__(self, owner: str) -> None:
-        """`owner`: named in the log if a task fails."""
+        """Begin without tasks; the log names `owner` if a task fails."""
         self._owner = owner
         self._named: dict[str, asyncio.Task[None]] = {}
         self._cancelled: set[asyncio.Task[None]] = set()

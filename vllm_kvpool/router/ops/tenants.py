@@ -89,7 +89,7 @@ class Tenants:
         return tenant
 
     def may_use(self, tenant: Tenant, model: str) -> bool:
-        """A tenant with a list of models may use those, by name."""
+        """Return True if the tenant may use the model; a list of models limits it, by name."""
         return not tenant.config.models or model in tenant.config.models
 
     def enter(self, tenant: Tenant, model: str, num_sequences: int = 1) -> None:
@@ -128,7 +128,7 @@ class TenantSalts:
         return cls(read_salt(Path(salt_file))) if salt_file else None
 
     def of(self, tenant: str, given: str) -> str:
-        """The salt of a tenant's request that brings this one itself; "": it brings none.
+        """Return the salt of a tenant's request that brings `given` itself; "": it brings none.
 
         64 hexadecimal digits. JSON keeps the two names apart, whatever they are made of.
         """

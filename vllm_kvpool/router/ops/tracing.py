@@ -26,7 +26,7 @@ class Tracing:
     """Owned by the router's loop; `endpoint` is the collector's URL."""
 
     def __init__(self, endpoint: str) -> None:
-        """ConfigError without OpenTelemetry's packages."""
+        """Start the exporter; ConfigError without OpenTelemetry's packages."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -43,7 +43,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("vllm_kvpool.router")
 
     def begin(self, path: str, headers: CIMultiDict[str]) -> "Span":
-        """A request has come; its `headers`, as engines get them, name the new span."""
+        """Begin a request's span; its `headers`, as engines get them, name the new span."""
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -60,7 +60,7 @@ class Tracing:
         return span
 
     def end(self, span: "Span", log: RequestLog, model: str, status: int) -> None:
-        """The request is over; `status` 0: it has had no answer."""
+        """End the span of a request that is over; `status` 0: it has had no answer."""
         from opentelemetry.trace import StatusCode
 
         span.set_attributes(
@@ -83,8 +83,10 @@ class Tracing:
         span.end()
 
     async def close(self) -> None:
-        """Export what is left, for `CLOSE_S`; a request that the collector leaves unanswered then
-        still takes its time limit."""
+        """Export the remaining spans, for at most `CLOSE_S`.
+
+        A request that the collector leaves unanswered then still takes its time limit.
+        """
         # The exporter alone would try each batch for seconds, up to half a minute.
         late = asyncio.get_running_loop().call_later(CLOSE_S, self._exporter.shutdown)
         await asyncio.to_thread(self._provider.shutdown)

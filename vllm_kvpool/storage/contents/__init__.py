@@ -1,0 +1,1 @@
+"""The contents of stores' objects: cells with their headers, encryption, manifests, aliases."""

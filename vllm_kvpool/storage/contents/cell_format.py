@@ -53,7 +53,7 @@ def write_header(cell: memoryview, key_digest: bytes) -> None:
 
 
 def _header_of(payload: memoryview, key_digest: bytes) -> bytes:
-    """The header of a cell with this payload."""
+    """Return the header of a cell with this payload."""
     checksum = xxhash.xxh3_64_intdigest(payload)
     fields = _FIELDS.pack(
         *(MAGIC, FORMAT_VERSION, HEADER_BYTES, 0, payload.nbytes, key_digest, checksum)
@@ -66,7 +66,7 @@ def _header_of(payload: memoryview, key_digest: bytes) -> bytes:
 def _fields_of(
     cell: memoryview, layout: struct.Struct, magic: bytes, version: int
 ) -> tuple[Any, ...] | CellFault:
-    """The fields of a header after its length, or what is wrong with it."""
+    """Return the fields of a header after its length, or what is wrong with it."""
     if cell.nbytes < HEADER_BYTES:
         return CellFault.LENGTH
     fields = bytes(cell[: layout.size])
@@ -111,7 +111,7 @@ class EncryptedHeader(NamedTuple):
     counter: int
 
     def pack(self) -> bytes:
-        """Its fields as they are stored and authenticated."""
+        """Return the fields as they are stored and authenticated."""
         return _ENCRYPTED_FIELDS.pack(
             *(ENCRYPTED_MAGIC, ENCRYPTED_VERSION, HEADER_BYTES, self.key_id, self.payload_bytes),
             *(self.salt, self.counter),
@@ -139,5 +139,5 @@ def read_encrypted_header(cell: memoryview) -> EncryptedHeader | CellFault:
 
 
 def tag_of(cell: memoryview) -> bytes:
-    """The tag of an encrypted cell, with a sound header."""
+    """Return the tag of an encrypted cell, with a sound header."""
     return bytes(cell[HEADER_BYTES - TAG_BYTES : HEADER_BYTES])

@@ -43,7 +43,7 @@ ALIGNMENT = 4096  # of cells in memory, for direct I/O
 
 
 def read_keys(path: Path) -> list[bytes]:
-    """The keys of a file that its owner alone may read, as of `parse_keys`."""
+    """Return the keys of a file that its owner alone may read, as of `parse_keys`."""
     where = f"encryption_key_file {path}"
     content = read_secret(path, "encryption_key_file")
     try:
@@ -54,7 +54,7 @@ def read_keys(path: Path) -> list[bytes]:
 
 
 def parse_keys(text: str, where: str) -> list[bytes]:
-    """Keys in order: a line is 32 bytes in base64, `#` begins a comment.
+    """Return keys in order: a line is 32 bytes in base64, `#` begins a comment.
 
     Raises ConfigError, which names `where` and never shows a key.
     """
@@ -81,7 +81,7 @@ class CellCipher:
     """Encrypts cells with the first of several keys, and decrypts those of any; thread-safe."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
-        """ConfigError if two keys have one id."""
+        """Prepare the keys; ConfigError if two keys have one id."""
         self._keys = {_key_id(key): key for key in keys}
         if len(self._keys) != len(keys):
             raise ConfigError("encryption: two keys are equal or have one id; replace one")
@@ -126,7 +126,7 @@ class CellCipher:
         return None
 
     def _warn_of_unknown(self, key_id: int) -> None:
-        """Once for each of the first ids: a flood of others fills neither log nor memory."""
+        """Warn once of each of the first ids: a flood of others fills neither log nor memory."""
         if key_id not in self._unknown and len(self._unknown) < MAX_WARNED:
             self._unknown.add(key_id)
             logger.warning(
@@ -169,7 +169,7 @@ class EncryptedCells:
     def put(
         self, tier: int, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
-        """`Store.put` of the encrypted forms of plain cells."""
+        """Put the encrypted forms of plain cells, as `Store.put`."""
         ends = list(accumulate(-(-buffer.nbytes // ALIGNMENT) * ALIGNMENT for buffer in buffers))
         starts = [0, *ends[:-1]]
         memory = self._take(tier, ends[-1])

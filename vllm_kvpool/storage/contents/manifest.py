@@ -90,7 +90,7 @@ class Manifest(NamedTuple):
 
 
 def write_manifest(manifest: Manifest) -> bytes:
-    """The bytes of a manifest."""
+    """Return the bytes of a manifest."""
     fields = {"kvpool_manifest": VERSION, **manifest._asdict(), "values": fitted(manifest.values)}
     text = _json(fields)
     if len(text) > MANIFEST_BYTES - HEADER_BYTES:  # a model of very many groups of layers
@@ -102,7 +102,7 @@ def write_manifest(manifest: Manifest) -> bytes:
 
 
 def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values without secrets, and with the deepest and longest omitted until they fit."""
+    """Return the values without secrets; the deepest and longest are omitted until they fit."""
     plain: dict[str, Any] = shown(values)
     excess = len(_json(plain)) - VALUES_BYTES
     for depth in range(MOST_DEPTH, 0, -1):
@@ -141,7 +141,7 @@ def manifest_in(store: Store, namespace: Namespace) -> Manifest | None:
 
 
 def shown(value: Any, name: str = "") -> Any:
-    """A value without what may be a secret, by its name or in a URL."""
+    """Return a value without what may be a secret, by its name or in a URL."""
     if value is not None and _is_secret(name, value):
         return HIDDEN
     if isinstance(value, str):
@@ -178,12 +178,12 @@ def _is_omitted(value: Any) -> bool:
 
 
 def _digest_of(value: Any) -> str:
-    """The digest of a value, whether it is omitted or not."""
+    """Return the digest of a value, whether it is omitted or not."""
     return str((value if _is_omitted(value) else _omitted(value))["digest"])
 
 
 def _entries(values: dict[str, Any], depth: int) -> Iterator[tuple[dict[str, Any], str]]:
-    """The entries `depth` objects deep, each with its object."""
+    """Yield the entries `depth` objects deep, each with its object."""
     for name, value in values.items():
         if depth == 1:
             yield values, name
@@ -227,8 +227,9 @@ def explain(first: Manifest, second: Manifest) -> Explanation:
 
 
 def cut_of(manifest: Manifest) -> dict[str, Any]:
-    """Values that say how an engine cuts KV into cells. Keys contain them, namespaces do not.
+    """Return the values that say how an engine cuts KV into cells.
 
+    Keys contain them, namespaces do not.
     `layer_span` counts layers, by kind of layer if there are several; with stages of pipeline
     parallelism that end within a span, it names these ends, too.
     """
@@ -254,20 +255,23 @@ def is_of_same_model(one: Manifest, other: Manifest) -> bool:
 
 
 def nearest(one: Manifest, others: Sequence[Manifest]) -> Explanation | None:
-    """The other namespace that differs in the fewest values; None if there is no other."""
+    """Return the other namespace that differs in the fewest values; None if there is no other."""
     found = [explain(one, other) for other in others if other.namespace != one.namespace]
     return min(found, key=lambda each: len(each.differences), default=None)
 
 
 def short(value: Any) -> str:
-    """A value for people, cut to `MAX_SHOWN_CHARS`."""
+    """Return a value for people, cut to `MAX_SHOWN_CHARS`."""
     text = _text(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
 def short_pair(first: Any, second: Any) -> tuple[str, str]:
-    """Return two values that differ for people: of lists and objects the differing parts alone,
-    of long texts the place where they part. The two texts are never equal."""
+    """Return two texts that show people how two values differ.
+
+    Of lists and objects they show the differing parts alone, of long texts the place where they
+    part. The two texts are never equal.
+    """
     parts = _parts(first, second)
     one, other = map(_text, parts)
     if one == other:  # a number, and a text of its digits
@@ -282,7 +286,7 @@ def short_pair(first: Any, second: Any) -> tuple[str, str]:
 
 
 def _parts(first: Any, second: Any) -> tuple[Any, Any]:
-    """The parts in which two values differ."""
+    """Return the parts in which two values differ."""
     if _is_object(first) and _is_object(second):
         names = {**first, **second}
         pairs = {name: (first.get(name, ABSENT), second.get(name, ABSENT)) for name in names}

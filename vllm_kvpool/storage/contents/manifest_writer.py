@@ -83,7 +83,7 @@ class ManifestWriter:
             )
 
     def _next_message(self) -> _Message:
-        """The next message, or, when there is none for a time, the last manifest again."""
+        """Return the next message, or, when there is none for a time, the last manifest again."""
         while True:
             try:
                 return self._inbox.get(timeout=self._check_every_s)

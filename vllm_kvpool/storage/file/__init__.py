@@ -1,0 +1,1 @@
+"""The `file://` store: a directory of cells with an index in SQLite."""

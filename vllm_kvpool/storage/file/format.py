@@ -43,18 +43,18 @@ class Footer(NamedTuple):
 
 
 def body_bytes(object_bytes: int) -> int:
-    """The length of the body of an object's file."""
+    """Return the length of the body of an object's file."""
     return object_bytes // PAGE_BYTES * PAGE_BYTES
 
 
 def tail_bytes(object_bytes: int, key: str) -> int:
-    """The length of the tail of an object's file."""
+    """Return the length of the tail of an object's file."""
     used_bytes = object_bytes % PAGE_BYTES + len(_kept(key)) + _FOOTER_BYTES
     return PAGE_BYTES if used_bytes <= PAGE_BYTES else MAX_TAIL_BYTES
 
 
 def file_bytes(object_bytes: int, key: str) -> int:
-    """The length of an object's file."""
+    """Return the length of an object's file."""
     return body_bytes(object_bytes) + tail_bytes(object_bytes, key)
 
 

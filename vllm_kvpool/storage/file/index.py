@@ -90,6 +90,7 @@ class Reservation:
     """Names of the evicted cells whose file the caller could not delete; they stay charged."""
 
     def unstored(self) -> list[StoredCell]:
+        """Return the reserved cells whose put has not succeeded."""
         return [cell for cell in self.cells if cell.name not in self.stored]
 
 
@@ -137,11 +138,12 @@ class FileIndex:
         check()
 
     def close(self) -> None:
+        """Close the connection to the database; a call under way ends first."""
         with self._lock:
             self._disconnect()
 
     def _clock_ns(self) -> int:
-        """The wall clock, cut to what a row can hold."""
+        """Return the wall clock, cut to what a row can hold."""
         return min(max(self._wall_ns(), 1), MAX_TIME_NS)
 
     # Puts
@@ -308,17 +310,18 @@ class FileIndex:
                 self._write_hits(rows)
 
     def used_bytes(self) -> int:
+        """Return the bytes of all cells and reservations, of every process."""
         with self._reading() as db:
             return number_in(db.execute("SELECT used_bytes FROM store").fetchone())
 
     def written_bytes(self) -> int:
-        """The charge of files that the disk has."""
+        """Return the charge of files that the disk has."""
         with self._reading() as db:
             query = "SELECT used_bytes - (SELECT coalesce(sum(unwritten), 0) FROM round) FROM store"
             return number_in(db.execute(query).fetchone())
 
     def coldest(self, max_cells: int) -> list[tuple[StoredCell, ...]]:
-        """The cells of leaves, a tuple for each chunk, in order of eviction.
+        """Return the cells of leaves, a tuple for each chunk, in order of eviction.
 
         Whole chunks, so there may be more than `max_cells`.
         """
@@ -387,7 +390,7 @@ class FileIndex:
             rows.found_bytes += rows.used_bytes - used_bytes
 
     def complete(self) -> None:
-        """Every file has been added."""
+        """Mark the index as complete: every file has been added."""
         with self._writing() as rows:
             rows.incomplete_since = 0
 
@@ -410,7 +413,7 @@ class FileIndex:
     # Decisions within a transaction
 
     def _find(self, rows: Rows, cells: Sequence[StoredCell]) -> dict[bytes, ChunkRow]:
-        """The chunks of cells by name; new ones are made.
+        """Return the chunks of cells by name; new ones are made.
 
         Without those that are being evicted or whose parent is.
         """
@@ -563,7 +566,7 @@ class FileIndex:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[Rows]:
-        """A transaction, ended by `Rows.write`; an exception rolls it back."""
+        """Begin a transaction, ended by `Rows.write`; an exception rolls it back."""
         with self._locked(), self._replacing_damage():
             db = self._connected()
             deadline = time.monotonic() + WAIT_S
@@ -632,7 +635,7 @@ class FileIndex:
         )
 
     def _connected(self) -> sqlite3.Connection:
-        """The connection; a new one if the file was replaced."""
+        """Return the connection; connect anew if the file was replaced."""
         self._check_path(self._path)
         if self._db is not None and _identity(self._path) == self._opened:
             return self._db
@@ -659,7 +662,7 @@ class _NoRoom(Exception):
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """Device and inode; None if nothing is there."""
+    """Return the device and inode; None if nothing is there."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:

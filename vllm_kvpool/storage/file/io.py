@@ -51,10 +51,11 @@ class Transfer(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
     def after(self, skip_bytes: int) -> list[Buffer]:
-        """The parts without their first `skip_bytes`."""
+        """Return the parts without their first `skip_bytes`."""
         if skip_bytes == 0:
             return list(self.parts)
         rest: list[Buffer] = []
@@ -171,6 +172,7 @@ class ThreadQueue:
         self._threads: list[threading.Thread] = []
 
     def post(self, transfer: Transfer, skip_bytes: int) -> None:
+        """Queue `transfer` without its first `skip_bytes` for a thread, which starts it at once."""
         self._todo.put((transfer, skip_bytes))
         if len(self._threads) < THREAD_COUNT:
             thread = threading.Thread(target=self._work, name="kvpool-disk", daemon=True)
@@ -178,9 +180,11 @@ class ThreadQueue:
             thread.start()
 
     def submit(self) -> None:
+        """Do nothing, as the threads start what `post` queues."""
         pass
 
     def wait(self) -> list[tuple[int, int]]:
+        """Wait for at least one completion."""
         completions = [self._completions.get()]
         with contextlib.suppress(Empty):
             while True:
@@ -235,7 +239,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def _system_call(number: int, *args: int) -> int:
-    """The result, or -errno."""
+    """Make a system call and return the result, or -errno."""
     result: int = _libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, args))
     return result if result >= 0 else -ctypes.get_errno()
 
@@ -286,6 +290,7 @@ class Ring:
         return self._fd >= 0
 
     def post(self, transfer: Transfer, skip_bytes: int) -> None:
+        """Write `transfer`, from byte `skip_bytes` on, into the next free entry of the ring."""
         parts = transfer.after(skip_bytes)
         assert 0 < len(parts) <= MAX_PARTS, transfer
         index = self._tail & self._sq_mask
@@ -309,6 +314,7 @@ class Ring:
         self._tail += 1
 
     def submit(self) -> None:
+        """Hand the posted entries to the kernel; fail those that the kernel refuses."""
         head = self._words[self._sq_head]
         count = (self._tail - head) & 0xFFFF_FFFF
         if count == 0:
@@ -325,6 +331,7 @@ class Ring:
         self._words[self._sq_tail] = self._tail & 0xFFFF_FFFF
 
     def wait(self) -> list[tuple[int, int]]:
+        """Submit, and wait for at least one completion."""
         while True:
             self.submit()
             ready = self._reap()

@@ -45,7 +45,7 @@ def make_directory(path: str) -> None:
 
 
 def entries(directory: str) -> list[os.DirEntry[str]]:
-    """The entries of a directory; none if it is missing or a symbolic link."""
+    """Return the entries of a directory; none if it is missing or a symbolic link."""
     if os.path.islink(directory):
         return []
     try:
@@ -56,12 +56,12 @@ def entries(directory: str) -> list[os.DirEntry[str]]:
 
 
 def directories(directory: str) -> list[os.DirEntry[str]]:
-    """The directories in a directory, without symbolic links."""
+    """Return the directories in a directory, without symbolic links."""
     return [entry for entry in entries(directory) if entry.is_dir(follow_symlinks=False)]
 
 
 def _check_directory(path: str) -> None:
-    """OSError if a path is no directory, a symbolic link, or another user's."""
+    """Raise OSError if a path is no directory, a symbolic link, or another user's."""
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "refused, as it is a symbolic link", path)
@@ -73,17 +73,17 @@ def _check_directory(path: str) -> None:
 
 
 class DirectoryGuard:
-    """Refuses paths below the root on which a directory is a symbolic link or another user's: the
-    first could lead out of the store, the second could have been put in its place.
+    """A check of paths below the root, which refuses directories that others could have placed.
 
-    It checks each directory once, so every batch makes a new one.
+    A symbolic link could lead out of the store, and another user's directory could have been put in
+    its place. The guard checks each directory once, so every batch makes a new one.
     """
 
     def __init__(self, root: str) -> None:
         self._checked = {root.rpartition("/")[0]}
 
     def check(self, path: str) -> None:
-        """OSError if a directory on the way is refused; missing ones are not."""
+        """Raise OSError if a directory on the way is refused; missing ones are not."""
         self._check(path.rpartition("/")[0])
 
     def _check(self, directory: str) -> None:
@@ -95,7 +95,7 @@ class DirectoryGuard:
 
 
 def check_root(root: str) -> None:
-    """StoreError if the store's directory is missing, or another one stands in its place."""
+    """Raise StoreError if the store's directory is missing, or another one stands in its place."""
     try:
         _check_directory(root)
     except NotADirectoryError as error:
@@ -110,7 +110,7 @@ def is_there(path: str) -> bool:
 
 
 def may_be_there(path: str) -> bool:
-    """False only if the file system says that nothing has this name."""
+    """Return False only if the file system says that nothing has this name."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -169,8 +169,10 @@ def set_aside(path: str) -> str | None:
 
 
 def open_to_overwrite(path: str, nbytes: int, flags: int) -> int | None:
-    """Open a file of `nbytes` to write over it; None if it is missing, of another size, or has a
-    second name."""
+    """Open a file of `nbytes` to write over it.
+
+    Returns None if the file is missing, of another size, or has a second name.
+    """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
     except OSError:
@@ -216,7 +218,7 @@ def _is_container() -> bool:
 
 
 def check_parents(path: str) -> None:
-    """ConfigError if another user could put a directory of theirs in the place of a store's.
+    """Raise ConfigError if another user could put a directory of theirs in the place of a store's.
 
     `root`, and whoever owns `/`, could do so anyway. Directories of a group are trusted to it.
     """
@@ -244,7 +246,7 @@ def check_parents(path: str) -> None:
 
 
 def _ways_to(path: str) -> list[str]:
-    """A path and every directory above it."""
+    """Return a path and every directory above it."""
     found = [path]
     while path != os.path.dirname(path):
         path = os.path.dirname(path)
@@ -270,8 +272,10 @@ def open_lock(path: str) -> int:
 
 
 def try_flock(fd: int) -> bool:
-    """Take a lock if it is free. `kill -9` releases it; threads with descriptors of their own
-    exclude each other."""
+    """Take a lock if it is free, and return True if it was.
+
+    `kill -9` releases the lock; threads with descriptors of their own exclude each other.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

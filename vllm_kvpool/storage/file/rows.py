@@ -114,7 +114,7 @@ class StoredCell(NamedTuple):
 
 
 def new_cell(ref: ChunkRef, namespace: str, name: bytes, nbytes: int) -> StoredCell:
-    """A cell from its writer's description; numbers that no row can hold are cut."""
+    """Return a cell from its writer's description; numbers that no row can hold are cut."""
     parent = b"" if ref.parent in ("", ref.id) else chunk_name(namespace, ref.parent)
     chunk = chunk_name(namespace, ref.id)
     position = min(max(ref.position, 0), MAX_POSITION)
@@ -128,7 +128,7 @@ def is_directory_of_cells(name: object) -> bool:
 
 
 def chunk_name(namespace: str, chunk_id: str) -> bytes:
-    """The digest that names a chunk in the index."""
+    """Return the digest that names a chunk in the index."""
     text = f"{namespace}/{chunk_id}".encode("utf-8", "surrogatepass")
     return blake2b(text, digest_size=ID_BYTES).digest()
 
@@ -155,13 +155,16 @@ class ChunkRow:
 
     @property
     def charged_bytes(self) -> int:
+        """Bytes that count against the store's size: none once the chunk is being evicted."""
         return 0 if self.holders == LEAVING else self.nbytes
 
     def is_leaf(self) -> bool:
+        """Return True if the chunk may be evicted: stored, unpinned, and nothing depends on it."""
         has_none = self.children == 0 and self.holders == 0
         return has_none and self.nbytes > 0 and self.pinned_until == 0
 
     def is_empty(self) -> bool:
+        """Return True if the row may be deleted: no bytes, no children, no holders."""
         return self.children == 0 and self.holders == 0 and self.nbytes == 0
 
     def add(self, name: bytes, nbytes: int) -> None:
@@ -194,7 +197,7 @@ _TYPES_OF_ROW = frozenset(
 
 
 def _checked_row(row: tuple[Any, ...]) -> ChunkRow:
-    """The chunk of a row of `_COLUMNS`; DamagedIndex if it cannot have been written."""
+    """Return the chunk of a row of `_COLUMNS`; DamagedIndex if it cannot have been written."""
     if tuple(map(type, row)) not in _TYPES_OF_ROW or len(row[-1]) % CELL_ENTRY.size:
         raise DamagedIndex("a row of a chunk cannot be read")
     numbers = row[2:4] + row[5:-1]  # without ids, which are not added to
@@ -213,7 +216,7 @@ def _check_numbers(values: Iterable[object]) -> None:
 
 
 def number_in(row: tuple[Any, ...] | None) -> int:
-    """The number that a query has answered; DamagedIndex if it is none."""
+    """Return the number that a query has answered; DamagedIndex if it is none."""
     if row is None:
         raise DamagedIndex("a row is missing")
     _check_numbers(row[:1])
@@ -279,12 +282,13 @@ class Rows:
 
     @property
     def used_bytes(self) -> int:
+        """Bytes of the store after the transaction's changes."""
         return self._used_bytes + sum(chunk.charged_bytes for chunk in self._by_id.values())
 
     # Chunks
 
     def of(self, row: tuple[Any, ...]) -> ChunkRow:
-        """The object for a row of `_COLUMNS`."""
+        """Return the object for a row of `_COLUMNS`."""
         chunk = self._by_id.get(row[0])
         if chunk is None:
             chunk = self._by_id[row[0]] = self.by_name[row[1]] = _checked_row(row)
@@ -294,13 +298,13 @@ class Rows:
         return chunk
 
     def named(self, names: Iterable[bytes]) -> list[ChunkRow]:
-        """The chunks with these names that have a row."""
+        """Return the chunks with these names that have a row."""
         names = dict.fromkeys(names)
         self._select("name", [name for name in names if name not in self.by_name])
         return [self.by_name[name] for name in names if name in self.by_name]
 
     def with_ids(self, ids: Sequence[int]) -> list[ChunkRow]:
-        """The chunks with these ids; DamagedIndex if a row is missing."""
+        """Return the chunks with these ids; DamagedIndex if a row is missing."""
         self._select("id", [each for each in ids if each not in self._by_id])
         if not self._by_id.keys() >= set(ids):
             raise DamagedIndex("a chunk is missing")
@@ -316,7 +320,7 @@ class Rows:
                 self.of(row)
 
     def new(self, name: bytes, namespace: str, position: int) -> ChunkRow:
-        """A new chunk, whose row `write` inserts."""
+        """Return a new chunk, whose row `write` inserts."""
         if self._next_id == 0:
             last = self.db.execute("SELECT ifnull(max(id), 0) FROM chunk").fetchone()
             self._next_id = number_in(last) + 1
@@ -326,21 +330,20 @@ class Rows:
         return chunk
 
     def after(self, last_id: int) -> list[ChunkRow]:
-        """The next `MAX_ROWS` chunks in the order of their ids."""
+        """Return the next `MAX_ROWS` chunks in the order of their ids."""
         query = f"SELECT {_COLUMNS} FROM chunk WHERE id > ? ORDER BY id LIMIT ?"
         return [self.of(row) for row in self.db.execute(query, (last_id, MAX_ROWS)).fetchall()]
 
     def leaves(self, owner: int, count: int, above: int = -1) -> list[ChunkRow]:
-        """Leaves of an owner with the lowest scores above one."""
+        """Return the leaves of an owner with the lowest scores above one."""
         query = f"SELECT {_COLUMNS} {_LEAVES} AND owner = ? AND score > ? ORDER BY score LIMIT ?"
         found = self.db.execute(query, (owner, above, count)).fetchall()
         return [self.of(row) for row in found]
 
     def take_leaves(self, owners: Sequence[int]) -> Generator[ChunkRow, None, None]:
-        """Mark leaves as leaving and yield them, one owner's after the other's, lowest score
-        first; the caller closes it.
+        """Mark leaves as leaving and yield them, one owner's after the other's, lowest score first.
 
-        A chunk whose last child has been taken is a leaf, too.
+        The caller closes the generator. A chunk whose last child has been taken is a leaf, too.
         """
         for owner in owners:
             yield from self._take_leaves_of(owner)
@@ -375,8 +378,10 @@ class Rows:
         return self._leave_parent(chunk)
 
     def end_pins(self, now_ns: int) -> None:
-        """End up to `MAX_ROWS` pins whose time is over, in the database alone: objects follow when
-        they are read again."""
+        """End up to `MAX_ROWS` pins whose time is over, in the database alone.
+
+        Objects follow when they are read again.
+        """
         query = (
             "UPDATE chunk SET pinned_until = 0 WHERE id IN (SELECT id FROM chunk INDEXED BY pinned "
             "WHERE pinned_until > 0 AND pinned_until <= ? LIMIT ?)"
@@ -384,12 +389,12 @@ class Rows:
         self.db.execute(query, (now_ns, MAX_ROWS))
 
     def pinned_bytes(self) -> int:
-        """The charge of pinned chunks."""
+        """Return the charge of pinned chunks."""
         query = "SELECT ifnull(sum(bytes), 0) FROM chunk INDEXED BY pinned WHERE pinned_until > 0"
         return number_in(self.db.execute(query).fetchone())
 
     def expired_leaves(self, now_ns: int, count: int) -> list[ChunkRow]:
-        """Leaves whose time to live has ended."""
+        """Return the leaves whose time to live has ended."""
         query = (
             f"SELECT {_COLUMNS} FROM chunk INDEXED BY expiring WHERE expires > 0 AND expires <= ? "
             "AND children = 0 AND holders = 0 AND bytes > 0 AND pinned_until = 0 "
@@ -406,6 +411,7 @@ class Rows:
         return parent
 
     def cells_of(self, chunks: Iterable[ChunkRow]) -> tuple[StoredCell, ...]:
+        """Return the stored cells of `chunks`, in their order."""
         return tuple(
             StoredCell(self._namespace_name(chunk.namespace), name, nbytes, chunk.name)
             for chunk in chunks
@@ -415,7 +421,7 @@ class Rows:
     # Namespaces
 
     def namespace(self, name: str) -> int:
-        """The id of a namespace, which is added if it is new."""
+        """Return the id of a namespace, which is added if it is new."""
         known = self._namespaces.get(name)
         if known is None:
             query = "SELECT id FROM namespace WHERE name = ?"
@@ -427,7 +433,10 @@ class Rows:
         return known
 
     def _namespace_name(self, number: int) -> str:
-        """The name of a namespace, which is a directory's; DamagedIndex if it could be no such."""
+        """Return the name of a namespace, which is a directory's.
+
+        Raises DamagedIndex if it could be no such.
+        """
         known = self._namespace_names.get(number)
         if known is None:
             query = "SELECT name FROM namespace WHERE id = ?"
@@ -440,7 +449,7 @@ class Rows:
     # Owners
 
     def owner(self, name: str) -> int:
-        """The id of an owner, which is added if it is new; 0 for ""."""
+        """Return the id of an owner, which is added if it is new; 0 for ""."""
         if not name:
             return 0
         self.db.execute("INSERT OR IGNORE INTO owner VALUES (NULL, ?, 0)", (name,))
@@ -473,6 +482,7 @@ class Rows:
             self._used_bytes += recycled_bytes - before
 
     def remove_writer(self, writer: str) -> None:
+        """Delete a writer's row, and free the space of its recycled files."""
         self.set_recycled(writer, 0)
         self.db.execute("DELETE FROM writer WHERE name = ?", (writer,))
 
@@ -494,13 +504,13 @@ class Rows:
         return number_in(self.db.execute(query).fetchone())
 
     def round_of(self, writer: str) -> int | None:
-        """The number of an unfinished round of a writer."""
+        """Return the number of an unfinished round of a writer."""
         query = "SELECT id FROM round WHERE writer = ? LIMIT 1"
         row = self.db.execute(query, (writer,)).fetchone()
         return None if row is None else number_in(row)
 
     def round(self, writer: str, number: int) -> tuple[list[ChunkRow], list[ChunkRow]]:
-        """The chunks that a round holds and those that it evicts; none if it has ended.
+        """Return the chunks that a round holds and those that it evicts; none if it has ended.
 
         Numbers are reused, so the writer must be the round's.
         """
@@ -512,6 +522,7 @@ class Rows:
         return held, evicted
 
     def remove_round(self, writer: str, number: int) -> None:
+        """Delete the row of a writer's round of a put."""
         self.db.execute("DELETE FROM round WHERE id = ? AND writer = ?", (number, writer))
 
     # Saving
@@ -663,8 +674,11 @@ def owners_in(path: str) -> list[OwnerUsage]:
 
 
 def chunks_in(path: str) -> list[tuple[Any, ...]]:
-    """Every chunk, a parent before its children, read as in `usage_in`: its namespace, the name of
-    its first cell, its id, its parent's, cells, bytes, hits and the end of its pin."""
+    """Return every chunk, a parent before its children, read as in `usage_in`.
+
+    A row is the namespace, the name of the first cell, the id, the parent's id, cells, bytes, hits
+    and the end of the pin.
+    """
     query = (
         f"SELECT namespace.name, substr(cells, 1, {NAME_DIGEST_BYTES}), chunk.id, parent, "
         f"length(cells) / {CELL_ENTRY.size}, bytes, hits, pinned_until FROM chunk "
@@ -675,7 +689,7 @@ def chunks_in(path: str) -> list[tuple[Any, ...]]:
 
 
 def cells_of_owner(path: str, namespace: str, owner: str) -> Iterator[StoredCell]:
-    """The cells of an owner in a namespace, read as in `usage_in`."""
+    """Yield the cells of an owner in a namespace, read as in `usage_in`."""
     query = (
         "SELECT chunk.name, cells FROM chunk JOIN owner ON owner.id = chunk.owner "
         "JOIN namespace ON namespace.id = chunk.namespace "
@@ -699,7 +713,7 @@ def _is_wal(path: str) -> bool:
 
 
 def files_of(path: str) -> tuple[str, ...]:
-    """An index and what SQLite keeps beside it."""
+    """Return an index and what SQLite keeps beside it."""
     return (path, f"{path}-wal", f"{path}-shm", f"{path}-journal")
 
 

@@ -104,7 +104,7 @@ class RecycledFiles:
         self._paths: defaultdict[int, list[str]] = defaultdict(list)
 
     def charged_bytes(self, sizes: Iterable[int] = ()) -> int:
-        """Their charge, less that of the files which files of these sizes will reuse."""
+        """Return the files' charge, less that of the files which files of `sizes` will reuse."""
         wanted = Counter(sizes)
         with self._lock:
             return sum(
@@ -113,16 +113,20 @@ class RecycledFiles:
             )
 
     def add(self, path: str, nbytes: int) -> None:
+        """Keep a file of `nbytes` to be written over."""
         with self._lock:
             self._paths[nbytes].append(path)
 
     def take(self, nbytes: int) -> str | None:
+        """Return the path of a kept file of exactly `nbytes`, which the caller owns, or None."""
         with self._lock:
             return self._paths[nbytes].pop() if self._paths[nbytes] else None
 
     def trim(self, room_bytes: int, sizes: Iterable[int]) -> None:
-        """Delete all but those that files of these sizes will reuse, and as many more of the same
-        sizes as there is room for."""
+        """Delete the files that no put of `sizes` will reuse.
+
+        As many more files of the same sizes stay as there is room for.
+        """
         wanted = Counter(sizes)
         spare_bytes = min(self._max_bytes, room_bytes)
         with self._lock:
@@ -161,6 +165,7 @@ class WriterDirectory:
         return not os.path.islink(self.path) and os.path.exists(self._lock_path)
 
     def name_temp(self) -> str:
+        """Return a path that this writer has not used before."""
         return f"{self.path}/{next(self._names)}"
 
     def close(self) -> None:
@@ -194,8 +199,10 @@ def _delete_temps(writer: str) -> None:
 
 
 def disk_room(root: str, file_bytes: int) -> int:
-    """Bytes that the disk has for more files of `file_bytes` each; below 0 where it has too few
-    bytes or inodes left."""
+    """Return the bytes that the disk has for more files of `file_bytes` each.
+
+    The result is below 0 where the disk has too few bytes or inodes left.
+    """
     disk = os.statvfs(root)
     left_free = min(int(disk.f_blocks * DISK_FREE_SHARE) * disk.f_frsize, DISK_FREE_BYTES)
     room_bytes = disk.f_bavail * disk.f_frsize - left_free
@@ -279,6 +286,7 @@ class FileSpace:
 
     @property
     def index(self) -> FileIndex:
+        """The store's index; the space must be open."""
         assert self._index is not None
         return self._index
 
@@ -329,7 +337,7 @@ class FileSpace:
         return ""
 
     def path_of(self, cell: StoredCell) -> str:
-        """The path of a cell's file."""
+        """Return the path of a cell's file."""
         return cell_path(self.objects, cell)
 
     # Writing: reserve; per object open a temporary file, then publish or discard it; close.
@@ -394,7 +402,7 @@ class FileSpace:
         return None
 
     def _give(self, written_bytes: int) -> int:
-        """The most bytes that are used where `written_bytes` is all that the file system gives."""
+        """Return the most bytes used where `written_bytes` is all that the file system gives."""
         if not self._has_quota:
             self._has_quota = True
             logger.warning(
@@ -407,11 +415,10 @@ class FileSpace:
         return written_bytes - min(int(written_bytes * DISK_FREE_SHARE), REFUSED_BYTES)
 
     def _make_room_for_index(self) -> bool:
-        """Delete files so that the index can be written, and chunks be evicted; False if there are
-        none.
+        """Delete files so that the index can be written; False if there are none.
 
-        Files of evicted cells first, then those of cells that go next. The charge of these is too
-        high until the index can be written.
+        Then chunks can be evicted. Files of evicted cells go first, then those of cells that go
+        next. The charge of these is too high until the index can be written.
         """
         if self._recycled.charged_bytes():
             self._recycled.trim(0, ())
@@ -578,7 +585,10 @@ class FileSpace:
         self.index.remove_writer(name)
 
     def _dead_writers(self) -> Iterator[tuple[str, HeldLock]]:
-        """The directories of killed writers, each with its lock, which the caller releases."""
+        """Yield the directories of killed writers, each with its lock.
+
+        The caller releases the lock.
+        """
         for writer in directories(self._writers):
             if not _WRITER.fullmatch(writer.name):
                 continue
@@ -663,7 +673,7 @@ class FileSpace:
             raise Closing
 
     def _found(self, namespace: os.DirEntry[str]) -> Iterator[bytes]:
-        """Every published file of a namespace, packed, as there may be millions."""
+        """Return every published file of a namespace, packed, as there may be millions."""
         disk = os.statvfs(self.objects)
         most_bytes = min(self.size_bytes, disk.f_blocks * disk.f_frsize)
         for name, entry in cell_files(namespace.path):
@@ -680,24 +690,24 @@ class FileSpace:
 
 
 def _unpacked(found: bytes, namespace: str, owner: str) -> tuple[StoredCell, int]:
-    """The cell of a file, and its time of writing."""
+    """Return the cell of a file, and its time of writing."""
     written_ns, name, nbytes, chunk, parent, position = _FOUND.unpack(found)
     parent = b"" if parent == _NO_PARENT else parent
     return StoredCell(namespace, name, nbytes, chunk, parent, position, owner=owner), written_ns
 
 
 def charge_of(nbytes: int, unit_bytes: int) -> int:
-    """The charge of a file: whole blocks of the file system, at least one."""
+    """Return the charge of a file: whole blocks of the file system, at least one."""
     return max(-(-nbytes // unit_bytes), 1) * unit_bytes
 
 
 def object_name(key: str) -> str:
-    """The path of a key's object below the objects directory."""
+    """Return the path of a key's object below the objects directory."""
     return _object_name(namespace_of(key) or FOREIGN, name_digest(key))
 
 
 def cell_path(objects: str, cell: StoredCell) -> str:
-    """The path of a cell's file."""
+    """Return the path of a cell's file."""
     return f"{objects}/{_object_name(cell.namespace, cell.name)}"
 
 
@@ -707,18 +717,18 @@ def _object_name(namespace: str, name: bytes) -> str:
 
 
 def name_digest(key: str) -> bytes:
-    """The digest that names a key's file."""
+    """Return the digest that names a key's file."""
     return blake2b(key.encode("utf-8", "surrogatepass"), digest_size=NAME_DIGEST_BYTES).digest()
 
 
 def cell_of(key: str, chunk: ChunkRef, nbytes: int) -> StoredCell:
-    """A key's cell; the id of its chunk is derived from the key."""
+    """Return a key's cell; the id of its chunk is derived from the key."""
     ref = chunk._replace(id=chunk_id_of_key(key))
     return new_cell(ref, namespace_of(key) or FOREIGN, name_digest(key), nbytes)
 
 
 def read_file_footer(path: str) -> Footer | None:
-    """The footer of a file; None if the file is missing or damaged."""
+    """Return the footer of a file; None if the file is missing or damaged."""
     try:
         fd = os.open(path, READ_FLAGS)
     except OSError:
@@ -739,7 +749,7 @@ def read_file_footer(path: str) -> Footer | None:
 
 
 def _chunk_of(footer: Footer | None, namespace: str, name: bytes) -> ChunkRef:
-    """The chunk of a file; a file whose key is unknown is a chunk of its own."""
+    """Return the chunk of a file; a file whose key is unknown is a chunk of its own."""
     if footer is None or footer.key is None:
         return ChunkRef(f"file:{name.hex()}")
     if object_name(footer.key) != _object_name(namespace, name):
@@ -748,7 +758,7 @@ def _chunk_of(footer: Footer | None, namespace: str, name: bytes) -> ChunkRef:
 
 
 def cell_directories(objects: str) -> list[os.DirEntry[str]]:
-    """The directories of namespaces, and that of keys without one."""
+    """Return the directories of namespaces, and that of keys without one."""
     return [entry for entry in directories(objects) if is_directory_of_cells(entry.name)]
 
 
@@ -762,7 +772,7 @@ def cell_files(directory: str) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
 
 
 def shards(directory: str) -> list[os.DirEntry[str]]:
-    """The directories of files in a namespace's directory."""
+    """Return the directories of files in a namespace's directory."""
     return [entry for entry in directories(directory) if _SHARD.fullmatch(entry.name)]
 
 

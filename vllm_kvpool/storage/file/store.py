@@ -138,8 +138,10 @@ def open_file_store(
 
 
 def claim_root(path: str) -> None:
-    """Create the store's directory, or check that no other user can have written to it, or can put
-    another in its place."""
+    """Create the store's directory, or check that it is safe to use.
+
+    No other user may have written to it, or be able to put another directory in its place.
+    """
     if not os.path.lexists(path):
         check_parents(path)
         _make_parents(path)
@@ -196,7 +198,7 @@ class _Item(NamedTuple):
         return self.body_bytes + self.tail_bytes
 
     def parts(self, tail: Buffer) -> tuple[Buffer, ...]:
-        """The file's memory: its body in the caller's buffer, its tail in `tail`."""
+        """Return the file's memory: its body in the caller's buffer, its tail in `tail`."""
         end = tail.part(0, self.tail_bytes)
         return (self.buffer.part(0, self.body_bytes), end) if self.body_bytes else (end,)
 
@@ -204,8 +206,10 @@ class _Item(NamedTuple):
 def parts_of(
     items: Mapping[int, _Item], most_bytes: int, most_items: int
 ) -> Iterator[dict[int, _Item]]:
-    """Cut items, in order, into parts of one owner and at most so many bytes and items, at least
-    one each."""
+    """Yield the items in order, cut into parts of one owner.
+
+    A part has at most `most_bytes` and `most_items`, and at least one item.
+    """
     part: dict[int, _Item] = {}
     part_bytes, owner = 0, ""
     for i, item in items.items():
@@ -269,21 +273,21 @@ class _FileBatch(ABC):
             os.close(file.fd)
 
     def _direct_flag(self, buffer: Buffer) -> int:
-        """O_DIRECT if the file system and the buffer's address allow it."""
+        """Return O_DIRECT if the file system and the buffer's address allow it."""
         is_aligned = buffer.address % PAGE_BYTES == 0 or buffer.nbytes < PAGE_BYTES
         return os.O_DIRECT if self._reader.direct and is_aligned else 0
 
     def _moved(self, i: int, file: _OpenFile) -> None:
-        """Called when all bytes of a file are moved. By default nothing."""
+        """Handle a file whose bytes are all moved. By default nothing."""
         return None
 
     def _closed(self, i: int, file: _OpenFile) -> None:
-        """Called after `_moved`, when the file is closed. By default nothing."""
+        """Handle a file that is closed, after `_moved`. By default nothing."""
         return None
 
     @abstractmethod
     def _failed(self, i: int, file: _OpenFile, error: OSError) -> None:
-        """Called when a file's bytes were not all moved, or it was not closed."""
+        """Handle a file whose bytes were not all moved, or that was not closed."""
 
 
 class _GetBatch(_FileBatch):
@@ -461,18 +465,21 @@ class DirectoryReader(Store):
         self._warned_errnos: set[int] = set()
 
     def take_tail(self) -> Buffer:
+        """Return a buffer for a file's last bytes; the caller puts it back into `tails`."""
         try:
             return self.tails.pop()
         except IndexError:
             return map_buffer(MAX_TAIL_BYTES)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether its file exists; raise if the directory is gone."""
         found = [is_there(self._path(key)) for key in keys]
         if not all(found):
             check_root(self.root)
         return found
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
+        """Read the cells' files into `buffers`, and record hits of the cells that were read."""
         assert len(keys) == len(buffers), (len(keys), len(buffers))
         items = {
             i: self._item(key, buffer, UNKNOWN_CHUNK)
@@ -486,11 +493,13 @@ class DirectoryReader(Store):
         return batch.outcomes
 
     def namespaces(self) -> list[str]:
+        """Return the namespaces that have a directory, those without cells too."""
         self._check_listed()
         found = (entry.name for entry in directories(self._objects))
         return [name for name in found if is_namespace(name)]
 
     def usage(self) -> list[NamespaceUsage]:
+        """Return the usage of each namespace by the index, without reading directories."""
         if self._is_unused():
             return []
         # Other files have no namespace.
@@ -545,14 +554,17 @@ class DirectoryReader(Store):
         return not self.namespaces() and not os.path.exists(self._index_path)
 
     def _check_listed(self) -> None:
-        """StoreError if a directory on the way to the cells is refused: it is not just empty."""
+        """Raise StoreError if a directory on the way to the cells is refused.
+
+        It is not just empty.
+        """
         try:
             DirectoryGuard(self.root).check(f"{self._objects}/")
         except OSError as error:
             raise StoreError(f"file store {self.root} cannot be listed: {error}") from error
 
     def _read(self, cells: Sequence[StoredCell]) -> None:
-        """Called with the cells that a `get` has read."""
+        """Handle the cells that a `get` has read. By default nothing."""
 
     def warn(self, error: OSError) -> None:
         """Log an error, each errno once: a bad disk fails every call."""
@@ -565,7 +577,7 @@ class DirectoryReader(Store):
         return f"{self._objects}/{object_name(key)}"
 
     def _read_at(self, path: str) -> tuple[str, Footer] | None:
-        """The key and footer of a file; None unless it stands where its key belongs."""
+        """Return the key and footer of a file; None unless it stands where its key belongs."""
         footer = read_file_footer(path)
         if footer is None or footer.key is None or self._path(footer.key) != path:
             return None
@@ -599,15 +611,19 @@ class ReadOnlyFileStore(DirectoryReader):
     def put(
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
+        """Return FAILED for every key."""
         return [PutOutcome.FAILED] * len(keys)
 
     def remove(self, keys: Sequence[str]) -> int:
+        """Return 0 and remove nothing."""
         return 0
 
     def remove_namespace(self, namespace: str) -> int:
+        """Raise StoreError: an operator must learn that nothing was removed."""
         raise StoreError(f"file store {self.root} is read-only: no cells were removed")
 
     def close(self) -> None:
+        """Close the reader's threads and rings."""
         self._disk.close()
 
 
@@ -652,6 +668,7 @@ class FileStore(DirectoryReader):
     def put(
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
+        """Reserve space, write the absent cells to temporary files, and publish them by rename."""
         assert len(keys) == len(buffers) == len(chunks), (len(keys), len(buffers), len(chunks))
         outcomes = [PutOutcome.EXISTED] * len(keys)
         absent: dict[int, _Item] = {}
@@ -708,6 +725,7 @@ class FileStore(DirectoryReader):
         self._space.index.note_hits(cell.chunk for cell in cells)
 
     def remove(self, keys: Sequence[str]) -> int:
+        """Delete the cells' files and return how many there were."""
         cells = [cell_of(key, UNKNOWN_CHUNK, 0) for key in keys]
         removed: list[StoredCell] = []
         num_removed = 0
@@ -721,6 +739,7 @@ class FileStore(DirectoryReader):
         return num_removed
 
     def remove_namespace(self, namespace: str) -> int:
+        """Delete a namespace's files; cells that another process puts meanwhile may stay."""
         if not is_namespace(namespace):
             return 0
         directory = os.path.join(self._objects, namespace)
@@ -749,6 +768,7 @@ class FileStore(DirectoryReader):
         return count
 
     def close(self) -> None:
+        """Close the threads that read and write, then leave the store's writers."""
         self._disk.close()
         self._space.close()
 

@@ -1,7 +1,7 @@
 """Parts of vLLM's configuration and environment that change the values that an engine computes.
 
-Every field of every configuration object counts if its value is not the running release's default,
-and so does every environment variable of vLLM that is set. A table names the exceptions, each with
+Every field of every configuration object counts if its value is not the running release's default.
+So does every environment variable of vLLM that is set. A table names the exceptions, each with
 a reason. A test (`test_factors.py`) walks all of both tested releases.
 
 A field at its default is not written: it would keep an engine apart from the releases that lack the
@@ -248,7 +248,7 @@ class UnstableValueError(Exception):
 
 
 def factors(vllm_config: "VllmConfig", left_out: Table = LEFT_OUT_OF_KV) -> dict[str, Any]:
-    """The fields that count and are not at their default, by path (`model_config.dtype`).
+    """Return the fields that count and are not at their default, by path (`model_config.dtype`).
 
     Raises UnstableValueError, which names the field.
     """
@@ -301,7 +301,7 @@ LIBRARY_VARIABLES: Table = {
 
 
 def environment_factors(known: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """The environment variables that are set and count, by name.
+    """Return the environment variables that are set and count, by name.
 
     vLLM's, and those of `LIBRARY_VARIABLES`. `known`: vLLM's readers of its variables. A value that
     a reader refuses counts as written.
@@ -331,7 +331,10 @@ def _is_section(value: Any) -> bool:
 
 
 def canonical(value: Any) -> Any:
-    """A value in JSON's types, equal in every process and release. Raises UnstableValueError."""
+    """Return a value in JSON's types, equal in every process and release.
+
+    Raises UnstableValueError.
+    """
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, bool | int | float | str):
@@ -363,19 +366,19 @@ def canonical(value: Any) -> Any:
 
 
 def encoded(values: Any) -> bytes:
-    """Canonical values as bytes."""
+    """Return canonical values as bytes."""
     return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
 def without(values: Any, left_out: Collection[str]) -> Any:
-    """A mapping without some names; anything else as it is."""
+    """Return a mapping without some names; anything else as it is."""
     if not isinstance(values, Mapping):
         return values
     return {name: value for name, value in values.items() if name not in left_out}
 
 
 def digest_of(content: bytes) -> str:
-    """A hex digest of a file's content."""
+    """Return a hex digest of a file's content."""
     return hashlib.blake2b(content, digest_size=FILE_DIGEST_BYTES).hexdigest()
 
 
@@ -383,7 +386,7 @@ def digest_of(content: bytes) -> str:
 
 
 def _overrides(value: Any, vllm_config: "VllmConfig") -> Any:
-    """A function counts by the configuration that it made, a named file by its content."""
+    """Return what counts of overrides: a function's configuration, a named file's content."""
     if isinstance(value, Mapping):
         named = "quantization_config_file"
         return {**value, named: _file(value[named])} if named in value else value
@@ -411,7 +414,7 @@ def _cache_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
 
 
 def _file(value: Any) -> Any:
-    """A file counts by what is in it."""
+    """Return what counts of a file: its content."""
     if value is None:
         return None
     try:

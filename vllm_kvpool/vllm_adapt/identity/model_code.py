@@ -50,8 +50,9 @@ _NAMES_OF_WORKERS = ("worker_cls", "worker_extension_cls", "distributed_executor
 
 
 def code_outside_vllm(model: Any, parallel: Any) -> dict[str, Any]:
-    """The plugins, the release of transformers, the classes and the source that count; empty where
-    all is vLLM's. `model`, `parallel`: vLLM's configurations.
+    """Return the plugins, the release of transformers, the classes and the source that count.
+
+    The result is empty where all is vLLM's. `model`, `parallel`: vLLM's configurations.
 
     Raises OSError, and UnstableValueError if the source of a class is not found.
     """
@@ -74,7 +75,7 @@ def code_outside_vllm(model: Any, parallel: Any) -> dict[str, Any]:
 
 
 def source_files(folder: Path) -> dict[str, Path]:
-    """Python files and compiled modules below a folder, by their path from it."""
+    """Return the Python files and compiled modules below a folder, by their path from it."""
     found: dict[str, Path] = {}
     seen = set()
     for here, folders, names in os.walk(folder, followlinks=True):
@@ -89,7 +90,7 @@ def source_files(folder: Path) -> dict[str, Path]:
 
 
 def _loaded_plugins() -> Iterator[EntryPoint]:
-    """By vLLM's rule: all that are installed, or those that VLLM_PLUGINS names."""
+    """Return the plugins by vLLM's rule: all installed ones, or those that VLLM_PLUGINS names."""
     named = environment().get("VLLM_PLUGINS")
     for each in entry_points(group=GROUP):
         is_loaded = named is None or each.name in named.split(",")
@@ -107,7 +108,7 @@ def _package_of(name: str) -> str:
 
 
 def _registered_classes(model: Any) -> dict[str, str]:
-    """Module and class of what is registered from outside vLLM, by architecture."""
+    """Return the module and class of what is registered from outside vLLM, by architecture."""
     from vllm.model_executor.models import ModelRegistry
 
     named = {
@@ -121,7 +122,7 @@ def _registered_classes(model: Any) -> dict[str, str]:
 
 
 def _classes_of_workers(parallel: Any) -> dict[str, str]:
-    """The classes from outside vLLM that run a model, by the option that names them."""
+    """Return the classes from outside vLLM that run a model, by the option that names them."""
     named = {option: getattr(parallel, option) for option in _NAMES_OF_WORKERS}
     classes = {
         option: f"{each.__module__}.{each.__qualname__}" if isinstance(each, type) else str(each)
@@ -136,10 +137,10 @@ def _classes_of_workers(parallel: Any) -> dict[str, str]:
 
 
 def _sources(classes: Set[str], plugins: Set[str], workers: Set[str]) -> dict[str, str]:
-    """Digests of the packages of classes and of code in development; versions of what they import,
-    and of workers.
+    """Return digests of packages of classes and of code in development, and versions of others.
 
-    Plugins that are releases count by their version already.
+    The others are what these packages import, and workers. Plugins that are releases count by their
+    version already.
     """
     waiting = [*classes, *plugins, *workers]
     if not waiting:
@@ -172,7 +173,10 @@ def _canonical(name: str) -> str:
 
 
 def _places_of(package: str) -> list[Path]:
-    """The folders of a package, or the file of a module or script; nothing if there is none."""
+    """Return the folders of a package, or the file of a module or script.
+
+    The result is empty if there is none.
+    """
     module = sys.modules.get(package)
     spec = getattr(module, "__spec__", None) or (find_spec(package) if module is None else None)
     file = getattr(module, "__file__", None) or getattr(spec, "origin", None)
@@ -186,7 +190,7 @@ def _files_of(place: Path) -> dict[str, Path]:
 
 
 def _release_of(places: list[Path], names: Iterable[str]) -> str:
-    """The releases that have brought a package here; "" if it is in development."""
+    """Return the releases that have brought a package here; "" if it is in development."""
     found = []
     for name in sorted(names):
         of = distribution(name)
@@ -208,7 +212,7 @@ def _digest(files: Iterable[tuple[str, Path]]) -> str:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """The packages that a file imports anywhere; nothing of what is no source."""
+    """Yield the packages that a file imports anywhere; nothing of what is no source."""
     if path.suffix != ".py":
         return
     try:

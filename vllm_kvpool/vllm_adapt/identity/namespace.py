@@ -150,7 +150,7 @@ def engine_namespace(
     specs: Sequence[Any],
     layer_groups: Sequence[LayerGroup],
 ) -> Identity:
-    """The namespace of an engine's cells. `specs`: vLLM's, of each layer group.
+    """Return the namespace of an engine's cells. `specs`: vLLM's, of each layer group.
 
     Reads the model's files; raises OSError.
     """
@@ -279,8 +279,9 @@ def _name_of_engine(vllm_config: "VllmConfig") -> list[str]:
 
 
 def _architecture(text: Any) -> dict[str, Any]:
-    """The values of `_ARCHITECTURE_FIELDS`; one for each layer where a model's layers differ.
+    """Return the values of `_ARCHITECTURE_FIELDS`.
 
+    A value is one for each layer where a model's layers differ.
     Such a model's configuration raises an error if it is asked for a value that differs.
     """
     if not getattr(text, "is_heterogeneous", False):
@@ -339,7 +340,7 @@ def _is_quantised(spec: Any) -> bool:
 
 
 def device_values(spec: Any) -> dict[str, str]:
-    """Values that tell apart devices on which the bytes of one spec mean different things."""
+    """Return the values that tell devices apart on which a spec's bytes mean different things."""
     values = {}
     is_fp8 = spec.kv_quant_mode.name.startswith("FP8") or compat.is_indexer(spec)
     if is_fp8 and spec.dtype.itemsize == 1 and compat.fp8_name() != "float8_e4m3fn":
@@ -350,7 +351,7 @@ def device_values(spec: Any) -> dict[str, str]:
 
 
 def configuration_files(model: Any, *, with_config: bool = True) -> dict[str, Any]:
-    """The content of a model's local files, except weights and code; raises OSError."""
+    """Return the content of a model's local files, except weights and code; raises OSError."""
     revision = model.revision
     paths = _files_of(local_directory(str(model.model), revision))
     if model.hf_config_path:
@@ -365,7 +366,7 @@ def configuration_files(model: Any, *, with_config: bool = True) -> dict[str, An
 
 
 def _remote_code(model: Any, read: Any) -> dict[str, Any]:
-    """The Python files of a model's directory and of the repositories that its `auto_map`s name.
+    """Return the Python files of a model's directory and of its `auto_map`s' repositories.
 
     transformers loads a class and what its module imports from its own folder; vLLM's models load
     classes that no `auto_map` names. So all files count. Raises UnstableValueError for a repository
@@ -407,7 +408,7 @@ def _json(path: Path) -> Any:
 
 
 def _repositories(values: Any, *, is_map: bool = False) -> Iterator[str]:
-    """The repositories of the classes in every `auto_map`; "" is the one that has the map."""
+    """Yield the repositories of the classes in every `auto_map`; "" is the one that has the map."""
     if isinstance(values, str) and is_map:
         yield values.rpartition("--")[0]
     elif isinstance(values, dict):
@@ -453,7 +454,7 @@ def _media_of_tokenizer(model: Any) -> Any:
 
 
 def _part(name: str, download_dir: str | None) -> dict[str, Any]:
-    """The weights and files of another model that is loaded as a part of this one."""
+    """Return the weights and files of another model that is loaded as a part of this one."""
     weights, directory = local_weights(name, None, download_dir), local_directory(name, None)
     sampled = sample_at_start(weights) if weights is not None else None
     files = _files_of(directory)
@@ -464,7 +465,7 @@ def _part(name: str, download_dir: str | None) -> dict[str, Any]:
 
 
 def _rope(text: Any, max_model_len: int) -> dict[str, Any]:
-    """Rotary embedding in one form, whatever fields a release of transformers keeps it in."""
+    """Return the rotary embedding in one form, whatever fields transformers keeps it in."""
     rope = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})
     rope.setdefault("rope_theta", getattr(text, "rope_theta", None))
     original = rope.get("original_max_position_embeddings") or getattr(
@@ -498,8 +499,10 @@ def _llama4_temperature(model: Any) -> Any:
 
 
 def weights_identity(vllm_config: "VllmConfig", model: Any = None) -> str:
-    """The identity of the weights of a model (by default the engine's): a sample of their files, or
-    else their name."""
+    """Return the identity of a model's weights: a sample of their files, or else their name.
+
+    The model is by default the engine's.
+    """
     model = vllm_config.model_config if model is None else model
     load_format = str(vllm_config.load_config.load_format)
     if load_format == "dummy":

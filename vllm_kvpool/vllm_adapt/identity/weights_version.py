@@ -52,8 +52,10 @@ class Models:
         self._seen: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
 
     def watch_callers(self) -> None:
-        """Watch the model of the worker that calls us. It is found up the stack, since vLLM gives
-        connectors no reference to it."""
+        """Watch the model of the worker that calls.
+
+        The model is found up the stack, since vLLM gives connectors no reference to it.
+        """
         for owner in callers():
             get_model = getattr(owner, "get_model", None)
             model = get_model() if get_model is not None else None
@@ -91,7 +93,7 @@ class Models:
 
 
 def _sample(model: torch.nn.Module) -> bytes:
-    """A digest of a few bytes of every parameter."""
+    """Return a digest of a few bytes of every parameter."""
     digest = hashlib.blake2b(digest_size=16)
     for parameter in model.parameters():
         if parameter.numel() and not parameter.is_meta:
@@ -100,7 +102,7 @@ def _sample(model: torch.nn.Module) -> bytes:
 
 
 def _some_bytes(data: torch.Tensor) -> torch.Tensor:
-    """Bytes at about equal distances; `data` may be part of a larger storage."""
+    """Return bytes at about equal distances; `data` may be part of a larger storage."""
     item = data.element_size()
     span = 1 + sum((n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True))
     if span != data.numel():  # with gaps
@@ -112,7 +114,7 @@ def _some_bytes(data: torch.Tensor) -> torch.Tensor:
 
 
 def _step(count: int, wanted: int) -> int:
-    """An odd step, so that not only the elements' first bytes are met."""
+    """Return an odd step, so that not only the elements' first bytes are met."""
     return max(1, count // wanted) | 1
 
 
@@ -139,7 +141,7 @@ class Watcher(Protocol):
     """Notified of changes of the weights."""
 
     def weights_changed(self, weights_version: str) -> None:
-        """The weights have changed; the version is that of files, or random."""
+        """Take the new version of the weights, that of files or random."""
 
 
 class Model(NamedTuple):
@@ -154,15 +156,18 @@ class Model(NamedTuple):
 class CacheWatcher(Protocol):
     """Notified of resets of an engine's encoder cache."""
 
-    def encoder_cache_was_reset(self) -> None: ...
+    def encoder_cache_was_reset(self) -> None:
+        """Take note that the encoder cache was emptied, on the thread that did it."""
 
 
 class AdapterWatcher(Protocol):
     """Notified of the adapters that an engine is told to load or to remove."""
 
-    def adapter_loaded(self, adapter_id: int, path: str, *, in_place: bool) -> None: ...
+    def adapter_loaded(self, adapter_id: int, path: str, *, in_place: bool) -> None:
+        """Take note of a load of the adapter; `in_place`: over the one of that id."""
 
-    def adapter_removed(self, adapter_id: int) -> None: ...
+    def adapter_removed(self, adapter_id: int) -> None:
+        """Take note that the engine was told to remove the adapter."""
 
 
 _adapter_watchers: "WeakKeyDictionary[AdapterWatcher, Any]" = WeakKeyDictionary()
@@ -177,16 +182,20 @@ _num_pauses = 0
 
 
 def watch(watcher: Watcher, vllm_config: "VllmConfig") -> None:
-    """Notify `watcher` of every change from now on, on the thread that makes it. A process may have
-    several engines."""
+    """Notify `watcher` of every change from now on, on the thread that makes it.
+
+    A process may have several engines.
+    """
     sources = WeightSources.of(vllm_config)
     version = version_of_files(sources, sample_at_start)
     _watchers[watcher] = Model(vllm_config.model_config, sources, version, _tensors_of(sources))
 
 
 def watch_encoder_cache(watcher: CacheWatcher, config: Any) -> None:
-    """Notify `watcher` of every reset of its engine's encoder cache, after it. `config`: vLLM's of
-    the model."""
+    """Notify `watcher` of every reset of its engine's encoder cache, after the reset.
+
+    `config` is vLLM's configuration of the model.
+    """
     _cache_watchers[watcher] = config
 
 
@@ -208,7 +217,7 @@ def is_pausing() -> bool:
 def version_of_files(
     sources: WeightSources, sample: Callable[[Path], str | None] = sample_weights
 ) -> str:
-    """The version of weights that are read from files now; random if one is not local.
+    """Return the version of weights that are read from files now; random if one is not local.
 
     With `sample_at_start`, of those that an engine starts with.
     """
@@ -223,7 +232,7 @@ def version_of_files(
 
 
 def _tensors_of(sources: WeightSources) -> frozenset[tuple[int, str]]:
-    """The names of the tensors in each place."""
+    """Return the names of the tensors in each place."""
     try:
         places = enumerate(sources.places() or ())
         return frozenset((i, name) for i, path in places for name in tensor_shapes(path))
@@ -236,7 +245,7 @@ def _model_of(config: Any) -> Model | None:
 
 
 def _version_of_all(config: Any, sources: WeightSources) -> str | None:
-    """The version of weights that all come from these files; None if some may be kept."""
+    """Return the version of weights that all come from these files; None if some may be kept."""
     weights_version = version_of_files(sources)
     first = _model_of(config)
     if first is None or weights_version == first.weights_version:
@@ -265,7 +274,7 @@ def notify(why: str, weights_version: str | None = None, config: object = None) 
 
 
 def own_cache_was_reset() -> None:
-    """vLLM resets an engine's own prefix cache: notify watchers if parameters have changed."""
+    """Notify watchers if parameters have changed, as vLLM resets an engine's own prefix cache."""
     if models.have_changed():
         notify("parameters were set")
 
@@ -391,13 +400,16 @@ def _reset_encoder_cache(call: Callable[..., Any], core: Any, /) -> Any:
 
 
 def _of_engine(core: Any, watchers: "WeakKeyDictionary[W, Any]") -> list[W]:
-    """The watchers of an engine; all where none is known to be its own."""
+    """Return the watchers of an engine; all where none is known to be its own."""
     config = core.vllm_config.model_config
     return [each for each, its in watchers.items() if its is config] or list(watchers)
 
 
 def _add_lora(call: Callable[..., Any], core: Any, /, lora_request: Any) -> Any:
-    """Servers load adapters before any request names them; their files may change in between."""
+    """Read an adapter when a server loads it, before any request names it.
+
+    Its files may change in between.
+    """
     key = (lora_request.lora_int_id, lora_request.lora_path)
     directory = local_directory(lora_request.lora_path, None)
     if directory is not None and (lora_request.load_inplace or key not in _adapters):

@@ -41,7 +41,7 @@ def keeps_ends(spec: Any) -> bool:
 
 
 def check_engine(vllm_config: "VllmConfig") -> None:
-    """ConfigError, with what helps, if this engine's caches cannot be shared."""
+    """Raise ConfigError, with what helps, if this engine's caches cannot be shared."""
     if not compat.offers_states():
         raise ConfigError(
             "this release of vLLM has another form of DeepSeek V4's caches; use vLLM 0.32, or run "
@@ -65,7 +65,7 @@ def check_engine(vllm_config: "VllmConfig") -> None:
 
 
 def check_chunks(block_size: int, chunk_tokens: int) -> None:
-    """ConfigError if a hit, which ends with a block, may end within a chunk."""
+    """Raise ConfigError if a hit, which ends with a block, may end within a chunk."""
     if chunk_tokens % block_size:
         raise ConfigError(
             f"of DeepSeek V4 hits end with blocks of {block_size} tokens, of which chunks hold "
@@ -76,8 +76,10 @@ def check_chunks(block_size: int, chunk_tokens: int) -> None:
 def by_form(
     vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, told: Any, names: Sequence[str]
 ) -> list[tuple[Any, list[str]]]:
-    """The layers `names` of a KV cache group whose spec is `told`, by spec; ConfigError if one is
-    not as the model's configuration says."""
+    """Return the layers `names` of a KV cache group whose spec is `told`, by spec.
+
+    Raises ConfigError if a layer is not as the model's configuration says.
+    """
     check_engine(vllm_config)
     latents = _latents(kv_cache_config)
     each = told.kv_cache_specs if isinstance(told, UniformTypeKVCacheSpecs) else None
@@ -102,7 +104,10 @@ def _form(spec: Any) -> tuple[object, ...]:
 
 
 def _latents(kv_cache_config: KVCacheConfig) -> Any:
-    """The spec of any latents: those of the window, and the compressed ones, have equal rows."""
+    """Return the spec of any latents.
+
+    Those of the window, and the compressed ones, have equal rows.
+    """
     for group in kv_cache_config.kv_cache_groups:
         told: Any = group.kv_cache_spec
         for spec in getattr(told, "kv_cache_specs", {"": told}).values():
@@ -116,7 +121,7 @@ def _latents(kv_cache_config: KVCacheConfig) -> Any:
 
 
 def _derived(vllm_config: "VllmConfig", latents: Any, first: Any, name: str) -> Any:
-    """The spec of layer `name`, where `first` is that of any layer of its group.
+    """Return the spec of layer `name`, where `first` is that of any layer of its group.
 
     Names end as vLLM's modules do: `swa_cache`, `state_cache` of a compressor, `k_cache` of an
     indexer; the others are compressed latents.

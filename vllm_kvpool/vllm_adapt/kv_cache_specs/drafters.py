@@ -50,7 +50,7 @@ class UnsharedDrafterError(ConfigError):
 def draft_layer_groups(
     vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, config: KVPoolConfig
 ) -> tuple[RankLayerGroup, ...]:
-    """The layer groups of the drafter's layers; empty without a drafter that has any.
+    """Return the layer groups of the drafter's layers; empty without a drafter that has any.
 
     Raises UnsharedDrafterError, with the reason, where its layers cannot be stored.
     """
@@ -84,7 +84,7 @@ def draft_layer_groups(
 
 
 def max_drafted_tokens(vllm_config: "VllmConfig") -> int:
-    """The most tokens of a request with which the drafter still computes a step.
+    """Return the most tokens of a request with which the drafter still computes a step.
 
     In a step in which any request comes to have more, vLLM's first runner drafts for none.
     """
@@ -96,7 +96,7 @@ def max_drafted_tokens(vllm_config: "VllmConfig") -> int:
 
 
 def _check_engine(vllm_config: "VllmConfig", config: KVPoolConfig) -> None:
-    """UnsharedDrafterError, with the reason, for methods and options that are not known here."""
+    """Raise UnsharedDrafterError, with the reason, for unknown methods and options."""
     speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     assert speculation is not None
     method = str(speculation.method)
@@ -131,8 +131,10 @@ def _num_modules(draft: Any) -> int:
 def _spec_of(
     vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, index: int, names: Sequence[str]
 ) -> Any:
-    """The spec of a drafter's layers in a KV cache group, equal on the scheduler part and the
-    workers': vLLM tells its scheduler that of the group's first layer alone."""
+    """Return the spec of a drafter's layers, equal on the scheduler part and the workers'.
+
+    vLLM tells its scheduler the spec of the group's first layer alone.
+    """
     group = kv_cache_config.kv_cache_groups[index]
     pages = compat.forms_of_layers(kv_cache_config)
     told: Any = group.kv_cache_spec
@@ -158,7 +160,10 @@ def _spec_of(
 
 
 def _derived(vllm_config: "VllmConfig", spec: Any) -> Any:
-    """The spec of a drafter's layers, where `spec` is that of the model's in the same group."""
+    """Return the spec of a drafter's layers.
+
+    `spec` is that of the model's layers in the same group.
+    """
     draft = vllm_config.speculative_config.draft_model_config
     if compat.is_latent(spec):
         raise UnsharedDrafterError("its latents have another form than the model's")
@@ -171,7 +176,7 @@ def _derived(vllm_config: "VllmConfig", spec: Any) -> Any:
 
 
 def _num_heads(vllm_config: "VllmConfig", spec: Any) -> int:
-    """The KV heads of the whole drafter."""
+    """Return the KV heads of the whole drafter."""
     if compat.is_latent(spec):
         return 1
     draft = vllm_config.speculative_config.draft_model_config

@@ -104,6 +104,7 @@ class RankLayerGroup:
 
     @property
     def is_latent(self) -> bool:
+        """True if a row is an MLA latent, which all heads share."""
         return compat.is_latent(self.spec)
 
     @property
@@ -113,6 +114,7 @@ class RankLayerGroup:
 
     @property
     def tokens_per_row(self) -> int:
+        """Tokens that share one row; one for states."""
         return 1 if self.state is not None else compat.tokens_per_state(self.spec)
 
     @property
@@ -127,7 +129,7 @@ class RankLayerGroup:
 def rank_layer_groups(
     vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig
 ) -> tuple[RankLayerGroup, ...]:
-    """The layer groups of this model; ConfigError for what cannot be shared.
+    """Return the layer groups of this model; ConfigError for what cannot be shared.
 
     Left out are layers of a drafter (`drafters.py`), inputs of rows that are not complete, and
     layers that attend to another layer's KV: these have no pages of their own.
@@ -163,9 +165,11 @@ def rank_layer_groups(
 
 
 def _check_rows(layer_groups: Collection[RankLayerGroup]) -> None:
-    """ConfigError where a hit may end within a row of several tokens: what its last tokens add to
-    the row is not stored. With recurrent states hits end at boundaries, and DeepSeek V4 keeps what
-    its tokens add."""
+    """Raise ConfigError where a hit may end within a row of several tokens.
+
+    What the hit's last tokens add to the row is not stored. With recurrent states hits end at
+    boundaries, and DeepSeek V4 keeps what its tokens add.
+    """
     tokens = max(layer_group.tokens_per_row for layer_group in layer_groups)
     is_stored = any(
         layer_group.state or deepseek_v4.keeps_ends(layer_group.spec)
@@ -181,8 +185,10 @@ def _check_rows(layer_groups: Collection[RankLayerGroup]) -> None:
 def _new_groups(
     vllm_config: "VllmConfig", spec: Any, names: Sequence[str]
 ) -> Iterator[tuple[RankLayerGroup, Sequence[str]]]:
-    """The groups of layers of one form on this rank, whose numbers of heads may differ, each with
-    the names of its layers."""
+    """Yield the groups of layers of one form on this rank, each with the names of its layers.
+
+    The groups may differ in their numbers of heads.
+    """
     if isinstance(spec, MambaSpec):
         form = state_specs.state_form(spec, vllm_config)
         name = f"state-{state_specs.kind_of(spec)}-{form.num_units}x{form.row_bytes}"
@@ -198,7 +204,7 @@ def _new_groups(
 
 
 def _told_apart(layer_groups: Sequence[RankLayerGroup]) -> Iterator[RankLayerGroup]:
-    """The groups with different names, also where rows of equal size have different forms."""
+    """Yield the groups with different names, also where rows of equal size have different forms."""
     names = Counter(layer_group.name for layer_group in layer_groups)
     for layer_group in layer_groups:
         spec = layer_group.spec
@@ -234,7 +240,7 @@ def form_of(spec: Any) -> tuple[object, ...]:
 def _by_form(
     vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, index: int, names: list[str]
 ) -> list[tuple[Any, list[str]]]:
-    """The layers `names` of a KV cache group, by spec; ConfigError if it is not known.
+    """Return the layers `names` of a KV cache group, by spec; ConfigError if it is not known.
 
     A group may hold layers with different rows. vLLM gives its workers the spec of each layer, and
     its scheduler only the first one's: what follows from that must be equal to the workers'.
@@ -286,9 +292,11 @@ def _same_form(spec: Any, other: Any) -> bool:
 
 
 def _derived(vllm_config: "VllmConfig", spec: Any, of: str, name: str, page_bytes: int) -> Any:
-    """The spec of layer `name`, where `spec` is that of layer `of`, by vLLM's rules: layers that
-    `kv_cache_dtype_skip_layers` names keep KV in the model's type; sparse attention has an indexer
-    beside its latents."""
+    """Return the spec of layer `name`, where `spec` is that of layer `of`, by vLLM's rules.
+
+    Layers that `kv_cache_dtype_skip_layers` names keep KV in the model's type. Sparse attention has
+    an indexer beside its latents.
+    """
     if _is_indexer(name) != _is_indexer(of):
         return _beside_indexer(vllm_config, spec, page_bytes)
     cache = vllm_config.cache_config
@@ -305,7 +313,7 @@ def _is_indexer(name: str) -> bool:
 
 
 def _beside_indexer(vllm_config: "VllmConfig", spec: Any, page_bytes: int) -> Any:
-    """The spec of an indexer's keys beside latents, or of latents beside an indexer's keys.
+    """Return the spec of an indexer's keys beside latents, or of latents beside an indexer's keys.
 
     Latents have one of a few forms, which attention backends choose: the longest one that fits the
     page.
@@ -351,7 +359,7 @@ def _beside_indexer(vllm_config: "VllmConfig", spec: Any, page_bytes: int) -> An
 
 
 def _check_skipped_layers(vllm_config: "VllmConfig") -> None:
-    """ConfigError with pipeline stages: the scheduler part knows the layers of one alone."""
+    """Raise ConfigError with pipeline stages: the scheduler part knows the layers of one alone."""
     cache, stages = vllm_config.cache_config, vllm_config.parallel_config.pipeline_parallel_size
     named = [name for name in cache.kv_cache_dtype_skip_layers if name.isdecimal()]
     if stages > 1 and named and cache.cache_dtype != "auto":
@@ -362,7 +370,7 @@ def _check_skipped_layers(vllm_config: "VllmConfig") -> None:
 
 
 def group_name(spec: Any, window: AttentionWindow, num_heads: int) -> str:
-    """The same for the same layers in every engine, whatever its parallelism."""
+    """Return the name of a group, the same for the same layers in every engine."""
     if window.sliding:
         name = f"window{spec.sliding_window}"
     elif window.local:
@@ -375,6 +383,7 @@ def group_name(spec: Any, window: AttentionWindow, num_heads: int) -> str:
 
 
 def window_of(spec: Any) -> AttentionWindow:
+    """Return the attention window of a spec of vLLM's."""
     if isinstance(spec, SlidingWindowSpec):
         # A drafting model may have the engine keep a few tokens more.
         return AttentionWindow(
@@ -399,7 +408,7 @@ def _check_spec(vllm_config: "VllmConfig", spec: Any) -> None:
 
 
 def num_own_layers(vllm_config: "VllmConfig") -> int:
-    """The index from which on layers are a draft model's; ConfigError if it cannot be told.
+    """Return the index from which on layers are a draft model's; ConfigError if it cannot be told.
 
     Without drafts all are the model's own: a model that runs through its layers several times
     numbers the KV of each time on.
@@ -433,7 +442,7 @@ def shared_layer_groups(
     layer_groups: Sequence[RankLayerGroup],
     config: KVPoolConfig,
 ) -> tuple[LayerGroup, ...]:
-    """The cells of each layer group."""
+    """Return the cells of each layer group."""
     context = context_of(vllm_config, layer_groups, config)
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     shared = []
@@ -495,7 +504,7 @@ def _tail_tokens(layer_group: RankLayerGroup, config: KVPoolConfig) -> int:
 
 
 def _num_heads(vllm_config: "VllmConfig", spec: Any, layer_name: str) -> int:
-    """The KV heads of the whole model in a layer; layers may differ."""
+    """Return the KV heads of the whole model in a layer; layers may differ."""
     if compat.is_latent(spec):
         return 1
     model = vllm_config.model_config
@@ -520,8 +529,11 @@ def _num_heads(vllm_config: "VllmConfig", spec: Any, layer_name: str) -> int:
 
 
 def _heads_in_weights(vllm_config: "VllmConfig", spec: Any, layer_name: str) -> int:
-    """The KV heads of a layer with one head on each rank, by the shape of its weights; 0 if it
-    cannot be told, or need not: all layers have equally many, or not all of them are known here."""
+    """Return the KV heads of a layer with one head on each rank, by the shape of its weights.
+
+    Returns 0 if it cannot be told, or need not: all layers have equally many, or not all of them
+    are known here.
+    """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if parallel.tensor_parallel_size == 1 or parallel.pipeline_parallel_size > 1:
         return 0
@@ -544,7 +556,7 @@ def _shapes_in(weights: Path) -> Mapping[str, tuple[int, ...]]:
 
 
 def _heads_of_ranks_of_one(vllm_config: "VllmConfig", total: int, tp_size: int) -> int:
-    """The number of heads to count, where each rank has one head and there are more ranks.
+    """Return the number of heads to count, where each rank has one head and there are more ranks.
 
     Some layers may have more heads than the model's total, and with one head on each rank it cannot
     be told which. A common multiple of all numbers in the configuration is right for each layer: at
@@ -610,7 +622,7 @@ def _layers_and_stages(
 def _group_of_each_layer(
     vllm_config: "VllmConfig", layer_groups: Sequence[RankLayerGroup]
 ) -> list[int]:
-    """The group of every layer of the whole model, by its configuration."""
+    """Return the group of every layer of the whole model, by its configuration."""
     types = getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ()
     of_type = {}
     for layer_type, prefix in _LAYER_TYPES.items():
@@ -632,7 +644,7 @@ def _group_of_each_layer(
 def context_of(
     vllm_config: "VllmConfig", layer_groups: Sequence[RankLayerGroup], config: KVPoolConfig
 ) -> Context:
-    """Context parallelism; ConfigError if it is not known which tokens a rank holds."""
+    """Return context parallelism; ConfigError if it is not known which tokens a rank holds."""
     parallel = vllm_config.parallel_config
     context = Context(
         parallel.prefill_context_parallel_size,
@@ -665,7 +677,10 @@ def groups_of(
     layer_groups: Sequence[RankLayerGroup],
     shared: Sequence[LayerGroup],
 ) -> tuple[KVCacheGroup, ...]:
-    """vLLM's KV cache groups, in its order; `shared` are the layer groups, in the same order."""
+    """Return vLLM's KV cache groups in its order.
+
+    `shared` are the layer groups in the same order.
+    """
     held: dict[int, LayerGroup] = {}
     lookaheads: dict[int, int] = {}
     for layer_group, each in zip(layer_groups, shared, strict=True):

@@ -43,7 +43,7 @@ _PACKED_ROWS = ("PER_TOKEN_HEAD", "TURBOQUANT", "ULTRAQUANT")
 
 
 def check_spec(spec: Any) -> None:
-    """ConfigError, by name and with what to do, unless pages of this spec consist of rows."""
+    """Raise ConfigError, by name and with what to do, unless pages of this spec consist of rows."""
     if not isinstance(spec, AttentionSpec):
         raise ConfigError(
             f"layers of this model keep KV of different forms in a group ({type(spec).__name__}), "
@@ -101,7 +101,7 @@ def _check_latent(spec: MLAAttentionSpec) -> None:
 
 
 def check_compressed(spec: Any) -> None:
-    """ConfigError unless it is known how DeepSeek V4's latents of this spec lie in a block."""
+    """Raise ConfigError unless the form of DeepSeek V4's latents of this spec is known."""
     if compat.has_own_content(spec) and compat.row_bytes(spec) != _COMPRESSED_BYTES:
         raise ConfigError(
             f"DeepSeek V4's latents have {compat.row_bytes(spec)} bytes here, whose form is not "
@@ -124,7 +124,7 @@ def _has_planes(spec: AttentionSpec) -> bool:
 
 
 def _scale_bytes(spec: MLAAttentionSpec) -> int | None:
-    """The bytes of scales in an indexer's row; None if they cannot be told from the keys."""
+    """Return the bytes of scales in an indexer's row; None if they cannot be told from the keys."""
     if spec.dtype.itemsize > 1:
         return 0
     groups, rest = divmod(int(spec.head_size), INDEXER_GROUP + INDEXER_SCALE_BYTES)
@@ -143,7 +143,7 @@ def device_layer_pages(
     is_rocm: bool = False,
     blocks_per_id: int = 1,
 ) -> LayerPages:
-    """The pages of one layer as its attention backend writes them on a GPU.
+    """Return the pages of one layer as its attention backend writes them on a GPU.
 
     ConfigError if it is not known in which form that is.
     """
@@ -192,8 +192,9 @@ def cpu_layer_pages(
     isa: str = "",
     blocks_per_id: int = 1,
 ) -> LayerPages:
-    """The pages of one layer, `[B, H, N, C]`; a row is `key_bytes` of K and `value_bytes` of V.
+    """Return the pages of one layer, `[B, H, N, C]`.
 
+    A row is `key_bytes` of K and `value_bytes` of V.
     `isa` names a kernel of CPU attention; by default the one that vLLM chooses. ConfigError if the
     form that it writes is not known.
     """

@@ -45,7 +45,7 @@ _NAMES_OF_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
 
 def check_engine(vllm_config: "VllmConfig") -> None:
-    """ConfigError, with the option that helps, if this engine's states cannot be shared."""
+    """Raise ConfigError, with the option that helps, if this engine's states cannot be shared."""
     if not compat.offers_states():
         raise ConfigError(
             "this model keeps recurrent states, and this release of vLLM does not say when one is "
@@ -69,7 +69,7 @@ def check_engine(vllm_config: "VllmConfig") -> None:
 
 
 def check_blocks(block_size: int, chunk_tokens: int) -> None:
-    """ConfigError if states at the ends of blocks fall between the ends of chunks."""
+    """Raise ConfigError if states at the ends of blocks fall between the ends of chunks."""
     if block_size % chunk_tokens and chunk_tokens % block_size:
         raise ConfigError(
             f"recurrent states are kept every {block_size} tokens, which chunks of {chunk_tokens} "
@@ -78,7 +78,7 @@ def check_blocks(block_size: int, chunk_tokens: int) -> None:
 
 
 def kind_of(spec: Any) -> str:
-    """The kind of state, as in names of layer groups."""
+    """Return the kind of state, as in names of layer groups."""
     return _kind(spec).name
 
 
@@ -135,7 +135,7 @@ def _recurrent_shape(spec: Any) -> tuple[int, ...]:
 
 
 def _window_shape(spec: Any, kind: _StateKind, vllm_config: "VllmConfig") -> tuple[int, int]:
-    """Channels of a rank, and rows of the window without those for drafts."""
+    """Return the channels of a rank, and rows of the window without those for drafts."""
     if not kind.has_window:
         return 0, 0
     channels, rows = spec.shapes[0] if _dim_first() else spec.shapes[0][::-1]
@@ -155,8 +155,10 @@ def _parts(
     tp_size: int,
     vllm_config: "VllmConfig",
 ) -> tuple[list[tuple[int, bool]], list[int]]:
-    """The parts of a rank's window, each in channels and whether it is shared by all units; and the
-    numbers, of the whole model, that tensor parallelism cuts evenly."""
+    """Return the parts of a rank's window, and the model's numbers that TP cuts evenly.
+
+    A part is its channels, and True if all units share it.
+    """
     if kind.name in ("short_conv", "mamba1"):
         return [(channels, False)], [channels * tp_size]
     if kind.name == "linear":
@@ -179,7 +181,7 @@ def _parts(
 
 
 def _num_groups(vllm_config: "VllmConfig", tp_size: int) -> int:
-    """Groups of Mamba2 in the whole model, where a rank has one."""
+    """Return the groups of Mamba2 in the whole model, where a rank has one."""
     if tp_size == 1:
         return 1
     text = vllm_config.model_config.hf_text_config
@@ -195,7 +197,7 @@ def _num_groups(vllm_config: "VllmConfig", tp_size: int) -> int:
 def state_pages(
     tensor: torch.Tensor, spec: Any, form: StateForm, vllm_config: "VllmConfig"
 ) -> LayerPages:
-    """The pages of one layer on this rank, vLLM's `[B, 1, 1, C]` in bytes."""
+    """Return the pages of one layer on this rank, vLLM's `[B, 1, 1, C]` in bytes."""
     tp_size = 1 if spec.tp_replicated else vllm_config.parallel_config.tensor_parallel_size
     return page_formats.from_state(
         tensor,

@@ -1,0 +1,1 @@
+"""A single stream to the client, made of the streams of several engines (pure)."""

@@ -64,7 +64,7 @@ class Answer:
         return self._runs[-1][0] if self._runs else None
 
     def add_text(self, pieces: Sequence[Piece], tokens_of_chunk: int, num_tokens: int) -> None:
-        """A chunk's text has been delivered; it had `tokens_of_chunk`, with `num_tokens` so far."""
+        """Add a chunk's text that was delivered, with its tokens and `num_tokens` so far."""
         for kind, text in pieces:
             if kind != self.kind:
                 self._runs.append((kind, []))
@@ -90,19 +90,19 @@ class Answer:
             self._resume_points.append(point)
 
     def last_resume_point(self, max_chars: int) -> ResumePoint | None:
-        """The last one in so much of the text."""
+        """Return the last resume point in so much of the text."""
         return next(
             (point for point in reversed(self._resume_points) if point.num_chars <= max_chars),
             None,
         )
 
     def exact_resume_point(self) -> ResumePoint | None:
-        """The one at the end of the delivered text, if there is one."""
+        """Return the resume point at the end of the delivered text, if there is one."""
         point = self.last_resume_point(self.num_chars)
         return point if point is not None and point.num_chars == self.num_chars else None
 
     def replace_after(self, num_tokens: int, ids: Sequence[int], ends: Sequence[int]) -> None:
-        """Another engine has generated other tokens for the same text."""
+        """Replace tokens by those that another engine has generated for the same text."""
         if self.ids[num_tokens:] != array("i", ids):
             kept = [point for point in self._resume_points if point.num_tokens <= num_tokens]
             self._resume_points = deque(kept, MAX_RESUME_POINTS)
@@ -122,7 +122,7 @@ class Answer:
         return found
 
     def tail(self, num_chars: int) -> str:
-        """The last characters of the same kind, at most so many."""
+        """Return the last characters of the same kind, at most so many."""
         found = ""
         for text in reversed(self._runs[-1][1]) if self._runs else ():
             found = text + found

@@ -35,6 +35,8 @@ TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class Delta(msgspec.Struct):
+    """The new part of a chat message."""
+
     role: str | None = None
     content: str | None = None
     reasoning: str | None = None
@@ -50,6 +52,8 @@ class Logprobs(msgspec.Struct):
 
 
 class Choice(ChoiceEnd):
+    """A choice of a chunk, of a chat or a completion."""
+
     index: Count = 0
     text: str | None = None
     delta: Delta | None = None
@@ -59,11 +63,15 @@ class Choice(ChoiceEnd):
 
 
 class Failure(msgspec.Struct):
+    """An error that ends a stream."""
+
     message: str = ""
     code: int | None = None
 
 
 class Chunk(msgspec.Struct):
+    """A chunk of a stream, as far as an answer that goes on needs it."""
+
     choices: list[Choice] = []
     usage: Usage | None = None
     prompt_token_ids: Raw = Raw()
@@ -74,7 +82,7 @@ _decode = msgspec.json.Decoder(Chunk).decode
 
 
 def read(payload: bytes) -> Chunk:
-    """Raises EngineLost."""
+    """Read a chunk's JSON; raises EngineLost."""
     try:
         return _decode(payload)
     except UNREADABLE as error:
@@ -87,7 +95,7 @@ def is_something(raw: Raw) -> bool:
 
 
 def prompt_ids_of(chunk: Chunk) -> Raw | None:
-    """The prompt's ids, which a chat has beside its choices."""
+    """Return the prompt's ids, which a chat has beside its choices."""
     each = (chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices))
     return next((raw for raw in each if is_something(raw)), None)
 
@@ -128,7 +136,10 @@ def num_logprobs(choice: Choice) -> int:
 
 
 def head_of(payload: bytes) -> bytes:
-    """Id, object, time and model: all before the choices; empty if it is not vLLM's order."""
+    """Return id, object, time and model: all before the choices.
+
+    The result is empty if it is not vLLM's order.
+    """
     head = payload[: max(0, payload.find(_CHOICES))]
     try:
         return head if _fields_of(head) else b""
@@ -137,7 +148,7 @@ def head_of(payload: bytes) -> bytes:
 
 
 def nulled(payload: bytes, name: bytes) -> bytes:
-    """The chunk as if no ids of that name (IDS, PROMPT_IDS) had been asked for."""
+    """Return the chunk as if no ids of that name (IDS, PROMPT_IDS) had been asked for."""
     # The last is the one: what a logprob's key may be comes before.
     at = payload.rfind(name)
     value = at + len(name)
@@ -148,7 +159,7 @@ def nulled(payload: bytes, name: bytes) -> bytes:
 
 
 def end_chunk(head: bytes, is_chat: bool, text: str, ids: list[int] | None) -> bytes:
-    """The last chunk of an answer that has all tokens it may have."""
+    """Return the last chunk of an answer that has all tokens it may have."""
     body: dict[str, Any] = {"delta": {"content": text}} if is_chat else {"text": text}
     reason = {"logprobs": None, "finish_reason": "length", "stop_reason": None}
     prompt = {} if is_chat else {"prompt_token_ids": None}
@@ -159,6 +170,7 @@ def end_chunk(head: bytes, is_chat: bool, text: str, ids: list[int] | None) -> b
 def usage_chunk(
     head: bytes, prompt_tokens: int, completion_tokens: int, details: PromptDetails
 ) -> bytes:
+    """Return the last chunk of a stream: token counts, without choices."""
     usage: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -225,14 +237,14 @@ def _set_details(usage: dict[str, Any], details: PromptDetails) -> None:
 
 
 def with_head(payload: bytes, own: bytes, head: bytes) -> bytes:
-    """The chunk under another stream's head."""
+    """Return the chunk under another stream's head."""
     if own and head and payload.startswith(own):
         return head + payload[len(own) :]
     return patched(payload, Patch(head=head))
 
 
 def patched(payload: bytes, patch: Patch) -> bytes:
-    """The chunk, decoded whole and written anew."""
+    """Return the chunk, decoded whole and written anew."""
     chunk: dict[str, Any] = msgspec.json.decode(payload)
     chunk.update(_fields_of(patch.head))
     for choice in chunk.get("choices", ()):

@@ -49,7 +49,7 @@ _decode_stop = msgspec.json.Decoder(str | list[str] | None).decode
 
 
 def stop_strings(request: ClientRequest) -> list[str]:
-    """The request's stop strings; none of those that `why_not_continued` does not accept."""
+    """Return the request's stop strings; none of those that `why_not_continued` does not accept."""
     raw = request.fields.get("stop")
     if raw is None or len(memoryview(raw)) > MAX_STOP_BYTES:
         return []
@@ -230,6 +230,8 @@ class ResumePlan(NamedTuple):
 
 
 class NotResumable(NamedTuple):
+    """The reason why an answer cannot go on at another engine."""
+
     why: str
 
 
@@ -311,7 +313,10 @@ class ResumePolicy:
         return ResumePlan(ResumeMode.REPLAY)
 
     def _from_resume_point(self, *, compares: bool) -> ResumeDecision:
-        """`compares`: a chat has to generate something again, that it can be compared."""
+        """Go on from a resume point.
+
+        `compares`: a chat has to generate something again, that it can be compared.
+        """
         answer = self._answer
         max_chars = answer.num_chars - answer.open_chars()
         if compares and self._request.api_path is ApiPath.CHAT:

@@ -254,7 +254,7 @@ class StreamResumer:
         return self._tell(self._outgoing(payload, chunk))
 
     def lost(self, *, rejected: bool = False) -> Step:
-        """The present engine's stream has ended, broken, or `feed` has raised: what to do.
+        """Return what to do after the present engine's stream has ended, broken, or failed `feed`.
 
         `rejected`: the engine has refused what `Resume` says (a 4xx but 429), so others will too.
         """
@@ -274,7 +274,7 @@ class StreamResumer:
         return self._go(self._restart.begin())
 
     def detokenized(self, text: str | None) -> Step:
-        """The answer to `Detokenize`; None if no engine gives one."""
+        """Take the answer to `Detokenize`; None if no engine gives one."""
         return self._go(self._restart.detokenized(text))
 
     def _has_all_tokens(self) -> bool:
@@ -391,7 +391,7 @@ class StreamResumer:
         return min(num_told, num_new)
 
     def _catch_up(self) -> None:
-        """Once the engine has said all that the client has, its tokens are the answer's."""
+        """Take the engine's tokens as the answer's, once it has said all that the client has."""
         stream, answer = self._stream, self.answer
         if not stream.is_behind or stream.overlap:
             return
@@ -424,7 +424,10 @@ class StreamResumer:
         pieces: list[Piece] | None = None,
         skipped: int = 0,
     ) -> bytes:
-        """A chunk as the first engine would have sent it; `pieces`: all text that is left of it."""
+        """Return a chunk as the first engine would have sent it.
+
+        `pieces`: all text that is left of it.
+        """
         stream = self._stream
         num_earlier = stream.start.num_tokens
         counts_on = bool(num_earlier) and (chunk.usage is not None or self._counts_chars)

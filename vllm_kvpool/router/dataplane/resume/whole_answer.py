@@ -42,7 +42,7 @@ def is_streamable(request: ClientRequest) -> bool:
 
 
 def streamed(request: ClientRequest) -> ClientRequest:
-    """The same request, asking for a stream that has all that a whole answer says.
+    """Return the request for a stream that has all that a whole answer says.
 
     Its `raw` is empty: its body is written when an engine is asked.
     """
@@ -149,7 +149,7 @@ class WholeAnswer:
                 logprobs.setdefault(name, []).extend(values or ())
 
     def answer(self) -> tuple[int, bytes]:
-        """Status and body, once it is complete."""
+        """Return the status and body, once it is complete."""
         if self._error is not None:
             return self._error
         joined, is_chat = self._fields, self._is_chat
