@@ -157,8 +157,8 @@ class Peers:
         if name not in self._pending_names:
             if len(self._pending_names) >= MAX_LOOK_UPS:
                 return False
+            self._resolve(name)  # may raise: then the name is not awaited
             self._pending_names[name] = {}
-            self._resolve(name)
         return True
 
     def resolved(self, name: str, addresses: tuple[str, ...], now: float) -> None:
