@@ -183,7 +183,9 @@ class ThreadQueue:
 
     def wait(self) -> list[tuple[int, int]]:
         if not self._threads:  # none could be started, so the caller's moves the bytes
-            self._perform(*self._todo.get())
+            item = self._todo.get()
+            assert item is not None, "this thread closes the queue"
+            self._perform(*item)
         completions = [self._completions.get()]
         with contextlib.suppress(Empty):
             while True:
