@@ -13,6 +13,7 @@ import zmq
 from tests.embeds.engines import Engine, embeddings, wait_for
 from tests.embeds.sessions import frame
 from tests.embeds.strangers import GREETING, RawStranger, ready
+from tests.support.threads import few_threads
 from vllm_kvpool.embeds.protocol.messages import (
     Expect,
     HelloReject,
@@ -261,6 +262,20 @@ def test_a_request_cannot_send_an_engine_to_strangers(
     refusals = [line for line in lines if line.startswith("kvpool: tcp") or "ipc" in line[:20]]
     assert len(refusals) == 1
     assert "allowed_peers" in refusals[0]
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_name_that_came_when_no_thread_could_be_started_is_resolved_later(
+    left: int, stranger: Stranger
+) -> None:
+    named = stranger.endpoint.replace("127.0.0.1", "localhost")
+    with Engine(PeerRole.CONSUMER, bootstrap_timeout_s=3600.0) as engine:
+        first = engine.request("first", ("image", 4), peers=(named,))
+        with few_threads(left):
+            engine.awaits(first)
+            wait_for(lambda: engine.workers[0]._control.counts["internal_errors"] > 0)
+        engine.awaits(engine.request("second", ("other", 4), peers=(named,)))
+        assert stranger.hears(10_000)
 
 
 @pytest.mark.usefixtures("far")

@@ -16,6 +16,7 @@ from tests.support.fakes import FakeClock
 from vllm_kvpool.embeds.control import METRICS_EVERY_S, Control
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import Allocate, Effect
+from vllm_kvpool.embeds.machines.session import FIRST_GREETING_S
 from vllm_kvpool.embeds.protocol.messages import (
     MAX_FRAME_BYTES,
     MAX_RANKS,
@@ -28,6 +29,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     Message,
     Offer,
     OfferAck,
+    PeerHello,
     PeerRole,
     Requested,
     decode,
@@ -168,6 +170,24 @@ def test_nothing_of_a_frame_of_another_incarnation_is_heard() -> None:
     control.turn(0.0)
     assert control.counts["strays"] == 2
     assert not any(isinstance(body, OfferAck) for bodies in sockets.sent for body in bodies)
+
+
+def test_messages_of_no_session_are_greeted_once_for_many() -> None:
+    """Each greeting made a peer ask for all its items: hundreds of thousands of questions."""
+    clock = FakeClock()
+    control, sockets = control_with(clock=clock)
+    frame = encode(Envelope("other", "", (encode_body(too_large(8)),)))
+
+    def greetings(num_frames: int) -> int:
+        sockets.sent.clear()
+        sockets.arrives += [Frame(PEER, frame, HOST)] * num_frames
+        control.turn(0.0)
+        return sum(isinstance(body, PeerHello) for bodies in sockets.sent for body in bodies)
+
+    assert greetings(900) == 1
+    assert greetings(10) == 0
+    clock.advance(2 * FIRST_GREETING_S)
+    assert greetings(10) == 1
 
 
 def test_nothing_behind_a_goodbye_is_heard() -> None:

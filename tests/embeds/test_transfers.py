@@ -44,7 +44,8 @@ def until(world: World, condition: Callable[[], bool]) -> None:
     for _ in range(1000):
         if condition():
             return
-        world.choices()[0]()
+        choices = world.choices()
+        choices[0]() if choices else world.pass_time(0.5)
     raise AssertionError("it does not come to that")
 
 
@@ -105,6 +106,30 @@ def mute_with_a_write_under_way(world: World) -> None:
 
 def mute_after_some_rows(world: World) -> None:
     until(world, lambda: world.consumers[0].machine.counts["rows"] == 3)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_killed_producer_that_was_lent_the_whole_window_is_replaced_within_patience(
+    is_late: bool,
+) -> None:
+    """The window is used again before its quarantine ends, and late bytes are noticed."""
+    world = pair()
+    consumer = world.consumers[0]
+    until(world, lambda: len(world.producers[0].writes) == 2)
+    world.restart_producer(0)
+    assert consumer.machine.gauges()["quarantined_bytes"] == 8
+    stranded = [(*place, b"late"[: len(data)]) for *place, data in world.late]
+    world.connect_all()
+    world.produce(world.producers[0], "image", shape_of(6))
+    if is_late:
+        until(world, lambda: len(world.producers[0].writes) == 1)
+        world.end_write(world.producers[0], 0)
+        world.late = stranded
+        world.land_late()
+    world.settle()
+    world.assert_item(consumer, "image")
+    assert consumer.machine.gauges()["quarantined_bytes"] <= 4
+    assert consumer.machine.counts["corrupt_rows"] == is_late
 
 
 def test_a_producer_that_is_back_says_that_nothing_is_under_way() -> None:

@@ -15,7 +15,12 @@ from hypothesis.stateful import (
 )
 
 from tests.embeds.invariants import check_arena, check_window
-from vllm_kvpool.embeds.machines.window import ExtentAllocator, GrantRecord, WindowLedger
+from vllm_kvpool.embeds.machines.window import (
+    LEAST_QUARANTINE_S,
+    ExtentAllocator,
+    GrantRecord,
+    WindowLedger,
+)
 from vllm_kvpool.embeds.protocol.rows import Extent
 
 Extents = tuple[Extent, ...]
@@ -125,6 +130,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now += seconds
         self.window.tick(self.now)
         self.kept = {gid: each for gid, each in self.kept.items() if each[1] >= self.now}
+
+    @rule()
+    def end_early(self) -> None:
+        """The oldest, of a window that lends nothing."""
+        oldest = next(iter(self.kept), None)
+        is_due = oldest is not None and self.now >= self.kept[oldest][1] - 10.0 + LEAST_QUARANTINE_S
+        assert self.window.end_early(self.now) == (is_due and not self.live)
+        if is_due and not self.live:
+            del self.kept[oldest]
 
     @invariant()
     def what_may_be_written_to_is_not_free(self) -> None:

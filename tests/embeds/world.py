@@ -34,7 +34,7 @@ from vllm_kvpool.embeds.protocol import messages as p
 from vllm_kvpool.embeds.protocol.rows import ItemShape, RowRun
 
 SETTLE_STEPS = 50_000
-QUARANTINE_S = 20.0  # shorter than anybody's patience: these windows are in quarantine as a whole
+QUARANTINE_S = 120.0  # longer than anybody's patience, though windows are in it as a whole
 
 
 def limits(**options: Any) -> ConsumerLimits:

@@ -73,8 +73,6 @@ TABLE: dict[str, tuple[str, str]] = {
     "private_files.py replace_file os.open _CREATE": (NEW, STATS),
     "staging/arena.py _mapped_file os.ftruncate": (NEW, BESIDE),  # memory without a name
     "storage/file/index.py FileIndex._connected sqlite3.connect": (UNCHANGED, STORE),
-    "storage/file/index.py create_safely os.fchmod": (NEW, STORE),
-    "storage/file/index.py create_safely os.open O_WRONLY": (NEW, STORE),
     "storage/file/io.py probe os.open O_RDWR": (NEW, STORE),
     "storage/file/io.py probe os.unlink": (NEW, STORE),
     "storage/file/paths.py create_file os.fchmod": (NEW, STORE),

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.support.threads import few_threads
 from tests.support.waiting import wait_until
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.storage.guarded import MAX_LEFT_BEHIND, BoundedCalls
@@ -115,6 +116,12 @@ def test_with_too_many_left_behind_calls_fail_at_once_until_one_returns(
         assert end_of(before[:1])
         calls.run(lambda: ran.append(2), LIMIT_S)
         assert ran == [2]
+
+
+def test_call_of_a_process_without_more_threads_fails_as_unreachable(calls: BoundedCalls) -> None:
+    with few_threads(), pytest.raises(StoreUnreachable, match="no thread for a call"):
+        calls.run(lambda: 1, LIMIT_S)
+    assert calls.run(lambda: 1, LIMIT_S) == 1
 
 
 def test_a_late_answer_is_nobody_elses(calls: BoundedCalls, gate: Gate) -> None:

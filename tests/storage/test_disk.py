@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.buffers import make_buffer, random_bytes
-from tests.support.threads import NewThreads
+from tests.support.threads import NewThreads, few_threads
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.file import io as disk_module
 from vllm_kvpool.storage.file.io import (
@@ -288,6 +288,15 @@ def test_threads_end_with_the_run(tmp_path: Path) -> None:
         for thread in helpers:
             thread.join(10)
         assert not any(thread.is_alive() for thread in helpers)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("left", range(THREAD_COUNT))
+def test_run_of_a_process_without_more_threads_moves_all_bytes(tmp_path: Path, left: int) -> None:
+    with files(tmp_path, 20) as fds, few_threads(left):
+        transfers = [Transfer(n, fd, (make_buffer(PAGE),), True) for n, fd in enumerate(fds)]
+        assert run_all(Disk(), transfers) == [Done(n, 0) for n in range(20)]
+        assert {os.fstat(fd).st_size for fd in fds} == {PAGE}
 
 
 # Rings whose kernel says other things.

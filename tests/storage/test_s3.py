@@ -532,3 +532,32 @@ def test_names_stay_below_their_prefix_and_never_meet() -> None:
     names = {folder_of(name) for name in ("a.b+c", "a.b_2Bc", "a.b%2Bc", "a.b c", "a/b", "a_2Fb")}
     assert len(names) == 6
     assert not any("/" in name for name in names)
+
+
+class PanicException(BaseException):
+    """As pyo3 raises one: no `Exception`, and of a type that no module names."""
+
+
+@pytest.mark.parametrize("call", ["open", "exists", "put", "get"])
+def test_panic_of_the_client_is_a_store_that_is_unreachable(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Rust's runtime panics if it gets no threads; threads of an engine would end with it."""
+    key, buffer = key_of(new_namespace(), 0), make_buffer(100)
+    opened = S3Store(options_for(server.endpoint))
+
+    def panic(*args: object, **options: object) -> None:
+        raise PanicException("OS can't spawn worker thread")
+
+    calls: dict[str, Callable[[], object]] = {
+        "open": lambda: S3Store(options_for(server.endpoint)),
+        "exists": lambda: opened.exists([key]),
+        "put": lambda: opened.put([key], [buffer], [ChunkRef("")]),
+        "get": lambda: opened.get([key], [buffer]),
+    }
+    with monkeypatch.context() as patch:
+        for name in ("get_async", "head_async", "put_async"):
+            patch.setattr(s3.obstore, name, panic)
+        with pytest.raises(StoreUnreachable, match="the client has failed: OS can't spawn"):
+            calls[call]()
+    opened.close()

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.faults import Fault, FaultyStore
 from tests.support.memory_store import MemoryStore
-from tests.support.threads import NewThreads
+from tests.support.threads import NewThreads, few_threads
 from tests.support.waiting import wait_until
 from tests.transfer.barrier import has_taken_all
 from tests.transfer.test_executor import (
@@ -327,6 +327,23 @@ def test_a_lane_has_all_its_threads_again_when_its_calls_have_returned(
         ward.gates.hangs.add(GET)
         wait_for(lambda: len(threads_of(rank, GET)) == get_lanes)
     ward.gates.open_all()
+    check_is_clean(rank)
+
+
+def test_hung_call_of_a_process_without_more_threads_closes_its_lane_alone(ward: Ward) -> None:
+    rank = ward.rank(gated=True)
+    ward.gates.hangs.add(GET)
+    with few_threads():
+        gate = ward.hang(rank, one_cell_plan(LoadPlan, 1))
+        rank.executor.post(one_cell_plan(LoadPlan, 2))
+        ends = [LoadDone(JobId(1), "r1", 0, TIMED_OUT), LoadDone(JobId(2), "r2", 0, FAILED)]
+        assert rank.reports(2) == ends
+        rank.executor.post(one_cell_plan(SavePlan, 3))
+        done = SaveDone(JobId(3), "r3", ((DONE, 1),), tiers=(0,))
+        assert done in rank.reports(2)
+    ward.gates.hangs.clear()
+    gate.set()
+    wait_for(lambda: len(threads_of(rank, GET)) == 1)
     check_is_clean(rank)
 
 

@@ -13,6 +13,7 @@ from vllm_kvpool.embeds.faults import Guard
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.producer import Producer
 from vllm_kvpool.embeds.machines.session import (
+    FIRST_GREETING_S,
     HeartbeatPolicy,
     PeerLost,
     PeerUp,
@@ -66,6 +67,7 @@ class Connection:
     address: str = ""  # the peer's, if it connected to us
     at: str = ""  # the address that the endpoint's name was resolved to
     looked_up_at: float = 0.0
+    greeted_at: float = float("-inf")  # after a message of no session
 
     def place(self, link: Link) -> str:
         """Return the peer's name in a log."""
@@ -157,8 +159,8 @@ class Peers:
         if name not in self._pending_names:
             if len(self._pending_names) >= MAX_LOOK_UPS:
                 return False
+            self._resolve(name)  # may raise: then the name is not awaited
             self._pending_names[name] = {}
-            self._resolve(name)
         return True
 
     def resolved(self, name: str, addresses: tuple[str, ...], now: float) -> None:
@@ -348,8 +350,11 @@ class Peers:
                 self._warn("refusal", where, said, where, shown_text(body.text))
         elif not self._matches_session(session, envelope):
             # For an earlier incarnation here, or from a peer that lost its session: greet again.
+            # Once for many: each greeting makes the peer ask for every item again.
             self._counts["strays"] += 1
-            self.outbox.add(link, "", self.hello, now)
+            if now - connection.greeted_at > FIRST_GREETING_S:
+                connection.greeted_at = now
+                self.outbox.add(link, "", self.hello, now)
         elif session.is_up:
             return session
         return None

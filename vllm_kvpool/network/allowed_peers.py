@@ -284,19 +284,17 @@ class Resolver:
 
     def look_up(self, name: str) -> None:
         """Have a name resolved. Called by the control thread."""
-        if not self._threads:
-            self._threads = [
-                WorkThread(
-                    self._thread,
-                    number,
-                    take=self._names.get,
-                    perform=addresses_of,
-                    failed=lambda _: (),
-                    report=self._report,
-                    work_failed=self._work_failed,
-                )
-                for number in range(NUM_THREADS)
-            ]
+        while len(self._threads) < NUM_THREADS:
+            thread = WorkThread(
+                self._thread,
+                len(self._threads),
+                take=self._names.get,
+                perform=addresses_of,
+                failed=lambda _: (),
+                report=self._report,
+                work_failed=self._work_failed,
+            )
+            self._threads.append(thread)
         self._names.put((name,))
 
     def _report(self, found: Sequence[tuple[str, tuple[str, ...]]]) -> None:

@@ -137,7 +137,10 @@ class BoundedCalls:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-            thread = _Thread(self._name, self._on_start)
+            try:
+                thread = _Thread(self._name, self._on_start)
+            except RuntimeError as error:  # the process may have no more threads
+                raise StoreUnreachable(f"no thread for a call of a store: {error}") from error
             self._threads.append(thread)
             return thread
 

@@ -66,6 +66,7 @@ PUT_ATTEMPTS = 3
 GIVE_UP_AFTER = 4  # requests in a row without an answer; the rest fail at once
 
 NO_SUCH_RANGE = 416
+PANIC = "PanicException"  # of Rust's runtime, as when it gets no threads; no `Exception`
 
 NO_NAMESPACE = "other"  # an escaped namespace has "_40" in it
 NOT_IMPLEMENTED = "501"
@@ -533,8 +534,14 @@ class S3Store(Store):
         async def run() -> list[T | S3Error]:
             return await run_all(works(Call(self._clients, max_requests)), timeout_s)
 
-        with asyncio.Runner() as runner:
-            return runner.run(run())
+        try:
+            with asyncio.Runner() as runner:
+                return runner.run(run())
+        except BaseException as error:
+            if type(error).__name__ != PANIC:
+                raise
+            text = f"{self._where}: the client has failed: {error}"
+        raise StoreUnreachable(text)
 
     def _raise_if_any_lost(self, results: Sequence[T | S3Error]) -> None:
         for failure in results:

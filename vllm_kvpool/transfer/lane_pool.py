@@ -183,8 +183,8 @@ class LanePool:
         )
         self._on_hung(lane)
         if sum(other.lane == lane for other in self.hung.values()) <= MAX_HUNG:
-            self._add_thread(lane)
-        elif not any(other.lane == lane for other in self.threads):
+            self._replace_thread(lane)
+        if not any(other.lane == lane for other in self.threads):
             self._close_lane(lane)
         return batch
 
@@ -198,8 +198,9 @@ class LanePool:
             "kvpool: lane %s: a call past call_timeout_s=%g has returned", lane, self.call_timeout_s
         )
         if sum(other.lane == lane for other in self.threads) < self._counts[lane]:
+            self._replace_thread(lane)
+        if any(other.lane == lane for other in self.threads):
             self._dead.discard(lane)
-            self._add_thread(lane)
         return True
 
     def end(self) -> None:
@@ -244,6 +245,13 @@ class LanePool:
         self.threads.append(
             LaneThread(lane, name, self._perform, *queues, self._registry, self._on_lane_start)
         )
+
+    def _replace_thread(self, lane: LaneName) -> None:
+        """Add a thread to a lane, unless the process may have no more threads."""
+        try:
+            self._add_thread(lane)
+        except RuntimeError as error:
+            logger.warning("kvpool: lane %s: a hung thread is not replaced: %s", lane, error)
 
     def _close_lane(self, lane: LaneName) -> None:
         """Fail the batches that wait for a lane without a thread."""

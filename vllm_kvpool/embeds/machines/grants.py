@@ -69,9 +69,9 @@ class RowGrants:
 
     def issue(self, now: float) -> None:
         """Grant missing rows, requests' items first, as far as the window has room."""
-        if self.window.has_room:
-            for item in self._admission.grantable():
-                if not self._grant_missing(item, now):
+        if self.window.may_grant:
+            while not all(self._grant_missing(item, now) for item in self._admission.grantable()):
+                if not self.window.end_early(now):
                     break
 
     def _grant_missing(self, item: Item, now: float) -> bool:

@@ -1,8 +1,9 @@
 """The landing window: which bytes are free, granted or in quarantine (pure; control thread).
 
 A grant's memory is reused once nothing can write to it any more; where that is unknown, it is
-quarantined until any transfer has been given up. Extents have any size and offset: an item's rows
-may lie scattered, and a window may be smaller than an item.
+quarantined until any transfer has been given up. A window that lends nothing else ends a quarantine
+earlier: digests of rows show late bytes, and a stall would fail requests. Extents have any size and
+offset: an item's rows may lie scattered, and a window may be smaller than an item.
 """
 
 from bisect import bisect_left
@@ -21,6 +22,7 @@ WINDOWS_IN_FLIGHT = 2  # grants of an item: one is drained while the other is wr
 MOST_SHARES = 8  # active items that the window is divided among, at most
 SMALLEST_SHARE = 16  # a grant of less than 1/n of the window waits for more, unless it is the last
 MOST_WINDOW_BYTES = 32 << 20  # longer grants overlap less and put more into quarantine
+LEAST_QUARANTINE_S = 5.0  # though nothing else is free
 
 
 def window_bytes(arena_bytes: int, active: int) -> int:
@@ -159,9 +161,9 @@ class WindowLedger:
         return self._allocator.nbytes
 
     @property
-    def has_room(self) -> bool:
-        """True if any byte is free."""
-        return self._allocator.free_bytes > 0
+    def may_grant(self) -> bool:
+        """False while all of it is lent; then the end of a grant makes room."""
+        return self._allocator.free_bytes > 0 or not self._live
 
     def of(self, ref: TransferRef, gid: int) -> GrantRecord | None:
         """Return the grant `gid`, if it was given to this transfer."""
@@ -248,6 +250,16 @@ class WindowLedger:
         granted.move(GrantState.FREE)
         del self._quarantined[granted.gid]
         self._allocator.free(granted.extents)
+
+    def end_early(self, now: float) -> bool:
+        """End the oldest quarantine if no grant is out and it is old enough; whether it was."""
+        first = next(iter(self._quarantined.values()), None)
+        if self._live or first is None:
+            return False
+        if now < first.quarantined_until - self._quarantine_s + LEAST_QUARANTINE_S:
+            return False
+        self._end_quarantine(first)
+        return True
 
     def tick(self, now: float) -> None:
         """Free what was quarantined until now."""

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.storage.eviction import EvictionPolicy, highest_score
 from vllm_kvpool.storage.file.file_system import NO_ROOM, file_system_of
-from vllm_kvpool.storage.file.paths import FILE_MODE, set_aside
+from vllm_kvpool.storage.file.paths import create_file, set_aside
 from vllm_kvpool.storage.file.rows import (
     LEAVING,
     MAX_EVICTED,
@@ -682,9 +682,7 @@ def create_safely(path: str) -> None:
                 kept = set_aside(each)
                 logger.warning("file store index %s is no file of one name, kept as %s", each, kept)
     with contextlib.suppress(FileExistsError):
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
-        os.fchmod(fd, FILE_MODE)
-        os.close(fd)
+        os.close(create_file(path, 0))
 
 
 def _is_full(path: str) -> bool:

@@ -176,8 +176,9 @@ class ThreadQueue:
         self._todo.put((transfer, skip_bytes))
         if len(self._threads) < THREAD_COUNT:
             thread = threading.Thread(target=self._work, name="kvpool-disk", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            with contextlib.suppress(RuntimeError):  # the process may have no more threads
+                thread.start()
+                self._threads.append(thread)
 
     def submit(self) -> None:
         """Do nothing, as the threads start what `post` queues."""
@@ -185,6 +186,10 @@ class ThreadQueue:
 
     def wait(self) -> list[tuple[int, int]]:
         """Wait for at least one completion."""
+        if not self._threads:  # none could be started, so the caller's moves the bytes
+            item = self._todo.get()
+            assert item is not None, "this thread closes the queue"
+            self._perform(*item)
         completions = [self._completions.get()]
         with contextlib.suppress(Empty):
             while True:
@@ -198,8 +203,10 @@ class ThreadQueue:
 
     def _work(self) -> None:
         while (item := self._todo.get()) is not None:
-            transfer, skip_bytes = item
-            self._completions.put((transfer.tag, move(transfer, skip_bytes)))
+            self._perform(*item)
+
+    def _perform(self, transfer: Transfer, skip_bytes: int) -> None:
+        self._completions.put((transfer.tag, move(transfer, skip_bytes)))
 
 
 # io_uring through its system calls (Linux 6.1), which release the GIL; a ring for each thread that

@@ -14,6 +14,7 @@ import fcntl
 import os
 import stat
 import threading
+from collections.abc import Callable, Iterator
 
 from vllm_kvpool.errors import ConfigError, StoreError
 
@@ -21,6 +22,10 @@ DIR_MODE = 0o700
 FILE_MODE = 0o600
 
 SET_ASIDE = 3  # files of one name that are kept
+
+OnUnlisted = Callable[[OSError], None]
+# Another user's or a damaged directory: trying again does not help.
+UNLISTABLE = frozenset({errno.EACCES, errno.EPERM, errno.EIO, errno.EUCLEAN, errno.EBADMSG})
 
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # not in every libc
@@ -44,8 +49,11 @@ def make_directory(path: str) -> None:
         os.chmod(path, DIR_MODE)
 
 
-def entries(directory: str) -> list[os.DirEntry[str]]:
-    """Return the entries of a directory; none if it is missing or a symbolic link."""
+def entries(directory: str, on_unlisted: OnUnlisted | None = None) -> list[os.DirEntry[str]]:
+    """Return the entries of a directory; none if it is missing or a symbolic link.
+
+    A directory that cannot be listed has none if `on_unlisted` is given, which gets the OSError.
+    """
     if os.path.islink(directory):
         return []
     try:
@@ -53,11 +61,17 @@ def entries(directory: str) -> list[os.DirEntry[str]]:
             return list(listing)
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        if on_unlisted is None or error.errno not in UNLISTABLE:
+            raise
+        on_unlisted(error)
+        return []
 
 
-def directories(directory: str) -> list[os.DirEntry[str]]:
-    """Return the directories in a directory, without symbolic links."""
-    return [entry for entry in entries(directory) if entry.is_dir(follow_symlinks=False)]
+def directories(directory: str, on_unlisted: OnUnlisted | None = None) -> list[os.DirEntry[str]]:
+    """Return the directories in a directory, without symbolic links; as `entries`."""
+    found = entries(directory, on_unlisted)
+    return [entry for entry in found if entry.is_dir(follow_symlinks=False)]
 
 
 def _check_directory(path: str) -> None:
@@ -175,9 +189,10 @@ def open_to_overwrite(path: str, nbytes: int, flags: int) -> int | None:
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+        with closed_on_error(fd):
+            status = os.fstat(fd)
     except OSError:
         return None
-    status = os.fstat(fd)
     # A backup may hold a hard link to it.
     is_one = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and is_own(status)
     if is_one and status.st_size == nbytes:
@@ -196,6 +211,16 @@ def take_away_foreign(path: str, mode: int) -> None:
 
 
 _CREATE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+@contextlib.contextmanager
+def closed_on_error(fd: int) -> Iterator[None]:
+    """Close a descriptor if the block raises: a file system may refuse whatever is asked of it."""
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def is_volume(path: str) -> bool:
@@ -257,17 +282,18 @@ def _ways_to(path: str) -> list[str]:
 def create_file(path: str, flags: int) -> int:
     """Create a new file with `FILE_MODE` whatever the umask."""
     fd = os.open(path, os.O_WRONLY | os.O_EXCL | _CREATE | flags, FILE_MODE)
-    os.fchmod(fd, FILE_MODE)
+    with closed_on_error(fd):
+        os.fchmod(fd, FILE_MODE)
     return fd
 
 
 def open_lock(path: str) -> int:
     """Open or create the file of a lock; OSError if it is not a plain file with one name."""
     fd = os.open(path, os.O_RDWR | _CREATE, FILE_MODE)
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not is_own(status):
-        os.close(fd)
-        raise OSError(errno.EMLINK, "not a plain file of this user with one name", path)
+    with closed_on_error(fd):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not is_own(status):
+            raise OSError(errno.EMLINK, "not a plain file of this user with one name", path)
     return fd
 
 

@@ -36,6 +36,7 @@ from vllm_kvpool.storage.file.index import FileIndex, Reservation
 from vllm_kvpool.storage.file.paths import (
     DirectoryGuard,
     HeldLock,
+    OnUnlisted,
     check_root,
     create_file,
     directories,
@@ -277,7 +278,9 @@ class FileSpace:
         """
         guard, freed_bytes = DirectoryGuard(self.root), 0
         namespaces = cell_directories(self.objects)
-        files = (entry for each in namespaces for _, entry in cell_files(each.path))
+        files = (
+            entry for each in namespaces for _, entry in cell_files(each.path, self._warn_unlisted)
+        )
         found = [(entry.stat(follow_symlinks=False), entry) for entry in islice(files, MAX_LISTED)]
         for status, entry in sorted(found, key=lambda each: each[0].st_mtime_ns):
             if freed_bytes < INDEX_ROOM_BYTES and self.delete(entry.path, guard):
@@ -324,7 +327,10 @@ class FileSpace:
             self._complete_if_empty()
 
     def _complete_if_empty(self) -> None:
-        if not any(any(cell_files(each.path)) for each in cell_directories(self.objects)):
+        unlisted: list[OSError] = []
+        namespaces = cell_directories(self.objects)
+        has_files = any(any(cell_files(each.path, unlisted.append)) for each in namespaces)
+        if not has_files and not unlisted:
             self.index.complete()
 
     def owner_of(self, namespace: str, tenant: str) -> str:
@@ -520,6 +526,19 @@ class FileSpace:
             return True
         return False
 
+    def delete_all(self, paths: Iterable[str]) -> int:
+        """Delete the files of objects; the number there were, or the first OSError at the end."""
+        guard, num_deleted = DirectoryGuard(self.root), 0
+        failure: OSError | None = None
+        for path in paths:
+            try:
+                num_deleted += self.delete(path, guard)
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return num_deleted
+
     def _delete_evicted(
         self, reservation: Reservation, recycled_sizes: Collection[int] = ()
     ) -> None:
@@ -676,7 +695,7 @@ class FileSpace:
         """Return every published file of a namespace, packed, as there may be millions."""
         disk = os.statvfs(self.objects)
         most_bytes = min(self.size_bytes, disk.f_blocks * disk.f_frsize)
-        for name, entry in cell_files(namespace.path):
+        for name, entry in cell_files(namespace.path, self._warn_unlisted):
             with contextlib.suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
                 if not stat.S_ISREG(status.st_mode) or not is_own(status):
@@ -687,6 +706,12 @@ class FileSpace:
                 cell = new_cell(chunk, namespace.name, name, charge_of(nbytes, self.unit_bytes))
                 written_ns = min(max(status.st_mtime_ns, 0), MAX_TIME_NS)
                 yield _FOUND.pack(written_ns, *cell[1:6])
+
+    def _warn_unlisted(self, error: OSError) -> None:
+        logger.warning(
+            "file store %s: a directory cannot be listed, so its cells do not count in size: %s",
+            *(self.root, error),
+        )
 
 
 def _unpacked(found: bytes, namespace: str, owner: str) -> tuple[StoredCell, int]:
@@ -762,18 +787,21 @@ def cell_directories(objects: str) -> list[os.DirEntry[str]]:
     return [entry for entry in directories(objects) if is_directory_of_cells(entry.name)]
 
 
-def cell_files(directory: str) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
+def cell_files(
+    directory: str, on_unlisted: OnUnlisted | None = None
+) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
     """Yield the digest and entry of each file with a cell's name in a namespace's directory."""
-    for shard in shards(directory):
-        for entry in entries(shard.path):
+    for shard in shards(directory, on_unlisted):
+        for entry in entries(shard.path, on_unlisted):
             digits = shard.name + entry.name
             if _DIGEST.fullmatch(digits):
                 yield bytes.fromhex(digits), entry
 
 
-def shards(directory: str) -> list[os.DirEntry[str]]:
+def shards(directory: str, on_unlisted: OnUnlisted | None = None) -> list[os.DirEntry[str]]:
     """Return the directories of files in a namespace's directory."""
-    return [entry for entry in directories(directory) if _SHARD.fullmatch(entry.name)]
+    found = directories(directory, on_unlisted)
+    return [entry for entry in found if _SHARD.fullmatch(entry.name)]
 
 
 _SHARD = re.compile(r"[0-9a-f]{2}", re.ASCII)

@@ -53,6 +53,7 @@ from vllm_kvpool.storage.file.paths import (
     DirectoryGuard,
     check_parents,
     check_root,
+    closed_on_error,
     directories,
     is_foreign,
     is_own,
@@ -302,6 +303,9 @@ class _GetBatch(_FileBatch):
             try:
                 self._guard.check(item.path)
                 fd = os.open(item.path, READ_FLAGS | self._direct_flag(item.buffer))
+                with closed_on_error(fd):
+                    status = os.fstat(fd)
+                    os.set_blocking(fd, True)  # io_uring may answer EAGAIN otherwise
             except FileNotFoundError:
                 self.outcomes[i] = GetOutcome.MISSING
                 continue
@@ -311,13 +315,11 @@ class _GetBatch(_FileBatch):
                 if number in NO_FILE or (number in MAYBE_NO_FILE and is_foreign(item.path)):
                     self.outcomes[i] = GetOutcome.WRONG_SIZE
                 continue
-            status = os.fstat(fd)
             is_plain = stat.S_ISREG(status.st_mode) and is_own(status)
             if status.st_size != item.file_bytes or not is_plain:
                 os.close(fd)
                 self.outcomes[i] = GetOutcome.WRONG_SIZE
                 continue
-            os.set_blocking(fd, True)  # io_uring may answer EAGAIN for a non-blocking file
             tail = self._reader.take_tail()
             self._open[i] = _OpenFile(fd, item.path, tail)
             yield Transfer(i, fd, item.parts(tail), writes=False)
@@ -727,15 +729,10 @@ class FileStore(DirectoryReader):
     def remove(self, keys: Sequence[str]) -> int:
         """Delete the cells' files and return how many there were."""
         cells = [cell_of(key, UNKNOWN_CHUNK, 0) for key in keys]
-        removed: list[StoredCell] = []
         num_removed = 0
         with self._store_errors("cannot remove"), contextlib.ExitStack() as ends:
-            ends.callback(self._space.index.remove_cells, removed)
-            guard = DirectoryGuard(self.root)
-            for cell in cells:
-                path = self._space.path_of(cell)
-                num_removed += self._space.delete(path, guard)
-                removed.append(cell)
+            ends.callback(self._space.index.remove_cells, cells)
+            num_removed = self._space.delete_all(map(self._space.path_of, cells))
         return num_removed
 
     def remove_namespace(self, namespace: str) -> int:
@@ -744,17 +741,18 @@ class FileStore(DirectoryReader):
             return 0
         directory = os.path.join(self._objects, namespace)
         num_removed = 0
-        with self._store_errors("cannot remove"):
-            guard = DirectoryGuard(self.root)
-            guard.check(f"{directory}/")
-            for _, entry in cell_files(directory):
-                num_removed += self._space.delete(entry.path, guard)
+        with self._store_errors("cannot remove"), contextlib.ExitStack() as ends:
+            ends.callback(self._space.index.remove_namespace, namespace)
+            DirectoryGuard(self.root).check(f"{directory}/")
+            unlisted: list[OSError] = []
+            files = cell_files(directory, unlisted.append)
+            num_removed = self._space.delete_all(entry.path for _, entry in files)
+            if unlisted:
+                raise unlisted[0]
         with contextlib.suppress(OSError):  # not empty: another process is putting into it
             for shard in shards(directory):
                 os.rmdir(shard.path)
             os.rmdir(directory)
-        with self._store_errors("cannot remove"):
-            self._space.index.remove_namespace(namespace)
         return num_removed
 
     def pin(self, keys: Sequence[str], until_ns: int) -> int:
