@@ -10,7 +10,7 @@ its steps (`{x: step|y: step}`: with `step`). `with` sets fields of Settings, Ov
 PlannerConfig. A step is a method of `Steps` or a verb of `VERBS`; after each one all that always
 holds is checked. `-> a, b` compares its actions, `-> ... a` says that `a` is among them, `-> no a`
 that no action is called so, `-> nothing` that there are none. A deeper line continues the one
-before. `each 0-3 x: ask r$; began r$`
+before; one with `#` is a comment. `each 0-3 x: ask r$; began r$`
 repeats its steps with 0, 1, 2, 3 and x for `$`. `assert` takes an expression over `steps`, `state`,
 `rates` and a replica's `work`.
 """
@@ -26,6 +26,7 @@ import pytest
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.router.control.events import (
     EVERYTHING,
+    Abort,
     Action,
     Added,
     Decode,
@@ -68,7 +69,7 @@ def examples(text: str, *, given: str = "") -> pytest.MarkDecorator:
     text = re.sub(r"\n {5,}", " ", text.strip())
     for part in re.split(r"\n(?=\S)", text):
         name, *lines = part.splitlines()
-        lines = [f"with {given}", *(each.strip() for each in lines)]
+        lines = [f"with {given}", *(each.strip() for each in lines if "#" not in each)]
         choices = re.search(r"\{(.+)\}", name)
         for choice in choices[1].split("|") if choices else [""]:
             label, _, step = choice.partition(": ")
@@ -92,8 +93,9 @@ def say(action: Action) -> str:
             return f"load {replica} {role.value}"
         case Retire(replica, forget):
             return f"retire {replica}{' forget' * forget}"
-    values = (getattr(action, name) for name in action.__match_args__)
-    return " ".join((type(action).__name__.lower(), *values))
+        case Abort(request_id, replica):
+            return f"abort {request_id} {replica}"
+    return f"{type(action).__name__.lower()} {action.replica}"
 
 
 def _is_with(line: str) -> bool:
