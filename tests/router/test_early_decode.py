@@ -24,7 +24,7 @@ decoder is asked with the prompt and told where notices come from
     assert work('p').prefill_tokens == 1000; prefilled r p saved=992 -> nothing
     assert work('p').prefill_tokens == work('d').num_awaiting == 0; began r -> nothing
     decoded r d -> nothing; phase r ended; count served 1
-    assert {{x.value: n for x, n in (+state.counts.prompts).items()}} == {{'handed_over': 1}}
+    paths handed_over=1
 prefill replica of a release without notices is handed over from as before
     told p / d; measure p; ask r -> prefill r p; prefilled r p saved=992 -> decode r d 992
     assert decodes[0].notices == ()

@@ -232,6 +232,14 @@ def _measure(
     return steps.measure(name, **sample)
 
 
+def _counted(steps: Steps, *names: str) -> None:
+    """As `fleet`, of engines that count the prompts that they find."""
+    _fleet(steps, *names)
+    for each in names:
+        if each != "/":
+            steps.measure(each, expected={})
+
+
 def _serve(steps: Steps, name: str, role: str, **more: Any) -> None:
     steps.serve(name, Role(role), **more)
 
@@ -270,6 +278,12 @@ def _count(steps: Steps, what: str, number: str) -> None:
     assert steps.count(what) == int(number)
 
 
+def _paths(steps: Steps, **counts: int) -> None:
+    """Prompts by the path that they have taken."""
+    found = +steps.controller.state.counts.prompts
+    assert {path.value: number for path, number in found.items()} == counts
+
+
 def _locked(steps: Steps, *names: str) -> None:
     assert steps.controller.state.overload.locked == set(names)
 
@@ -279,6 +293,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     "ask": _ask,
     "began": Steps.began,
     "cancel": Steps.cancel,
+    "counted": _counted,
     "decoded": _decoded,
     "drain": Steps.drain,
     "expire": _expire,
@@ -298,6 +313,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     # What has come of it
     "count": _count,
     "locked": _locked,
+    "paths": _paths,
     "phase": _phase,
     "place": _place,
     "state": _state,
