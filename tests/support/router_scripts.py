@@ -11,8 +11,8 @@ PlannerConfig. A step is a method of `Steps` or a verb of `VERBS`; after each on
 holds is checked. `-> a, b` compares its actions, `-> ... a` says that `a` is among them, `-> no a`
 that no action is called so, `-> nothing` that there are none. A deeper line continues the one
 before; one with `#` is a comment. `each 0-3 x: ask r$; began r$`
-repeats its steps with 0, 1, 2, 3 and x for `$`. `assert` takes an expression over `steps`, `state`,
-`rates` and a replica's `work`.
+repeats its steps with 0, 1, 2, 3 and x for `$`. `assert` takes an expression over the names of
+`known`: the controller's `state`, a replica's `work`, ....
 """
 
 import ast
@@ -33,6 +33,7 @@ from vllm_kvpool.router.control.events import (
     DecodeEnded,
     Load,
     Mode,
+    ModelsListed,
     Outcome,
     Prefill,
     PrefillEnded,
@@ -166,6 +167,8 @@ def _check(steps: Steps, expression: str) -> None:
         "state": state,
         "steps": steps,
         "rates": state.rates.snapshot(steps.now),
+        "pressure": steps.controller.admission.pressure,
+        "scaling": steps.controller.scaling,
         "work": lambda replica_id: steps.replica(replica_id).work,
         "decodes": [each for each in steps.history if isinstance(each, Decode)],
         "whys": [each.why for each in steps.history if isinstance(each, Refuse)],
@@ -248,6 +251,11 @@ def _set(steps: Steps, name: str, role: str) -> list[Action]:
     return steps.set_role(name, Role(role))
 
 
+def _models(steps: Steps, name: str, *listed: str) -> list[Action]:
+    """The models that its engine lists."""
+    return steps.step(ModelsListed(ReplicaId(name), frozenset(listed)))
+
+
 def _wait(steps: Steps, seconds: str) -> None:
     """Time passes, of which nothing is told."""
     steps.now += float(seconds)
@@ -301,6 +309,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     "fleet": _fleet,
     "loaded": Steps.loaded,
     "measure": _measure,
+    "models": _models,
     "prefilled": _prefilled,
     "remove": Steps.remove,
     "serve": _serve,
