@@ -43,7 +43,7 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.handovers import ExpectedPrompts
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.settings import OverloadConfig, PlannerConfig, Settings
-from vllm_kvpool.router.control.states import ReplicaId, Role
+from vllm_kvpool.router.control.states import ReplicaId, Role, State
 
 
 class Example(NamedTuple):
@@ -256,6 +256,26 @@ def _models(steps: Steps, name: str, *listed: str) -> list[Action]:
     return steps.step(ModelsListed(ReplicaId(name), frozenset(listed)))
 
 
+def pass_time(steps: Steps, seconds: int | str) -> None:
+    """Time passes, with metrics of all that serve."""
+    for _ in range(int(seconds)):
+        steps.tick(1.0)
+        for name, state in steps.states().items():
+            if state in (State.PREFILL, State.DECODE, State.OLD_PREFILL):
+                steps.measure(name, blocks=100_000)
+
+
+def _plan_drains(steps: Steps, name: str) -> None:
+    """It is drained, not by a person."""
+    steps.controller.lifecycle.drain(steps.replica(name), "planned")
+
+
+def _counted_as(steps: Steps, role: str, *counts: str) -> None:
+    """Replicas of a role, as the planner is told: serving, loading, mutating."""
+    told = steps.controller.scaling._inputs().of(Role(role))
+    assert (told.serving, told.loading, told.mutating) == tuple(map(int, counts))
+
+
 def _wait(steps: Steps, seconds: str) -> None:
     """Time passes, of which nothing is told."""
     steps.now += float(seconds)
@@ -310,6 +330,8 @@ VERBS: dict[str, Callable[..., Any]] = {
     "loaded": Steps.loaded,
     "measure": _measure,
     "models": _models,
+    "pass": pass_time,
+    "plan_drains": _plan_drains,
     "prefilled": _prefilled,
     "remove": Steps.remove,
     "serve": _serve,
@@ -322,6 +344,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     # What has come of it
     "count": _count,
     "locked": _locked,
+    "counted_as": _counted_as,
     "paths": _paths,
     "phase": _phase,
     "place": _place,
