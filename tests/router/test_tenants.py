@@ -217,20 +217,8 @@ def test_salts_of_tenants_are_apart_and_stable() -> None:
     """Whatever a client sends, it gets no salt of another tenant, or of another of its own."""
     salts = TenantSalts(SECRET)
     names = ("a", "b", 'a","', "a\\", "ab", "")
-    given = [
-        "",
-        "x",
-        "b",
-        '","x',
-        '"]',
-        "\ud800",
-        "a" * 300,
-        "A",
-        "é",
-        "e\u0301",
-        salts.of("a", ""),
-    ]
-    given.append(salts.of("a", ""))
+    odd = ['","x', '"]', "\ud800", "a" * 300, "A", "é", "e\u0301"]
+    given = ["", "x", "b", *odd, salts.of("a", "")]
     made = {salts.of(name, each) for name in names for each in given}
     assert len(made) == len(names) * len(given)
     assert all(re.fullmatch("[0-9a-f]{64}", each) for each in made), "vLLM refuses some characters"
