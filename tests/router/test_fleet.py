@@ -7,21 +7,9 @@ import pytest
 from tests.support.router_invariants import check_replica
 from tests.support.router_steps import ask, spec
 from vllm_kvpool.router.control.events import Sample
-from vllm_kvpool.router.control.fleet import (
-    MAX_KEPT_TRANSITIONS,
-    Fleet,
-    Replica,
-    Transition,
-)
+from vllm_kvpool.router.control.fleet import MAX_KEPT_TRANSITIONS, Fleet, Replica, Transition
 from vllm_kvpool.router.control.requests import Request, RequestId
-from vllm_kvpool.router.control.states import (
-    EDGES,
-    Cause,
-    IllegalEdge,
-    ReplicaId,
-    Role,
-    State,
-)
+from vllm_kvpool.router.control.states import EDGES, Cause, IllegalEdge, ReplicaId, Role, State
 from vllm_kvpool.router.control.work import ActiveRequest
 
 

@@ -126,9 +126,7 @@ def test_all_full_ones_are_known_though_the_last_is_open() -> None:
 names = st.sampled_from([ReplicaId(name) for name in "abcdef"])
 blocks = st.one_of(st.integers(0, 1200), st.sampled_from([400, 500, 800, 900, 1000]))
 any_loads = st.dictionaries(
-    names,
-    st.builds(BlockLoad, blocks, st.sampled_from([CAPACITY, 500])),
-    max_size=6,
+    names, st.builds(BlockLoad, blocks, st.sampled_from([CAPACITY, 500])), max_size=6
 )
 histories = st.lists(st.tuples(st.floats(0.0, 3.0), any_loads), max_size=20)
 

@@ -222,8 +222,7 @@ def test_what_would_miss_its_deadline_is_refused_at_once(
 
 
 @pytest.mark.parametrize(
-    ("priority", "most_wait_s", "most_queued"),
-    [(-5, 4.0, 100), (0, 3.2, 80), (1, 2.4, 60)],
+    ("priority", "most_wait_s", "most_queued"), [(-5, 4.0, 100), (0, 3.2, 80), (1, 2.4, 60)]
 )
 def test_a_reserve_is_kept_for_what_comes_first(
     priority: int, most_wait_s: float, most_queued: int
@@ -273,9 +272,7 @@ asks = st.builds(
 
 
 @given(st.lists(st.tuples(pressures, asks), max_size=30))
-def test_every_answer_is_one_a_client_can_use(
-    given_load: list[tuple[Pressure, Request]],
-) -> None:
+def test_every_answer_is_one_a_client_can_use(given_load: list[tuple[Pressure, Request]]) -> None:
     shedder = Shedder(LIMITS)
     for pressure, ask in given_load:
         answer = shedder.decide(pressure, ask)

@@ -157,11 +157,7 @@ def test_health_says_who_serves_and_who_does_not() -> None:
     scene.serving("p0", Role.PREFILL)
     scene.serving("d0", Role.DECODE)
     assert health_of(fleet) == HealthView(
-        status="ok",
-        serving={Role.PREFILL: 1, Role.DECODE: 1},
-        down=(),
-        loading=(),
-        mismatches={},
+        status="ok", serving={Role.PREFILL: 1, Role.DECODE: 1}, down=(), loading=(), mismatches={}
     )
     scene.step(Added(spec=ReplicaSpec(replica_id=ReplicaId("d1"), url="u"), role=Role.DECODE))
     assert (health_of(fleet).status, health_of(fleet).loading) == ("ok", ("d1",))
