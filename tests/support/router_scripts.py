@@ -5,14 +5,14 @@
         fleet a b / d; ask r -> prefill r a
         prefilled r a {} -> probe a, prefill r b; phase r prefilling
 
-A line that is not indented names an example; `{x|y}` in it makes one of each, with `x` for `{}` in
-its steps (`{x: step|y: step}`: with `step`). `with` sets fields of Settings, OverloadConfig and
-PlannerConfig. A step is a method of `Steps` or a verb of `VERBS`; after each one all that always
-holds is checked. `-> a, b` compares its actions, `-> ... a` says that `a` is among them, `-> no a`
-that no action is called so, `-> nothing` that there are none. A deeper line continues the one
-before; one with `#` is a comment. `each 0-3 x: ask r$; began r$`
-repeats its steps with 0, 1, 2, 3 and x for `$`. `assert` takes an expression over the names of
-`known`: the controller's `state`, a replica's `work`, ....
+A line that is not indented names an example. `{x|y}` in the name makes one example of each, with
+`x` for `{}` in the steps (`{x: step|y: step}`: with `step`). `with` sets fields of Settings,
+OverloadConfig and PlannerConfig. A deeper line continues the one before; a line with `#` is a
+comment. A step is a verb of `VERBS`; the invariants are checked after each.
+
+`-> a, b` compares the step's actions, `-> ... a` finds `a` among them, `-> no a` finds no action of
+that name, `-> nothing` no action at all. `each 0-3 x: ask r$; began r$` repeats its steps with 0,
+1, 2, 3 and x for `$`. `assert` takes an expression over the names in `_check`.
 """
 
 import ast
