@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from msgspec import Struct
 
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.router.control.events import (
@@ -106,12 +107,15 @@ def _is_with(line: str) -> bool:
 def _made(options: dict[str, Any]) -> Steps:
     if "mode" in options:
         options["mode"] = Mode(options["mode"])
-    spares, made = options.pop("spares", 0), []
-    for kind in (Settings, OverloadConfig, PlannerConfig):
+    spares = options.pop("spares", 0)
+
+    def of(kind: type[Struct]) -> dict[str, Any]:
         names = options.keys() & set(kind.__struct_fields__)
-        made.append(kind(**{name: options.pop(name) for name in names}))
+        return {name: options.pop(name) for name in names}
+
+    settings, overload = Settings(**of(Settings)), OverloadConfig(**of(OverloadConfig))
+    planner = PlannerConfig(**of(PlannerConfig))
     assert not options, options
-    settings, overload, planner = made
     return Steps(settings, planner=planner, overload=overload, spares=spares)
 
 
