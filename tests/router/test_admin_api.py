@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
 import pytest
-from aiohttp import ClientResponse, ClientSession
+from aiohttp import ClientSession
 from yarl import URL
 
 from tests.router.scenes import Scene, busy_scene
@@ -58,6 +59,26 @@ async def ask(client: ClientSession, method: str, path: str, **given: Any) -> tu
         return response.status, await response.json()
 
 
+async def talk(client: ClientSession, script: str) -> Any:
+    """Requests in turn, `METHOD path {body} -> status name=value ...`; the last one's answer.
+
+    Words behind the status without a `=` are in the error.
+    """
+    answer = None
+    for line in script.strip().splitlines():
+        asked, _, expected = line.strip().partition(" -> ")
+        method, path, *body = asked.split(maxsplit=2)
+        given = {"json": msgspec.json.decode(body[0])} if body else {}
+        status, answer = await ask(client, method, path, **given)
+        wanted, *words = expected.split()
+        assert status == int(wanted), (line, answer)
+        for name, _, value in (each.partition("=") for each in words if "=" in each):
+            assert str(answer[name]) == value, (line, answer)
+        said = " ".join(each for each in words if "=" not in each)
+        assert not said or said in answer["error"], (line, answer)
+    return answer
+
+
 async def test_nothing_but_the_page_is_answered_without_the_token() -> None:
     scene = busy_scene()
     before = len(scene.events)
@@ -78,13 +99,9 @@ async def test_nothing_but_the_page_is_answered_without_the_token() -> None:
 
 async def test_every_answer_forbids_scripts_and_frames_of_others() -> None:
     async with served(Scene()) as client:
-
-        async def check(response: ClientResponse) -> None:
-            assert HEADERS.items() <= dict(response.headers).items()
-
         for path, headers in (("/", {}), ("/state", BEARER), ("/state", {}), ("/no", BEARER)):
             async with client.get(path, headers=headers) as response:
-                await check(response)
+                assert HEADERS.items() <= dict(response.headers).items()
     policy = HEADERS["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; ")
     assert "unsafe" not in policy
@@ -124,57 +141,48 @@ async def test_state_replicas_and_metrics_can_be_read() -> None:
             assert 'kvpool_router_replicas{state="prefill"} 2.0' in await response.text()
 
 
-async def test_a_dry_run_shows_the_plan_of_now_and_posts_nothing() -> None:
+async def test_dry_run_shows_the_plan_of_now_and_posts_nothing() -> None:
     scene = Scene(mode=Mode.AUTOMATIC)
     scene.serving("p0", Role.PREFILL)
     scene.tick()
     before = len(scene.events)
 
     async with served(scene) as client:
-        status, plan = await ask(client, "GET", "/plan")
-        assert (status, plan["mode"], plan["at"]) == (200, "automatic", scene.now)
+        plan = await talk(client, f"GET /plan -> 200 mode=automatic at={scene.now}")
         assert plan["prefill"] == {"have": 1, "wanted": 1}
         assert "prefill: 1 replicas, wanted 1" in plan["why"]
     assert len(scene.events) == before
 
 
-async def test_an_engine_is_added_and_loaded() -> None:
+async def test_engine_is_added_and_loaded() -> None:
     scene = busy_scene()
+    add = 'POST /replicas {"url": "http://10.0.0.8:8000", "role": "prefill"} ->'
 
     async with served(scene) as client:
-        body = {"url": "http://10.0.0.8:8000", "role": "prefill"}
-        status, answer = await ask(client, "POST", "/replicas", json=body)
-        assert status == 202
-        assert answer["id"] == "10.0.0.8:8000"
-        assert (answer["state"], answer["role"]) == ("loading_prefill", "prefill")
-        _, shown = await ask(client, "GET", "/replicas")
-        assert answer in shown["replicas"]
-        named = {"url": "https://x:1/", "role": "decode", "id": "d9"}
-        status, answer = await ask(client, "POST", "/replicas", json=named)
-        assert (answer["id"], answer["url"]) == ("d9", "https://x:1")
-        status, answer = await ask(client, "POST", "/replicas", json=body)
-        assert status == 409
-        assert "is there already" in answer["error"]
+        loading = "202 id=10.0.0.8:8000 state=loading_prefill role=prefill"
+        answer = await talk(client, f"{add} {loading}")
+        assert answer in (await talk(client, "GET /replicas -> 200"))["replicas"]
+        await talk(
+            client,
+            f"""POST /replicas {{"url": "https://x:1/", "role": "decode", "id": "d9"}} -> 202 id=d9 url=https://x:1
+            {add} 409 is there already""",
+        )
     assert isinstance(scene.events[-1], Added)
 
 
-async def test_a_replica_is_drained_given_a_role_and_removed() -> None:
+async def test_replica_is_drained_given_a_role_and_removed() -> None:
     scene = busy_scene()
 
     async with served(scene) as client:
-        status, answer = await ask(client, "POST", "/replicas/p1/drain")
-        assert (status, answer["state"]) == (202, "draining_prefill")
-        assert (answer["prefills"], answer["goal"]) == (2, "hold")
-        status, answer = await ask(client, "POST", "/replicas/p1/role", json={"role": "prefill"})
-        assert (status, answer["state"]) == (202, "prefill")
-        status, answer = await ask(client, "DELETE", "/replicas/d0")
-        assert (status, answer["decodes"], answer["goal"]) == (202, 1, "remove")
-        ended = DecodeEnded(
-            request_id=RequestId("r0"), replica=ReplicaId("d0"), outcome=Outcome.OK, output_tokens=3
+        await talk(
+            client,
+            """POST /replicas/p1/drain -> 202 state=draining_prefill prefills=2 goal=hold
+            POST /replicas/p1/role {"role": "prefill"} -> 202 state=prefill
+            DELETE /replicas/d0 -> 202 decodes=1 goal=remove""",
         )
-        scene.step(ended)
-        status, answer = await ask(client, "DELETE", "/replicas/d0")
-        assert status == 404
+        ids = {"request_id": RequestId("r0"), "replica": ReplicaId("d0")}
+        scene.step(DecodeEnded(**ids, outcome=Outcome.OK, output_tokens=3))
+        answer = await talk(client, "DELETE /replicas/d0 -> 404")
         assert answer == {"error": "no replica 'd0'; known are: p0, p1, d1, d2"}
     assert [each for each in scene.events if isinstance(each, Drain | SetRole | Remove)] == [
         Drain(ReplicaId("p1")),
@@ -183,31 +191,35 @@ async def test_a_replica_is_drained_given_a_role_and_removed() -> None:
     ]
 
 
-async def test_an_idle_replica_is_gone_at_once_when_it_is_removed() -> None:
-    scene = busy_scene()
-
-    async with served(scene) as client:
-        status, answer = await ask(client, "DELETE", "/replicas/d1")
-        assert (status, answer) == (202, {"id": "d1", "state": None})
+async def test_idle_replica_is_gone_at_once_when_it_is_removed() -> None:
+    async with served(busy_scene()) as client:
+        answer = await talk(client, "DELETE /replicas/d1 -> 202")
+        assert answer == {"id": "d1", "state": None}
 
 
-async def test_the_last_one_of_a_role_needs_force() -> None:
+async def test_last_replica_of_a_role_needs_force() -> None:
     scene = Scene()
     scene.serving("p0", Role.PREFILL)
     scene.serving("d0", Role.DECODE)
+    spec = ReplicaSpec(replica_id=ReplicaId("new"), url="u")
 
     async with served(scene) as client:
-        for method, path, body in (
-            ("DELETE", "/replicas/d0", None),
-            ("POST", "/replicas/d0/drain", None),
-            ("POST", "/replicas/d0/role", {"role": "prefill"}),
-            ("DELETE", "/replicas/d0?force=0", None),
-        ):
-            status, answer = await ask(client, method, path, json=body)
-            assert (status, path) == (409, path)
-            assert "no other replica serves decode" in answer["error"]
-        status, answer = await ask(client, "DELETE", "/replicas/d0?force=true")
-        assert (status, answer["state"]) == (202, None)
+        await talk(
+            client,
+            """DELETE /replicas/d0 -> 409 no other replica serves decode
+            POST /replicas/d0/drain -> 409 no other replica serves decode
+            POST /replicas/d0/role {"role": "prefill"} -> 409 no other replica serves decode
+            DELETE /replicas/d0?force=0 -> 409 no other replica serves decode
+            POST /replicas/p0/role {"role": "prefill"} -> 202
+            POST /replicas/d0/role {"role": "decode"} -> 202""",
+        )
+        scene.step(Added(spec=spec, role=Role.DECODE))
+        await talk(
+            client,
+            """POST /replicas/new/drain -> 202
+            DELETE /replicas/new -> 202
+            DELETE /replicas/d0?force=true -> 202 state=None""",
+        )
 
 
 @pytest.mark.parametrize("name", ["http://10.0.0.1:8000", "a/b", "[::1]:8000", "50%", "a+b", "ü?#"])
@@ -222,15 +234,15 @@ async def test_an_id_may_have_any_signs(name: str) -> None:
         assert (status, answer["id"]) == (202, name)
 
 
-async def test_the_mode_of_the_planner_is_changed() -> None:
+async def test_mode_of_the_planner_is_changed() -> None:
     scene = Scene()
 
     async with served(scene) as client:
-        body = {"mode": "automatic"}
-        assert await ask(client, "POST", "/planner/mode", json=body) == (200, body)
-        status, answer = await ask(client, "POST", "/planner/mode", json={"mode": "on"})
-        assert status == 400
-        assert "Invalid enum value 'on'" in answer["error"]
+        mode = {"mode": "automatic"}
+        assert await talk(client, 'POST /planner/mode {"mode": "automatic"} -> 200') == mode
+        answer = await talk(
+            client, 'POST /planner/mode {"mode": "on"} -> 400 Invalid enum value \'on\''
+        )
         assert 'send {"mode": "manual"}, "dry_run" or "automatic"' in answer["error"]
     assert scene.events == [SetMode(Mode.AUTOMATIC)]
 
@@ -284,37 +296,15 @@ async def test_there_is_a_bound_on_replicas() -> None:
 
     async with served(scene) as client:
         status, answer = await ask(client, "POST", "/replicas", json=ADD)
-        assert status == 409
-        assert "1024 replicas already" in answer["error"]
+        assert (status, "1024 replicas already" in answer["error"]) == (409, True)
 
 
-async def test_what_serves_nothing_or_keeps_its_role_needs_no_force() -> None:
-    scene = Scene()
-    scene.serving("p0", Role.PREFILL)
-    scene.serving("d0", Role.DECODE)
-    scene.step(Added(spec=ReplicaSpec(replica_id=ReplicaId("new"), url="u"), role=Role.DECODE))
-
-    async with served(scene) as client:
-        for path, body in (
-            ("/replicas/p0/role", {"role": "prefill"}),
-            ("/replicas/d0/role", {"role": "decode"}),
-            ("/replicas/new/drain", None),
-        ):
-            status, _ = await ask(client, "POST", path, json=body)
-            assert (status, path) == (202, path)
-        status, _ = await ask(client, "DELETE", "/replicas/new")
-        assert status == 202
-
-
-async def test_what_is_not_there_says_what_is() -> None:
+async def test_path_that_is_not_there_says_what_is() -> None:
     async with served(Scene()) as client:
-        status, answer = await ask(client, "GET", "/nothing")
-        assert status == 404
-        assert "no '/nothing' here; there are /, /metrics, /plan, " in answer["error"]
-        status, answer = await ask(client, "GET", "/replicas/p0/drain")
-        assert (status, answer) == (
-            405,
-            {"error": "GET is not for /replicas/p0/drain; use POST"},
+        await talk(
+            client,
+            """GET /nothing -> 404 no '/nothing' here; there are /, /metrics, /plan,
+            GET /replicas/p0/drain -> 405 GET is not for /replicas/p0/drain; use POST""",
         )
 
 

@@ -79,9 +79,7 @@ def test_a_success_at_the_end_of_the_half_open_time_forgets_all_rounds() -> None
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 40.0), st.booleans())))
-def test_any_history_keeps_to_the_bounds_and_ends_closed(
-    history: list[tuple[float, bool]],
-) -> None:
+def test_any_history_keeps_to_the_bounds_and_ends_closed(history: list[tuple[float, bool]]) -> None:
     breaker, now = ReplicaBreaker(LIMITS), 0.0
     for pause_s, is_failure in history:
         now += pause_s

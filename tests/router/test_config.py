@@ -22,168 +22,109 @@ from vllm_kvpool.router.control.states import MAX_REPLICAS
 ROOT = Path(__file__).parents[2]
 ENGINE = '[[replicas]]\nurl = "http://a:1"\nrole = "decode"\n'
 
-# A file, and what its error names: the place, and what to do.
-MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "empty": ("", ("[[replicas]]", "[discovery]")),
-    "no TOML": ("[front", ("not TOML",)),
-    "not UTF-8": ("\udcff", ("not TOML",)),
-    "unknown section": (f"[frunt]\n{ENGINE}", ("'frunt'", "did you mean 'front'")),
-    "unknown name": (f"[front]\nlistn = 'a:1'\n{ENGINE}", ("[front]", "did you mean 'listen'")),
-    "unknown name of a replica": (
-        ENGINE + "prot = 1\n",
-        ("[[replicas]] number 1", "'prot'", "did you mean"),
-    ),
-    "wrong type": (
-        f"[front]\nmax_body_bytes = '5'\n{ENGINE}",
-        ("[front] max_body_bytes", "Expected `int`", "`str`"),
-    ),
-    "wrong type in a list": (
-        '[[replicas]]\nurl = 5\nrole = "decode"\n',
-        ("[[replicas]] number 1 url", "Expected `str`"),
-    ),
-    "truth for a number": (f"[front]\nmax_wait_s = true\n{ENGINE}", ("[front] max_wait_s",)),
-    "unknown role": (
-        '[[replicas]]\nurl = "http://a:1"\nrole = "decoder"\n',
-        ("[[replicas]] number 1 role", "choose one of prefill, decode, both"),
-    ),
-    "unknown mode": (
-        f"[planner]\nmode = 'auto'\n{ENGINE}",
-        ("[planner] mode", "manual, dry_run, automatic"),
-    ),
-    "no url": ('[[replicas]]\nrole = "decode"\n', ("[[replicas]] number 1", "`url`")),
-    "one bracket": ('[replicas]\nurl = "http://a:1"\nrole = "decode"\n', ("write [[replicas]]",)),
-    "two brackets": (f"[[front]]\nlisten = 'a:1'\n{ENGINE}", ("write [front]",)),
-    "no section": (f"front = 5\n{ENGINE}", ("write [front]",)),
-    "url without scheme": (
-        '[[replicas]]\nurl = "a:1"\nrole = "decode"\n',
-        ("number 1", "http://host:port"),
-    ),
-    "url with port 0": (
-        '[[replicas]]\nurl = "http://a:0"\nrole = "decode"\n',
-        ("http://host:port",),
-    ),
-    "url of the API below the engine": (
-        '[[replicas]]\nurl = "http://a:1/v1/"\nrole = "decode"\n',
-        ("number 1", "without /v1"),
-    ),
-    "url with a large port": (
-        '[[replicas]]\nurl = "http://a:70000"\nrole = "decode"\n',
-        ("http://host:port",),
-    ),
-    "url with a query": (
-        '[[replicas]]\nurl = "http://a:1/?x=1"\nrole = "decode"\n',
-        ("http://host:port",),
-    ),
-    "one engine twice": (
-        ENGINE + '[[replicas]]\nurl = "http://A:1/"\nrole = "prefill"\n',
-        ("number 2", "twice", "take one out"),
-    ),
-    "one id twice": (
-        '[[replicas]]\nid = "x"\nurl = "http://a:1"\nrole = "decode"\n'
-        '[[replicas]]\nid = "x"\nurl = "http://a:2"\nrole = "decode"\n',
-        ("number 2", "'x'", "twice"),
-    ),
-    "an id of two words": (
-        '[[replicas]]\nid = "my engine"\nurl = "http://a:1"\nrole = "decode"\n',
-        ("'my engine'", "letters"),
-    ),
-    "no port to listen at": (f"[front]\nlisten = 'localhost'\n{ENGINE}", ("[front]", "host:port")),
-    "a large port": (f"[admin]\nlisten = 'localhost:99999'\n{ENGINE}", ("[admin]", "host:port")),
-    "one address for both": (
-        f"[front]\nlisten = '127.0.0.1:8001'\n{ENGINE}",
-        ("[front] and [admin]", "another"),
-    ),
-    "no time": (f"[front]\nread_timeout_s = 0\n{ENGINE}", ("[front] read_timeout_s", "choose")),
-    "negative": (f"[flow]\nmax_attempts = -1\n{ENGINE}", ("[flow] max_attempts", "choose 1 or")),
-    "years": (f"[health]\ntimeout_s = 1e9\n{ENGINE}", ("[health] timeout_s", "at most 86400")),
-    "endless": (f"[front]\nmax_wait_s = inf\n{ENGINE}", ("[front] max_wait_s", "at most")),
-    "no number": (f"[front]\nmax_wait_s = nan\n{ENGINE}", ("[front] max_wait_s", "choose")),
-    "a share above one": (
-        f"[flow]\nheadroom = 95.0\n{ENGINE}",
-        ("[flow] headroom", "less than 0.98"),
-    ),
-    "bodies and a body": (
-        f"[front]\nmax_bodies_bytes = 1000\n{ENGINE}",
-        ("max_bodies_bytes is below 2 times max_body_bytes",),
-    ),
-    "more than can be": (
-        f"[planner]\nmin_prefill = 1000\nmin_decode = 1000\n{ENGINE}",
-        ("[planner] min_prefill plus min_decode is above 1024",),
-    ),
-    "prefill replicas alone": (
-        '[[replicas]]\nurl = "http://a:1"\nrole = "prefill"\n',
-        ("no engine decodes", '"decode" or "both"'),
-    ),
-    "a command that starts and none that stops": (
-        ENGINE + 'start = ["systemctl", "start", "vllm"]\n',
-        ("[[replicas]] number 1", "start without stop"),
-    ),
-    "a command that stops and none that starts": (
-        ENGINE + 'stop = ["systemctl", "stop", "vllm"]\n',
-        ("[[replicas]] number 1", "stop without start"),
-    ),
-    "a spare that cannot be started": (
-        '[[replicas]]\nurl = "http://a:1"\nrole = "spare"\n',
-        ("[[replicas]] number 1", "'spare'", "start"),
-    ),
-    "a command in one text": (
-        ENGINE + 'start = "systemctl start vllm"\nstop = ["true"]\n',
-        ("[[replicas]] number 1", "start"),
-    ),
-    "two tokens": (f"[admin]\ntoken = 'a'\ntoken_file = 'b'\n{ENGINE}", ("[admin]", "choose one")),
-    "no variable": (f'api_key = "${{NO_SUCH}}"\n{ENGINE}', ("api_key", "NO_SUCH", "set it")),
-    "no variable deep inside": (
-        '[[replicas]]\nurl = "http://${NO_SUCH}:1"\nrole = "decode"\n',
-        ("replicas", "NO_SUCH"),
-    ),
-    "a longer wait than engines take": (
-        f"[front]\nexpect_timeout_ms = 600_001\n{ENGINE}",
-        ("[front] expect_timeout_ms is 600001", "at most 600000"),
-    ),
-}
+# A name, a file, and what its error names. `@ url role` is an engine, `@` alone one that decodes.
+MISTAKES = """
+empty =>  => [[replicas]]; [discovery]
+no TOML => [front => not TOML
+not UTF-8 => \udcff => not TOML
+unknown section => [frunt] | @ => 'frunt'; did you mean 'front'
+unknown name => [front] | listn = 'a:1' | @ => [front]; did you mean 'listen'
+unknown name of a replica => @ | prot = 1 => [[replicas]] number 1; 'prot'; did you mean
+wrong type => [front] | max_body_bytes = '5' | @
+    => [front] max_body_bytes; Expected `int`; `str`
+wrong type in a list => [[replicas]] | url = 5 | role = "decode"
+    => [[replicas]] number 1 url; Expected `str`
+truth for a number => [front] | max_wait_s = true | @ => [front] max_wait_s
+unknown role => @ http://a:1 decoder
+    => [[replicas]] number 1 role; choose one of prefill, decode, both
+unknown mode => [planner] | mode = 'auto' | @ => [planner] mode; manual, dry_run, automatic
+no url => [[replicas]] | role = "decode" => [[replicas]] number 1; `url`
+one bracket => [replicas] | url = "http://a:1" | role = "decode" => write [[replicas]]
+two brackets => [[front]] | listen = 'a:1' | @ => write [front]
+no section => front = 5 | @ => write [front]
+url without scheme => @ a:1 decode => number 1; http://host:port
+url with port 0 => @ http://a:0 decode => http://host:port
+url of the API below the engine => @ http://a:1/v1/ decode => number 1; without /v1
+url with a large port => @ http://a:70000 decode => http://host:port
+url with a query => @ http://a:1/?x=1 decode => http://host:port
+one engine twice => @ | @ http://A:1/ prefill => number 2; twice; take one out
+one id twice => @ | id = "x" | @ http://a:2 decode | id = "x" => number 2; 'x'; twice
+an id of two words => @ | id = "my engine" => 'my engine'; letters
+no port to listen at => [front] | listen = 'localhost' | @ => [front]; host:port
+a large port => [admin] | listen = 'localhost:99999' | @ => [admin]; host:port
+one address for both => [front] | listen = '127.0.0.1:8001' | @ => [front] and [admin]; another
+no time => [front] | read_timeout_s = 0 | @ => [front] read_timeout_s; choose
+negative => [flow] | max_attempts = -1 | @ => [flow] max_attempts; choose 1 or
+years => [health] | timeout_s = 1e9 | @ => [health] timeout_s; at most 86400
+endless => [front] | max_wait_s = inf | @ => [front] max_wait_s; at most
+no number => [front] | max_wait_s = nan | @ => [front] max_wait_s; choose
+a share above one => [flow] | headroom = 95.0 | @ => [flow] headroom; less than 0.98
+bodies and a body => [front] | max_bodies_bytes = 1000 | @
+    => max_bodies_bytes is below 2 times max_body_bytes
+more than can be => [planner] | min_prefill = 1000 | min_decode = 1000 | @
+    => [planner] min_prefill plus min_decode is above 1024
+prefill replicas alone => @ http://a:1 prefill => no engine decodes; "decode" or "both"
+a command that starts and none that stops => @ | start = ["systemctl", "start", "vllm"]
+    => [[replicas]] number 1; start without stop
+a command that stops and none that starts => @ | stop = ["systemctl", "stop", "vllm"]
+    => [[replicas]] number 1; stop without start
+a spare that cannot be started => @ http://a:1 spare => [[replicas]] number 1; 'spare'; start
+a command in one text => @ | start = "systemctl start vllm" | stop = ["true"]
+    => [[replicas]] number 1; start
+two tokens => [admin] | token = 'a' | token_file = 'b' | @ => [admin]; choose one
+no variable => api_key = "${NO_SUCH}" | @ => api_key; NO_SUCH; set it
+no variable deep inside => @ http://${NO_SUCH}:1 decode => replicas; NO_SUCH
+a longer wait than engines take => [front] | expect_timeout_ms = 600_001 | @
+    => [front] expect_timeout_ms is 600001; at most 600000
+"""
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_named(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, words = MISTAKES[mistake]
+def cases() -> list[Any]:
+    found = []
+    for line in re.sub(r"\n {4}", " ", MISTAKES.strip()).splitlines():
+        name, text, words = (each.strip() for each in line.split("=>"))
+        text = re.sub(r"@ (h?\S*:\S+) (\w+)", r'[[replicas]] | url = "\1" | role = "\2"', text)
+        text = text.replace("@", ENGINE.strip()).replace(" | ", "\n")
+        found.append(pytest.param(text, words.split("; "), id=name))
+    return found
+
+
+@pytest.mark.parametrize(("text", "words"), cases())
+def test_mistake_is_named(
+    text: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("NO_SUCH", raising=False)
-    path = tmp_path / "router.toml"
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ConfigError) as caught:
-        load_config(path)
-    said = str(caught.value)
-    assert said.startswith(str(path))
+    said = "\n".join(mistakes_of(tmp_path, text))
     for word in words:
         assert word in said, said
     assert "$." not in said, "the words of the file, not of a parser"
 
 
-def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "router.toml"
-    path.write_text(
-        "frunt = 1\n[front]\nlisten = 5\nmax_wait = 3\n[health]\ntimeout_s = 'soon'\n"
-        '[[replicas]]\nurl = "http://a:1"\n[[replicas]]\nrole = "decoder"\n'
-    )
+def mistakes_of(folder: Path, text: str) -> list[str]:
+    """The lines of the error about a file with this text; each begins with its path."""
+    path = folder / "router.toml"
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     lines = str(caught.value).splitlines()
-    assert all(line.startswith(f"{path}: ") for line in lines)
+    assert all(each.startswith(f"{path}: ") for each in lines)
+    return [each.removeprefix(f"{path}: ") for each in lines]
+
+
+def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
+    lines = mistakes_of(
+        tmp_path,
+        "frunt = 1\n[front]\nlisten = 5\nmax_wait = 3\n[health]\ntimeout_s = 'soon'\n"
+        '[[replicas]]\nurl = "http://a:1"\n[[replicas]]\nrole = "decoder"\n',
+    )
     places = ("'frunt'", "[front] listen", "'max_wait'", "[health] timeout_s", "`role` is missing")
     for place in (*places, "number 2 role", "`url` is missing"):
         assert sum(place in line for line in lines) == 1, (place, lines)
-    path.write_text(
-        "[front]\nlisten = 'x'\n[flow]\nheadroom = 9.0\n"
-        '[[replicas]]\nurl = "a"\nrole = "prefill"\n'
-    )
-    with pytest.raises(ConfigError) as caught:
-        load_config(path)
-    assert len(str(caught.value).splitlines()) == 4
-    path.write_text(
-        "[front]\nlisten = 'x'\nmax_wait = 3\n[flow]\nheadroom = 9.0\nhands_over = 'no'\n"
-    )
-    with pytest.raises(ConfigError) as caught:
-        load_config(path)
-    lines = str(caught.value).splitlines()
+    replica = '[[replicas]]\nurl = "a"\nrole = "prefill"\n'
+    text = f"[front]\nlisten = 'x'\n[flow]\nheadroom = 9.0\n{replica}"
+    assert len(mistakes_of(tmp_path, text)) == 4
+    text = "[front]\nlisten = 'x'\nmax_wait = 3\n[flow]\nheadroom = 9.0\nhands_over = 'no'\n"
+    lines = mistakes_of(tmp_path, text)
     for place in ("listen is 'x'", "'max_wait'", "headroom is 9.0", "hands_over"):
         assert sum(place in line for line in lines) == 1, (place, lines)
     assert len(lines) == 4
@@ -200,12 +141,8 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
         '[[replicas]]\nurl = "${NOT_SET_ANYWHERE}"\nrole = "both"\n',
     ],
 )
-def test_what_cannot_be_read_is_no_second_mistake(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "router.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_config(path)
-    assert len(str(caught.value).splitlines()) == 1, str(caught.value)
+def test_value_that_cannot_be_read_is_no_second_mistake(tmp_path: Path, text: str) -> None:
+    assert len(mistakes_of(tmp_path, text)) == 1
 
 
 def test_paths_are_below_the_files_directory_and_not_where_one_stands(
@@ -276,17 +213,9 @@ def test_every_default_passes_its_own_checks() -> None:
 def test_variables_stand_in_any_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOST_OF", "engine")
     monkeypatch.setenv("KEY", "${HOST_OF}")
-    config = read_config(
-        {
-            "api_key": "a-${KEY}-b",
-            "replicas": [
-                {
-                    **{"url": "http://${HOST_OF}-0:1", "role": "both"},
-                    **{"start": ["go", "$HOST_OF ${HOST_OF}"], "stop": ["halt"]},
-                }
-            ],
-        }
-    )
+    engine: dict[str, Any] = {"url": "http://${HOST_OF}-0:1", "role": "both", "stop": ["halt"]}
+    engine["start"] = ["go", "$HOST_OF ${HOST_OF}"]
+    config = read_config({"api_key": "a-${KEY}-b", "replicas": [engine]})
     assert config.api_key == "a-${HOST_OF}-b", "what is put in is not looked at again"
     assert config.replicas[0].url == "http://engine-0:1"
     assert config.replicas[0].start == ("go", "$HOST_OF engine")

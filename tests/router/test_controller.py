@@ -5,35 +5,21 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.router_invariants import check_controller
+from tests.support.router_scripts import Example, examples
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.controller import LOCK_EVERY_S, Controller
-from vllm_kvpool.router.control.events import (
-    Abort,
-    Added,
-    Load,
-    Mode,
-    Outcome,
-    Prefill,
-    Tick,
-)
+from vllm_kvpool.router.control.events import Added, Tick
 from vllm_kvpool.router.control.requests import Phase, RequestId
-from vllm_kvpool.router.control.settings import OverloadConfig, PlannerConfig, Settings
+from vllm_kvpool.router.control.settings import OverloadConfig, Settings
 from vllm_kvpool.router.control.states import Goal, Role
 
-P, D = Role.PREFILL, Role.DECODE
-NEW = "n-1"
+D = Role.DECODE
 
 
-def cluster(mode: Mode = Mode.MANUAL, **more: object) -> Steps:
-    return Steps(
-        Settings(prefill_requests=1, **more),  # type: ignore[arg-type]
-        planner=PlannerConfig(mode=mode),
-        overload=OverloadConfig(ttft_target_s=1e6, max_queue=10_000),
-    )
-
-
-# Time
+def cluster() -> Steps:
+    overload = OverloadConfig(ttft_target_s=1e6, max_queue=10_000)
+    return Steps(Settings(prefill_requests=1), overload=overload)
 
 
 def test_time_does_not_go_back() -> None:
@@ -43,52 +29,22 @@ def test_time_does_not_go_back() -> None:
         steps.controller.step(Tick(), 4.0)
 
 
-def test_a_pause_of_who_refuses_ends() -> None:
-    steps = cluster()
-    steps.fleet(prefill="p", decode="d")
-    steps.ask("r")
-    steps.prefilled("r", "p", Outcome.BUSY)
-    assert steps.tick(0.9) == []
-    assert steps.tick(0.1) == [Prefill("r", "p")]
+@examples(
+    f"""
+call that a drain takes too long for is sent away once
+    with drain_timeout_s=10
+    serve x decode; ask r; drain x; serve y decode; tick 9.9 -> nothing; tick 0.1 -> abort r x
+    tick -> nothing
+locks are not looked at for each of many events, but soon
+    fleet / d e; tick; measure d used=990; locked; tick {LOCK_EVERY_S}; locked d; count locks 1
+    count releases 0; drain d; locked; count locks 1; count releases 1
+"""
+)
+def test_time(example: Example) -> None:
+    example.play()
 
 
-def test_a_pause_of_who_failed_ends() -> None:
-    steps = cluster()
-    steps.serve("x", D)
-    steps.failed("x")
-    assert steps.tick(0.9) == []
-    assert steps.tick(0.1) == [Load("x", D)]
-
-
-def test_what_a_drain_takes_too_long_for_is_sent_away_once() -> None:
-    steps = cluster(drain_timeout_s=10.0)
-    steps.serve("x", D)
-    steps.ask("r")
-    steps.drain("x")
-    steps.serve("y", D)
-    assert steps.tick(9.9) == []
-    assert steps.tick(0.1) == [Abort("r", "x")]
-    assert steps.tick() == []
-
-
-def test_locks_are_not_looked_at_for_each_of_many_events_but_soon() -> None:
-    steps = cluster()
-    steps.fleet(decode="d e")
-    steps.tick(1.0)
-    steps.measure("d", used=990)
-    assert steps.controller.state.overload.locked == frozenset()
-    steps.tick(LOCK_EVERY_S)
-    assert steps.controller.state.overload.locked == {"d"}
-    assert (steps.count("locks"), steps.count("releases")) == (1, 0)
-    steps.drain("d")
-    assert steps.controller.state.overload.locked == frozenset()
-    assert (steps.count("locks"), steps.count("releases")) == (1, 1)
-
-
-# What people ask for and cannot have
-
-
-def test_what_cannot_be_changes_nothing() -> None:
+def test_replica_that_cannot_be_added_changes_nothing() -> None:
     steps = cluster()
     steps.fleet(prefill="p", decode="d")
     steps.ask("r")
@@ -98,15 +54,12 @@ def test_what_cannot_be_changes_nothing() -> None:
     assert steps.prefilled("r", "p") != []
 
 
-def test_a_request_of_one_id_is_there_once() -> None:
+def test_request_of_one_id_is_there_once() -> None:
     steps = cluster()
     steps.serve("d", D)
     steps.ask("r", 20)
     with pytest.raises(AssertionError):
         steps.ask("r", 20)
-
-
-# The check itself
 
 
 @pytest.mark.parametrize(

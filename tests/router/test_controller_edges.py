@@ -1,207 +1,93 @@
 """Every edge of a replica, by events alone."""
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.router.test_controller import cluster
-from tests.support.router_steps import Steps, spec
-from vllm_kvpool.router.control.events import (
-    Added,
-    Mode,
-)
-from vllm_kvpool.router.control.states import EDGES, Cause, Role, State
+from tests.support.router_scripts import Example
+from vllm_kvpool.router.control.states import EDGES, Cause, State
 
-P, D = Role.PREFILL, Role.DECODE
-NEW = "n-1"
+GIVEN = "with prefill_requests=1 ttft_target_s=1e6 max_queue=10000"
+NEW = "fleet p / d; start prefill"
+ASSIGNED = f"{NEW}; ask first; ask r; ask s; loaded n-1"
+STANDBY = "serve x prefill; drain x"
+COMPUTING = "fleet x / d; ask r"
+FAILED = "serve x decode; failed x"
+QUARANTINED = f"{FAILED}; tick; failed x; tick; failed x"
 
-
-# Each brings a replica into a state, and says which.
-
-
-def inactive(steps: Steps) -> str:
-    steps.step(Added(spec=spec("x")))
-    return "x"
-
-
-def loading(role: Role) -> Callable[[Steps], str]:
-    def reach(steps: Steps) -> str:
-        steps.step(Added(spec=spec("x"), role=role))
-        return "x"
-
-    return reach
-
-
-def new(steps: Steps) -> str:
-    steps.fleet(prefill="p", decode="d")
-    steps.start(P)
-    return NEW
-
-
-def refractory(steps: Steps) -> str:
-    new(steps)
-    for name in ("first", "r", "s"):
-        steps.ask(name)
-    steps.loaded(NEW)
-    return NEW
-
-
-def serving(role: Role) -> Callable[[Steps], str]:
-    def reach(steps: Steps) -> str:
-        steps.serve("x", role)
-        return "x"
-
-    return reach
-
-
-def old(steps: Steps) -> str:
-    new(steps)
-    return "p"
-
-
-def standby(steps: Steps) -> str:
-    steps.serve("x", P)
-    steps.drain("x")
-    return "x"
-
-
-def warming(role: Role) -> Callable[[Steps], str]:
-    def reach(steps: Steps) -> str:
-        steps.set_role(standby(steps), role)
-        return "x"
-
-    return reach
-
-
-def computing(steps: Steps) -> str:
-    steps.fleet(prefill="x", decode="d")
-    steps.ask("r")
-    return "x"
-
-
-def mutating(steps: Steps) -> str:
-    steps.set_role(computing(steps), D)
-    return "x"
-
-
-def shutting_prefill(steps: Steps) -> str:
-    steps.drain(computing(steps))
-    return "x"
-
-
-def shutting_decode(steps: Steps) -> str:
-    steps.serve("x", D)
-    steps.ask("r")
-    steps.drain("x")
-    return "x"
-
-
-def failed(steps: Steps) -> str:
-    steps.serve("x", D)
-    steps.failed("x")
-    return "x"
-
-
-def quarantined(steps: Steps) -> str:
-    failed(steps)
-    while steps.state("x") is not State.QUARANTINED:
-        steps.tick()
-        steps.failed("x")
-    return "x"
-
-
-REACH: dict[State, Callable[[Steps], str]] = {
-    State.INACTIVE: inactive,
-    State.LOADING_PREFILL: loading(P),
-    State.LOADING_DECODE: loading(D),
-    State.NEW_PREFILL: new,
-    State.REFRACTORY_PREFILL: refractory,
-    State.PREFILL: serving(P),
-    State.OLD_PREFILL: old,
-    State.AUS_PREFILL: warming(P),
-    State.DECODE: serving(D),
-    State.AUS_DECODE: warming(D),
-    State.MUTATING_TO_DECODE: mutating,
-    State.SHUTTING_PREFILL: shutting_prefill,
-    State.SHUTTING_DECODE: shutting_decode,
-    State.SHUTTING_NULL: standby,
-    State.FAILED: failed,
-    State.QUARANTINED: quarantined,
+REACH: dict[str, tuple[str, str]] = {
+    "inactive": ("x", "add x"),
+    "loading_prefill": ("x", "add x prefill"),
+    "loading_decode": ("x", "add x decode"),
+    "loading_prefill_assigned": ("n-1", NEW),
+    "prefill_assigned": ("n-1", ASSIGNED),
+    "prefill": ("x", "serve x prefill"),
+    "prefill_stealing": ("p", NEW),
+    "warming_prefill": ("x", f"{STANDBY}; set x prefill"),
+    "decode": ("x", "serve x decode"),
+    "warming_decode": ("x", f"{STANDBY}; set x decode"),
+    "prefill_to_decode": ("x", f"{COMPUTING}; set x decode"),
+    "draining_prefill": ("x", f"{COMPUTING}; drain x"),
+    "draining_decode": ("x", "serve x decode; ask r; drain x"),
+    "standby": ("x", STANDBY),
+    "failed": ("x", FAILED),
+    "quarantined": ("x", QUARANTINED),
 }
+"""By state: a replica, and how it comes there."""
 
-
-def idle_decoder(steps: Steps) -> None:
-    steps.controller.scaling.mode = Mode.AUTOMATIC
-    steps.serve("p", P)
-    steps.serve("y", D)
-    for _ in range(200):
-        steps.tick()
-        for name in ("p", "x", "y"):
-            steps.measure(name)
-
-
-S, C = State, Cause
-CAUSES: dict[tuple[State, Cause], Callable[[Steps], object]] = {
-    (S.INACTIVE, C.LOAD_PREFILL): lambda s: s.set_role("x", P),
-    (S.INACTIVE, C.LOAD_DECODE): lambda s: s.set_role("x", D),
-    (S.INACTIVE, C.TAKE_OVER): lambda s: (s.serve("p", P), s.start(P)),
-    (S.LOADING_PREFILL, C.LOADED): lambda s: s.loaded("x"),
-    (S.LOADING_PREFILL, C.GIVE_UP): lambda s: s.drain("x"),
-    (S.LOADING_DECODE, C.LOADED): lambda s: s.loaded("x"),
-    (S.LOADING_DECODE, C.GIVE_UP): lambda s: s.drain("x"),
-    (S.NEW_PREFILL, C.LOADED): lambda s: s.loaded(NEW),
-    (S.NEW_PREFILL, C.GIVE_UP): lambda s: s.set_role(NEW, D),
-    (S.REFRACTORY_PREFILL, C.RELAYED): lambda s: s.prefilled("r", NEW),
-    (S.PREFILL, C.PAIR): lambda s: s.start(P),
-    (S.OLD_PREFILL, C.UNPAIR): lambda s: s.drain(NEW),
-    (S.PREFILL, C.MUTATE): lambda s: s.set_role("x", D),
-    (S.MUTATING_TO_DECODE, C.FLUSHED): lambda s: s.prefilled("r", "x"),
-    (S.PREFILL, C.DEACTIVATE): lambda s: s.drain("x"),
-    (S.SHUTTING_PREFILL, C.REVIVE): lambda s: s.set_role("x", P),
-    (S.SHUTTING_PREFILL, C.DRAINED): lambda s: s.prefilled("r", "x"),
-    (S.DECODE, C.DEACTIVATE): lambda s: s.drain("x"),
-    (S.DECODE, C.IDLE): idle_decoder,
-    (S.SHUTTING_DECODE, C.REVIVE): lambda s: s.set_role("x", D),
-    (S.SHUTTING_DECODE, C.DRAINED): lambda s: s.decoded("r", "x"),
-    (S.SHUTTING_NULL, C.USE_PREFILL): lambda s: s.set_role("x", P),
-    (S.SHUTTING_NULL, C.USE_DECODE): lambda s: s.set_role("x", D),
-    (S.SHUTTING_NULL, C.EXPIRE): lambda s: s.remove("x"),
-    (S.AUS_PREFILL, C.READY): lambda s: s.warmed("x"),
-    (S.AUS_DECODE, C.READY): lambda s: s.warmed("x"),
-    (S.FAILED, C.QUARANTINE): lambda s: quarantined_again(s),
-    (S.FAILED, C.USE_PREFILL): lambda s: (s.set_role("x", P), s.tick(1.0), s.loaded("x")),
-    (S.FAILED, C.USE_DECODE): lambda s: (s.tick(1.0), s.loaded("x")),
-    (S.FAILED, C.RESET): lambda s: (s.drain("x"), s.tick(1.0)),
-    (S.QUARANTINED, C.RETRY): lambda s: s.tick(60.0),
-    (S.QUARANTINED, C.RESET): lambda s: (s.drain("x"), s.tick(60.0)),
+CAUSES: dict[tuple[str, str], str] = {
+    ("inactive", "load_prefill"): "set x prefill",
+    ("inactive", "load_decode"): "set x decode",
+    ("inactive", "take_over"): "serve p prefill; start prefill",
+    ("loading_prefill", "loaded"): "loaded x",
+    ("loading_prefill", "give_up"): "drain x",
+    ("loading_decode", "loaded"): "loaded x",
+    ("loading_decode", "give_up"): "drain x",
+    ("loading_prefill_assigned", "loaded"): "loaded n-1",
+    ("loading_prefill_assigned", "give_up"): "set n-1 decode",
+    ("prefill_assigned", "relayed"): "prefilled r n-1",
+    ("prefill", "pair"): "start prefill",
+    ("prefill_stealing", "unpair"): "drain n-1",
+    ("prefill", "mutate"): "set x decode",
+    ("prefill_to_decode", "flushed"): "prefilled r x",
+    ("prefill", "deactivate"): "drain x",
+    ("draining_prefill", "revive"): "set x prefill",
+    ("draining_prefill", "drained"): "prefilled r x",
+    ("decode", "deactivate"): "drain x",
+    ("decode", "idle"): """with mode=automatic
+        serve p prefill; serve y decode
+        each 0-199: tick; measure p; measure x; measure y""",
+    ("draining_decode", "revive"): "set x decode",
+    ("draining_decode", "drained"): "decoded r x",
+    ("standby", "use_prefill"): "set x prefill",
+    ("standby", "use_decode"): "set x decode",
+    ("standby", "expire"): "remove x",
+    ("warming_prefill", "ready"): "warmed x",
+    ("warming_decode", "ready"): "warmed x",
+    ("failed", "quarantine"): "tick; failed x; tick; failed x",
+    ("failed", "use_prefill"): "set x prefill; tick; loaded x",
+    ("failed", "use_decode"): "tick; loaded x",
+    ("failed", "reset"): "drain x; tick",
+    ("failed", "fail"): "tick; failed x",  # it is tried again
+    ("quarantined", "retry"): "tick 60",
+    ("quarantined", "reset"): "drain x; tick 60",
 }
-
-
-def quarantined_again(steps: Steps) -> None:
-    while steps.state("x") is not State.QUARANTINED:
-        steps.tick()
-        steps.failed("x")
 
 
 @pytest.mark.parametrize("state", State)
 def test_every_state_is_reached(state: State) -> None:
-    steps = cluster()
-    assert steps.state(REACH[state](steps)) is state
+    name, script = REACH[state.value]
+    Example(state.value, (GIVEN, script, f"state {name} {state.value}")).play()
 
 
 @pytest.mark.parametrize(
     ("state", "cause"), EDGES, ids=[f"{state.value}-{cause.value}" for state, cause in EDGES]
 )
 def test_every_edge_is_followed(state: State, cause: Cause) -> None:
-    steps = cluster()
-    name = REACH[state](steps)
-    fleet = steps.controller.state.fleet
-    before = fleet.counts[state, cause]
-    if cause is Cause.FAIL:
-        if state is State.FAILED:
-            steps.tick()  # it is tried again
-        steps.failed(name)
-    else:
-        CAUSES[state, cause](steps)
-    assert fleet.counts[state, cause] > before
-    assert set(fleet.counts) <= set(EDGES)
+    name, reach = REACH[state.value]
+    script = CAUSES.get((state.value, cause.value), f"failed {name}")
+    lines = (*(each.strip() for each in script.splitlines()),)
+    counts = [
+        Example(str(cause), (GIVEN, reach, *part)).play().controller.state.fleet.counts
+        for part in ((), lines)
+    ]
+    assert counts[1][state, cause] > counts[0][state, cause]
+    assert set(counts[1]) <= set(EDGES)

@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -61,8 +62,16 @@ class Bench:
         self.decodes: list[Decode] = []
         """Requests that run."""
 
-    def discovery(self, given: RouterConfig, every_s: float = 60.0) -> Discovery:
-        return Discovery(given, self.scene.controller.state.fleet, self.post, every_s=every_s)
+    @asynccontextmanager
+    async def discovery(
+        self, given: RouterConfig, every_s: float = 60.0
+    ) -> AsyncIterator[Discovery]:
+        """A discovery that has started."""
+        fleet = self.scene.controller.state.fleet
+        discovery = Discovery(given, fleet, self.post, every_s=every_s)
+        discovery.start()
+        yield discovery
+        await discovery.stop()
 
     def post(self, event: Event) -> None:
         self.step(event)
@@ -91,76 +100,67 @@ class Bench:
         return {each.spec.url: each.replica_id for each in self.scene.controller.state.fleet}
 
 
-async def test_a_configuration_that_is_read_again_changes_its_own_replicas_alone() -> None:
+async def test_configuration_that_is_read_again_changes_its_own_replicas_alone() -> None:
     bench = Bench()
     events = bench.events
-    discovery = bench.discovery(config("http://a:1", "http://b:1/"))
-    discovery.start()
-    assert events == [added("replica-1", "http://a:1"), added("replica-2", "http://b:1")]
-    discovery.reload(config("http://a:1", "http://b:1"))
-    assert len(events) == 2
-    both = (
-        {"url": "http://b:1", "role": "prefill"},
-        {"url": "http://c:1", "role": "decode", "id": "c"},
-    )
-    discovery.reload(read_config({"replicas": list(both)}))
-    assert events[2:] == [
-        Remove(ReplicaId("replica-1")),
-        SetRole(ReplicaId("replica-2"), Role.PREFILL),
-        added("c", "http://c:1"),
-    ]
-    await discovery.stop()
+    async with bench.discovery(config("http://a:1", "http://b:1/")) as discovery:
+        assert events == [added("replica-1", "http://a:1"), added("replica-2", "http://b:1")]
+        discovery.reload(config("http://a:1", "http://b:1"))
+        assert len(events) == 2
+        flipped = {"url": "http://b:1", "role": "prefill"}
+        new = {"url": "http://c:1", "role": "decode", "id": "c"}
+        discovery.reload(read_config({"replicas": [flipped, new]}))
+        assert events[2:] == [
+            Remove(ReplicaId("replica-1")),
+            SetRole(ReplicaId("replica-2"), Role.PREFILL),
+            added("c", "http://c:1"),
+        ]
 
 
 A, B, C, D = (f"http://{name}:1" for name in "abcd")
-NAMED_A = {"url": A, "id": "replica-2"}
-NAMES: dict[str, tuple[list[str | dict[str, str]], list[str | dict[str, str]], dict[str, str]]] = {
-    # the entries of a file, those that it has later, and the ids that the replicas have then
-    "first goes, last comes": ([A, B], [B, C], {B: "replica-2", C: "replica-1"}),
-    "first comes": ([A, B], [C, A, B], {A: "replica-1", B: "replica-2", C: "replica-3"}),
-    "all change places": ([A, B, C], [C, A, B], {A: "replica-1", B: "replica-2", C: "replica-3"}),
-    "several come in front": (
-        [A, B],
-        [C, D, B, A],
-        {A: "replica-1", B: "replica-2", C: "replica-3", D: "replica-4"},
-    ),
-    "all are others": ([A, B], [C, D], {C: "replica-1", D: "replica-2"}),
-    "given id like a default": (
-        [B],
-        [NAMED_A, B, C],
-        {A: "replica-2", B: "replica-1", C: "replica-3"},
-    ),
-    "given id of a later place": ([NAMED_A, B], [NAMED_A, B], {A: "replica-2", B: "replica-1"}),
-    "default that a later one is given": (
-        [D],
-        [A, {"url": C, "id": "replica-1"}],
-        {A: "replica-2", C: "replica-1"},
-    ),
-    "mixed": ([{"url": A, "id": "a"}, B], [{"url": A, "id": "a"}, B], {A: "a", B: "replica-2"}),
-}
+# The entries of a file (`a=x`: with this id), those that it has later, and their ids then.
+NAMES = """
+first goes, last comes: a b -> b c: b=2 c=1
+first comes: a b -> c a b: a=1 b=2 c=3
+all change places: a b c -> c a b: a=1 b=2 c=3
+several come in front: a b -> c d b a: a=1 b=2 c=3 d=4
+all are others: a b -> c d: c=1 d=2
+given id like a default: b -> a=2 b c: a=2 b=1 c=3
+given id of a later place: a=2 b -> a=2 b: a=2 b=1
+default that a later one is given: d -> a c=1: c=1 a=2
+mixed: a=x b -> a=x b: a=x b=2
+"""
 
 
-def entries(of: Sequence[str | Mapping[str, object]]) -> RouterConfig:
-    """A configuration with these engines, by URL or by fields."""
-    fields = [{"url": each} if isinstance(each, str) else each for each in of]
-    return read_config({"replicas": [{"role": "decode", **each} for each in fields]})
+def named(text: str) -> dict[str, str]:
+    """Ids by URL, `replica-2` for 2."""
+    pairs = [each.partition("=") for each in text.split()]
+    return {
+        f"http://{url}:1": f"replica-{name}" if name.isdigit() else name for url, _, name in pairs
+    }
 
 
-@pytest.mark.parametrize("case", NAMES)
+def entries(of: Mapping[str, str] | Sequence[Mapping[str, object]]) -> RouterConfig:
+    """A configuration with these engines, as ids by URL or by fields."""
+    if isinstance(of, Mapping):
+        of = [{"url": url, "id": name} for url, name in of.items()]
+    return read_config({"replicas": [{"role": "decode", **each} for each in of]})
+
+
+@pytest.mark.parametrize("case", NAMES.strip().splitlines())
 async def test_replica_without_an_id_keeps_its_name_and_a_new_one_gets_a_free_one(
     case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before, after, ids = NAMES[case]
+    _, change, ids = case.split(": ")
+    before, after = map(named, change.split(" -> "))
     bench = Bench()
-    discovery = bench.discovery(entries(before))
-    discovery.start()
-    discovery.reload(entries(after))
-    assert bench.ids == ids
-    num_events = len(bench.events)
-    discovery.reload(entries(after))
-    assert len(bench.events) == num_events
-    assert not caplog.messages
-    await discovery.stop()
+    async with bench.discovery(entries(before)) as discovery:
+        discovery.reload(entries(after))
+        assert bench.ids == named(ids)
+        num_events = len(bench.events)
+        discovery.reload(entries(after))
+        assert len(bench.events) == num_events
+        assert not caplog.messages
 
 
 async def test_engine_that_is_refused_while_another_drains_is_added_later(
@@ -168,16 +168,15 @@ async def test_engine_that_is_refused_while_another_drains_is_added_later(
 ) -> None:
     """Its id is that of an engine which still answers a request; no file or name is watched."""
     bench = Bench()
-    discovery = bench.discovery(entries([{"url": A, "id": "d"}]), every_s=0.001)
-    discovery.start()
-    bench.arrive("r")
-    discovery.reload(entries([{"url": B, "id": "d"}]))
-    await asyncio.sleep(0.01)
-    assert bench.ids == {A: "d"}
-    assert caplog.text.count("engine d at http://b:1 is not added, and is tried again: d at") == 1
-    bench.end(*bench.decodes)
-    await until(lambda: bench.ids == {B: "d"})
-    await discovery.stop()
+    async with bench.discovery(entries({A: "d"}), every_s=0.001) as discovery:
+        bench.arrive("r")
+        discovery.reload(entries({B: "d"}))
+        await asyncio.sleep(0.01)
+        assert bench.ids == {A: "d"}
+        said = "engine d at http://b:1 is not added, and is tried again: d at"
+        assert caplog.text.count(said) == 1
+        bench.end(*bench.decodes)
+        await until(lambda: bench.ids == {B: "d"})
 
 
 @pytest.mark.parametrize(
@@ -195,31 +194,27 @@ async def test_change_that_a_replica_cannot_take_is_named_once_until_it_is_taken
 ) -> None:
     first = {"url": A, "start": ["old"], "stop": ["old"]}
     bench = Bench()
-    discovery = bench.discovery(entries([first]))
-    discovery.start()
-    warning = f"engine replica-1 at {A} keeps its {names}: take it out of its source"
-    for each, count in ((changed, 1), (changed, 1), (first, 1), (changed, 2)):
-        discovery.reload(entries([{"url": A, **each}]))
-        assert caplog.text.count(warning) == count
-    assert len(bench.events) == 1
-    discovery.reload(entries([B]))
-    discovery.reload(entries([{"url": A, **changed}, B]))
-    assert bench.ids[A] == changed.get("id", "replica-2")
-    assert len(caplog.messages) == 2
-    await discovery.stop()
+    async with bench.discovery(entries([first])) as discovery:
+        warning = f"engine replica-1 at {A} keeps its {names}: take it out of its source"
+        for each, count in ((changed, 1), (changed, 1), (first, 1), (changed, 2)):
+            discovery.reload(entries([{"url": A, **each}]))
+            assert caplog.text.count(warning) == count
+        assert len(bench.events) == 1
+        discovery.reload(entries({B: ""}))
+        discovery.reload(entries([{"url": A, **changed}, {"url": B}]))
+        assert bench.ids[A] == changed.get("id", "replica-2")
+        assert len(caplog.messages) == 2
 
 
 async def test_replica_that_a_person_has_added_under_a_known_id_is_left_alone() -> None:
     bench = Bench()
-    discovery = bench.discovery(entries([{"url": A, "id": "x"}, B]))
-    discovery.start()
-    bench.step(Remove(ReplicaId("x")))
-    bench.step(added("x", C))
-    discovery.reload(entries([{"url": A, "id": "x", "role": "prefill"}, B]))
-    discovery.reload(entries([B]))
-    assert bench.ids == {B: "replica-2", C: "x"}
-    assert bench.events[2:] == []
-    await discovery.stop()
+    async with bench.discovery(entries({A: "x", B: ""})) as discovery:
+        bench.step(Remove(ReplicaId("x")))
+        bench.step(added("x", C))
+        discovery.reload(entries([{"url": A, "id": "x", "role": "prefill"}, {"url": B}]))
+        discovery.reload(entries({B: ""}))
+        assert bench.ids == {B: "replica-2", C: "x"}
+        assert bench.events[2:] == []
 
 
 URLS = (A, B, C, D)
@@ -232,7 +227,8 @@ class Reloads(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.bench = Bench()
-        self.discovery = self.bench.discovery(entries([A]))
+        fleet = self.bench.scene.controller.state.fleet
+        self.discovery = Discovery(entries({A: ""}), fleet, self.bench.post, every_s=60.0)
         self.wanted: dict[str, str] = {}
         self.specs: set[ReplicaSpec] = set()
         """Replicas that were there to stay after the last step."""
@@ -247,7 +243,7 @@ class Reloads(RuleBasedStateMachine):
     )
     def reload(self, engines: list[tuple[str, str]]) -> None:
         self.wanted = dict(engines)
-        self.discovery.reload(entries([{"url": url, "id": name} for url, name in engines]))
+        self.discovery.reload(entries(self.wanted))
 
     @rule()
     def arrive(self) -> None:
@@ -301,28 +297,24 @@ async def test_a_file_is_watched_and_one_that_is_wrong_changes_nothing(
         new.write_text(text)
         new.replace(path)
 
-    discovery = bench.discovery(config(file=str(path)), every_s=0.01)
-    discovery.start()
-    await until(lambda: "discovery.file: " in caplog.text)
-    write(entry("http://a:1", "prefill") + entry("http://b:1", name="b"))
-    await until(lambda: len(events) == 2)
-    assert set(events) == {
-        added("a:1", "http://a:1", Role.PREFILL),
-        added("b", "http://b:1"),
-    }
-    write(entry("http://b:1", "decoder"))
-    await until(lambda: "choose one of prefill, decode, both" in caplog.text)
-    write(entry("http://b:1/v1"))
-    await until(lambda: "without /v1" in caplog.text)
-    write(entry("http://b:1", name="b c"))
-    await until(lambda: "id is 'b c'" in caplog.text)
-    path.unlink()
-    await asyncio.sleep(0.05)
-    assert len(events) == 2
-    write(entry("http://b:1", name="b"))
-    await until(lambda: len(events) == 3)
-    assert events[2] == Remove(ReplicaId("a:1"))
-    await discovery.stop()
+    async with bench.discovery(config(file=str(path)), every_s=0.01):
+        await until(lambda: "discovery.file: " in caplog.text)
+        write(entry("http://a:1", "prefill") + entry("http://b:1", name="b"))
+        await until(lambda: len(events) == 2)
+        assert set(events) == {added("a:1", A, Role.PREFILL), added("b", B)}
+        for wrong, said in (
+            (entry("http://b:1", "decoder"), "choose one of prefill, decode, both"),
+            (entry("http://b:1/v1"), "without /v1"),
+            (entry("http://b:1", name="b c"), "id is 'b c'"),
+        ):
+            write(wrong)
+            await until(lambda said=said: said in caplog.text)
+        path.unlink()
+        await asyncio.sleep(0.05)
+        assert len(events) == 2
+        write(entry("http://b:1", name="b"))
+        await until(lambda: len(events) == 3)
+        assert events[2] == Remove(ReplicaId("a:1"))
 
 
 async def test_a_file_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
@@ -332,40 +324,32 @@ async def test_a_file_that_is_being_written_is_left_alone(tmp_path: Path) -> Non
     events = bench.events
 
     path.write_text(entry("http://a:1") + entry("http://b:1"))
-    discovery = bench.discovery(config(file=str(path)), every_s=0.02)
-    discovery.start()
-    await until(lambda: len(events) == 2)
-    for number in range(20):
-        path.write_text(f"{entry('http://a:1')}{'#' * number}\n")
-        await asyncio.sleep(0.005)
-    path.write_text(entry("http://a:1") + entry("http://b:1") + entry("http://c:1"))
-    await until(lambda: len(events) == 3)
-    assert events[2] == added("c:1", "http://c:1")
-    path.write_text("")
-    await until(lambda: len(events) == 6)
-    await discovery.stop()
+    async with bench.discovery(config(file=str(path)), every_s=0.02):
+        await until(lambda: len(events) == 2)
+        for number in range(20):
+            path.write_text(f"{entry('http://a:1')}{'#' * number}\n")
+            await asyncio.sleep(0.005)
+        path.write_text(entry("http://a:1") + entry("http://b:1") + entry("http://c:1"))
+        await until(lambda: len(events) == 3)
+        assert events[2] == added("c:1", "http://c:1")
+        path.write_text("")
+        await until(lambda: len(events) == 6)
 
 
-def test_each_address_of_a_name_is_an_engine(caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_address_of_a_name_is_an_engine(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     events = bench.events
-
-    async def main() -> None:
-        given = config(prefill_dns="localhost:8100", decode_dns="no-such-name.invalid:8200")
-        discovery = bench.discovery(given, every_s=0.01)
-        discovery.start()
+    given = config(prefill_dns="localhost:8100", decode_dns="no-such-name.invalid:8200")
+    async with bench.discovery(given, every_s=0.01):
         await until(lambda: "no-such-name.invalid:8200 cannot be resolved" in caplog.text)
         await until(lambda: events)
         await asyncio.sleep(0.05)
         assert added("127.0.0.1:8100", "http://127.0.0.1:8100", Role.PREFILL) in events
         assert len(events) == len(set(events)) <= 2, "each once"
-        await discovery.stop()
-
-    run(main)
     assert caplog.text.count("cannot be resolved") == 1
 
 
-def test_what_cannot_be_added_is_tried_again(tmp_path: Path) -> None:
+async def test_engine_that_cannot_be_added_is_tried_again(tmp_path: Path) -> None:
     events: list[Event] = []
     is_there, num_refused = True, 0
 
@@ -376,19 +360,15 @@ def test_what_cannot_be_added_is_tried_again(tmp_path: Path) -> None:
             raise ConfigError("is there already, and is being removed")
         events.append(event)
 
-    async def main() -> None:
-        nonlocal is_there
-        path = tmp_path / "engines.toml"
-        path.write_text(entry("http://a:1"))
-        discovery = Discovery(config(file=str(path)), Fleet(), post, every_s=0.01)
-        discovery.start()
-        await until(lambda: num_refused > 1)
-        is_there = False
-        await until(lambda: events)
-        assert events == [added("a:1", "http://a:1")]
-        await discovery.stop()
-
-    run(main)
+    path = tmp_path / "engines.toml"
+    path.write_text(entry("http://a:1"))
+    discovery = Discovery(config(file=str(path)), Fleet(), post, every_s=0.01)
+    discovery.start()
+    await until(lambda: num_refused > 1)
+    is_there = False
+    await until(lambda: events)
+    assert events == [added("a:1", "http://a:1")]
+    await discovery.stop()
 
 
 OLD = '[[tenants]]\nname = "one"\nkey = "the old key of one"\n'

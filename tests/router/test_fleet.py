@@ -7,21 +7,9 @@ import pytest
 from tests.support.router_invariants import check_replica
 from tests.support.router_steps import ask, spec
 from vllm_kvpool.router.control.events import Sample
-from vllm_kvpool.router.control.fleet import (
-    MAX_KEPT_TRANSITIONS,
-    Fleet,
-    Replica,
-    Transition,
-)
+from vllm_kvpool.router.control.fleet import MAX_KEPT_TRANSITIONS, Fleet, Replica, Transition
 from vllm_kvpool.router.control.requests import Request, RequestId
-from vllm_kvpool.router.control.states import (
-    EDGES,
-    Cause,
-    IllegalEdge,
-    ReplicaId,
-    Role,
-    State,
-)
+from vllm_kvpool.router.control.states import EDGES, Cause, IllegalEdge, ReplicaId, Role, State
 from vllm_kvpool.router.control.work import ActiveRequest
 
 
@@ -80,14 +68,6 @@ def test_bound_requests_stand_in_their_order() -> None:
     check_replica(replica)
 
 
-@pytest.mark.parametrize(("said", "committed", "used"), [(0, 0, 0), (70, 50, 70), (20, 50, 50)])
-def test_more_of_what_is_said_and_committed_counts(said: int, committed: int, used: int) -> None:
-    replica = Replica(spec("x"), state=State.DECODE)
-    replica.work.begin_decode(RequestId("r"), ActiveRequest(committed, is_handed=False), 0.0)
-    replica.measured(Sample(used_blocks=said), 0.0)
-    assert replica.work.used_blocks == used
-
-
 def test_what_has_ended_since_an_engine_told_its_metrics_is_not_in_use() -> None:
     replica = Replica(spec("x"), state=State.DECODE)
     for name in "ab":
@@ -138,21 +118,6 @@ def test_each_counter_is_a_flow_of_its_own() -> None:
     counted = {"bytes_in": 20, "bytes_out": 40, "prompt_tokens": 60, "generated_tokens": 80}
     replica.measured(Sample(**counted), 12.0)
     assert flows(replica, 12.0) == {name: number / 2 for name, number in counted.items()}
-
-
-def test_an_engine_that_starts_again_has_not_taken_anything_back() -> None:
-    replica = Replica(spec("a"))
-    for now, counter in enumerate((1000.0, 1100.0, 30.0)):
-        replica.measured(Sample(bytes_in=counter), now)
-    assert flows(replica, 2.0)["bytes_in"] == pytest.approx((100 + 30) / 2)
-
-
-def test_nothing_flows_where_nobody_has_said_anything_for_a_while() -> None:
-    replica = Replica(spec("a"))
-    replica.measured(Sample(), 0.0)
-    replica.measured(Sample(bytes_out=5.0), 1.0)
-    assert flows(replica, 1.0)["bytes_out"] == 5.0
-    assert set(flows(replica, 60.0).values()) == {0.0}
 
 
 def test_seconds_of_work_begin_with_the_first_prompt_after_a_pause() -> None:

@@ -2,15 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from tests.support.router_rig import FAST, RouterRig, run
+from tests.support.router_scripts import Example, examples
 from tests.support.router_steps import Steps
-from vllm_kvpool.router.control.events import Decode, Prefill
 from vllm_kvpool.router.control.handovers import (
     APART_AFTER,
     FIRST_PAUSE_S,
@@ -21,7 +20,6 @@ from vllm_kvpool.router.control.handovers import (
 )
 from vllm_kvpool.router.control.request_flow import MAX_PASSED_S
 from vllm_kvpool.router.control.requests import PromptPath
-from vllm_kvpool.router.control.settings import OverloadConfig
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.ops.compatibility import problems
 from vllm_kvpool.router.ops.snapshot import health_of
@@ -132,159 +130,69 @@ def test_replica_whose_engine_has_ended_is_tried_anew(replica: ReplicaId) -> Non
 # The controller
 
 
-class Told(Steps):
-    """A controller whose decoders count what they find."""
-
-    def __init__(self, prefill: str, decode: str) -> None:
-        super().__init__(overload=OverloadConfig(ttft_target_s=1000.0))
-        self.counts: dict[str, dict[str, ExpectedPrompts]] = {}
-        self.fleet(prefill=prefill, decode=decode)
-        for each in (*prefill.split(), *decode.split()):
-            self.counts[each] = {}
-            self.measure(each, expected={})
-
-    def count_for(self, decoder: str, source: str, *, found: int = 0, missing: int = 0) -> None:
-        counts = self.counts[decoder]
-        before = counts.get(source, NONE_EXPECTED)
-        counts[source] = ExpectedPrompts(before.found + found, before.missing + missing)
-        self.measure(decoder, expected=dict(counts))
-
-    def are_apart(self, decoder: str, source: str) -> None:
-        self.count_for(decoder, source, missing=APART_AFTER)
-
-    @property
-    def prompts(self) -> Mapping[PromptPath, int]:
-        return +self.controller.state.counts.prompts
-
-    def finish(self, name: str) -> None:
-        place = self.place(name)
-        self.began(name)
-        self.decoded(name, place)
-
-
-def test_decode_says_who_has_saved_the_prompt_if_the_engine_counts_it() -> None:
-    """An engine of an earlier release would not read a request's options that it does not know."""
-    steps = Told("p", "d")
-    steps.ask("r")
-    steps.prefilled("r", "p", saved=992)
-    steps.measure("d")
-    steps.ask("s")
-    steps.prefilled("s", "p", saved=992)
-    calls = [each for each in steps.history if isinstance(each, Decode)]
-    assert [(each.expect_tokens, each.source) for each in calls] == [(992, "p"), (992, None)]
-
-
-def test_engines_that_share_no_store_hand_nothing_over() -> None:
-    steps = Told("p", "d")
-    for name in "abc":
-        assert steps.ask(name) == [Prefill(name, "p")]
-        assert steps.prefilled(name, "p", saved=992) == [Decode(name, "d", 992)]
-        steps.finish(name)
-        steps.count_for("d", "p", missing=1)
-    assert steps.controller.state.collapse() is PromptPath.NO_SHARED_STORE
-    for name in "ef":
-        [call] = steps.ask(name)
-        assert isinstance(call, Decode)
-        assert call.expect_tokens == 0, "it waits for nothing"
-    assert {steps.place("e"), steps.place("f")} == {"p", "d"}, "both serve"
-    assert steps.prompts == {PromptPath.HANDED_OVER: 3, PromptPath.NO_SHARED_STORE: 2}
-    assert (steps.count("handovers_found"), steps.count("handovers_missing")) == (0, 3)
-
-
-def test_prompt_that_is_computed_by_then_is_decoded_where_it_is() -> None:
-    steps = Told("p", "d")
-    steps.ask("r", prefix=(1, 2, 3), prefix_tokens=256)
-    steps.are_apart("d", "p")
-    assert steps.prefilled("r", "p", saved=992) == [Decode("r", "p", 992)]
+@examples(
+    f"""
+decode names the replica that has saved the prompt if the engine counts it
+    # An engine of an earlier release would not read a request's options that it does not know.
+    counted p / d; ask r; prefilled r p saved=992; measure d; ask s; prefilled s p saved=992
+    assert [(x.expect_tokens, x.source) for x in decodes] == [(992, 'p'), (992, None)]
+engines that share no store hand nothing over
+    counted p / d
+    each 1 2 3: ask r$ -> prefill r$ p; prefilled r$ p saved=992 -> decode r$ d 992; began r$
+        ; decoded r$ d; measure d expected p 0 $
+    assert state.collapse().value == 'no_shared_store'
+    # Both serve, and wait for nothing.
+    ask e -> decode e d; ask f -> decode f p; paths handed_over=3 no_shared_store=2
+    count handovers_found 0; count handovers_missing 3
+prompt that is computed by then is decoded where it is
+    counted p / d; ask r prefix=1,2,3 prefix_tokens=256; measure d expected p 0 {APART_AFTER}
+    prefilled r p saved=992 -> decode r p 992
+prompt from time to time tries whether engines share a store
+    counted p / d; measure d expected p 0 {APART_AFTER}; tick {FIRST_PAUSE_S - 1}
+    ask early -> decode early d; began early; decoded early d; tick 1; ask try -> prefill try p
+    ask other -> decode other d; prefilled try p saved=992 -> decode try d 992
+    measure d expected p 1 {APART_AFTER}; assert state.collapse() is None
+    ask again -> prefill again p
+try that finds nothing is followed by a longer pause
+    counted p / d; measure d expected p 0 {APART_AFTER}; tick {FIRST_PAUSE_S}; ask try
+    prefilled try p saved=992; began try; decoded try d; measure d expected p 0 {APART_AFTER + 1}
+    tick {2 * FIRST_PAUSE_S - 1}; ask early -> decode early d; tick 1; ask late -> prefill late p
+prompt is decoded within its group of engines
+    # Two hosts with a prefill and a decode engine each, and files of their own.
+    counted p q / d e; measure e expected p 0 {APART_AFTER}; measure d expected q 0 {APART_AFTER}
+    each 0-5: ask a$ -> prefill a$ p; prefilled a$ p saved=992 -> decode a$ d 992
+        ; ask b$ -> prefill b$ p; prefilled b$ p saved=992 -> decode b$ d 992
+    paths handed_over=12
+prompt is computed anew rather than wait long for its group
+    counted p / d e; measure e expected p 0 {APART_AFTER}
+    ask large 15000; prefilled large p saved=14848 -> decode large d 14848
+    # d is full.
+    ask r; prefilled r p saved=992 -> nothing; tick {MAX_PASSED_S / 2} -> nothing
+    tick {MAX_PASSED_S} -> decode r e; paths handed_over=1 no_shared_store=1
+replica that no decoder shares with computes no prompts
+    counted p q / d; measure d expected q 0 {APART_AFTER}
+    each 0-5: ask r$ -> prefill r$ p
+engine that is started anew is handed prompts again
+    counted p / d; measure d expected p 0 {APART_AFTER}; failed d; tick 2; loaded d
+    measure d expected; ask r -> prefill r p
+""",
+    given="ttft_target_s=1000",
+)
+def test_engines_that_may_share_no_store(example: Example) -> None:
+    example.play()
 
 
 def test_engines_that_share_no_store_are_named() -> None:
-    steps = Told("p", "d")
-    steps.are_apart("d", "p")
+    steps = Steps()
+    steps.fleet(prefill="p", decode="d")
+    for counts in ((0, 0), (0, APART_AFTER)):
+        steps.measure("d", expected={"p": ExpectedPrompts(*counts)})
     fleet = steps.controller.state.fleet
     assert health_of(fleet).status == "degraded"
     assert health_of(fleet).mismatches == {"d": "no_shared_store"}
     assert "that p computed" in problems(fleet)[D].why
-    steps.count_for("d", "p", found=1)
+    steps.measure("d", expected={"p": ExpectedPrompts(1, APART_AFTER)})
     assert health_of(fleet).status == "ok"
-
-
-def test_one_prompt_from_time_to_time_tries_whether_they_share() -> None:
-    steps = Told("p", "d")
-    steps.are_apart("d", "p")
-    steps.tick(FIRST_PAUSE_S - 1)
-    [call] = steps.ask("early")
-    assert isinstance(call, Decode)
-    steps.finish("early")
-    steps.tick(1.0)
-    assert steps.ask("try") == [Prefill("try", "p")]
-    [call] = steps.ask("other")
-    assert isinstance(call, Decode)
-    assert call.expect_tokens == 0
-    assert steps.prefilled("try", "p", saved=992) == [Decode("try", "d", 992)]
-    steps.count_for("d", "p", found=1)
-    assert steps.controller.state.collapse() is None
-    assert steps.ask("again") == [Prefill("again", "p")]
-
-
-def test_try_that_finds_nothing_is_followed_by_a_longer_pause() -> None:
-    steps = Told("p", "d")
-    steps.are_apart("d", "p")
-    steps.tick(FIRST_PAUSE_S)
-    steps.ask("try")
-    steps.prefilled("try", "p", saved=992)
-    steps.finish("try")
-    steps.count_for("d", "p", missing=1)
-    steps.tick(2 * FIRST_PAUSE_S - 1)
-    [call] = steps.ask("early")
-    assert isinstance(call, Decode)
-    steps.tick(1.0)
-    assert steps.ask("late") == [Prefill("late", "p")]
-
-
-def test_prompt_is_decoded_within_its_group_of_engines() -> None:
-    """Two hosts with a prefill and a decode engine each, and files of their own."""
-    steps = Told("p q", "d e")
-    for source, decoder in (("p", "e"), ("q", "d")):
-        steps.are_apart(decoder, source)
-    own = {"p": "d", "q": "e"}
-    for number in range(12):
-        name = f"r{number}"
-        [call] = steps.ask(name)
-        assert isinstance(call, Prefill)
-        assert steps.prefilled(name, call.replica, saved=992) == [
-            Decode(name, own[call.replica], 992)
-        ]
-    assert steps.prompts == {PromptPath.HANDED_OVER: 12}
-
-
-def test_prompt_computes_anew_rather_than_wait_long_for_its_group() -> None:
-    steps = Told("p", "d e")
-    steps.are_apart("e", "p")
-    steps.ask("large", 15_000)
-    assert steps.prefilled("large", "p", saved=14_848) == [Decode("large", "d", 14_848)]
-    steps.ask("r")
-    assert steps.prefilled("r", "p", saved=992) == [], "d is full"
-    assert steps.tick(MAX_PASSED_S / 2) == []
-    assert steps.tick(MAX_PASSED_S) == [Decode("r", "e", 0)]
-    assert steps.prompts[PromptPath.NO_SHARED_STORE] == 1
-
-
-def test_replica_that_no_decoder_shares_with_computes_no_prompts() -> None:
-    steps = Told("p q", "d")
-    steps.are_apart("d", "q")
-    for number in range(6):
-        assert steps.ask(f"r{number}") == [Prefill(f"r{number}", "p")]
-
-
-def test_engine_that_is_started_anew_is_handed_prompts_again() -> None:
-    steps = Told("p", "d")
-    steps.are_apart("d", "p")
-    steps.failed("d")
-    steps.tick(2.0)
-    steps.loaded("d")
-    steps.measure("d", expected={})
-    assert steps.ask("r") == [Prefill("r", "p")]
 
 
 # The whole

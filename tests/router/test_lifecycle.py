@@ -1,289 +1,252 @@
-"""What happens to a replica: loaded, used, flipped, drained."""
+"""What happens to a replica: loaded, used, flipped, drained, failed, removed, started and ended."""
+
+from dataclasses import replace
 
 import pytest
 
 from tests.support.router_invariants import check_controller
+from tests.support.router_scripts import Example, examples
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.control.events import (
-    ASKED_BY_ADMIN,
-    Abort,
-    Added,
-    Decode,
-    Load,
-    Outcome,
-    Prefill,
-    Retire,
-    Warm,
+from vllm_kvpool.router.control.events import ASKED_BY_ADMIN, Added, ReplicaSpec
+from vllm_kvpool.router.control.states import Role, State
+
+
+@examples(
+    """
+replica that is added for {prefill|decode} is loaded and serves
+    add x {} -> load x {}; loaded x -> nothing; state x {}
+    # It is told twice.
+    loaded x -> nothing; state x {}
+replica without a role waits for one
+    add x -> nothing; state x inactive; set x decode -> load x decode
+event of a replica that has left is ignored
+    fleet / x d; remove x -> retire x forget; loaded x -> nothing; failed x -> nothing
+    warmed x -> nothing; measure x -> nothing; drain x -> nothing; remove x -> nothing
+    set x prefill -> nothing
+"""
 )
-from vllm_kvpool.router.control.settings import Settings
-from vllm_kvpool.router.control.states import Cause, Role, State
-
-P, D = Role.PREFILL, Role.DECODE
+def test_added_replica(example: Example) -> None:
+    example.play()
 
 
-@pytest.fixture
-def steps() -> Steps:
-    return Steps()
-
-
-# Added and loaded
-
-
-@pytest.mark.parametrize(("role", "state"), [(P, State.PREFILL), (D, State.DECODE)])
-def test_a_replica_that_is_added_is_loaded_and_serves(
-    steps: Steps, role: Role, state: State
-) -> None:
-    assert steps.step(Added(spec=spec("x"), role=role)) == [Load("x", role)]
-    assert steps.loaded("x") == []
-    assert steps.state("x") is state
-    assert steps.loaded("x") == []  # told twice
-    assert steps.state("x") is state
-
-
-def test_a_replica_without_a_role_waits_for_one(steps: Steps) -> None:
-    assert steps.step(Added(spec=spec("x"))) == []
-    assert steps.state("x") is State.INACTIVE
-    assert steps.set_role("x", D) == [Load("x", D)]
-
-
-@pytest.mark.parametrize("again", [spec("x"), spec("y")])
-def test_a_replica_is_added_once(steps: Steps, again: object) -> None:
+@pytest.mark.parametrize("twin", [spec("x"), replace(spec("y"), url="http://x")])
+def test_replica_is_added_once(twin: ReplicaSpec) -> None:
+    steps = Steps()
     steps.fleet(prefill="x")
-    made = spec("y")
-    twin = type(made)(replica_id=made.replica_id, url="http://x") if again == made else spec("x")
     with pytest.raises(ConfigError, match="x at http://x is there already"):
-        steps.step(Added(spec=twin, role=D))
+        steps.step(Added(spec=twin, role=Role.DECODE))
     check_controller(steps.controller)
     assert steps.states() == {"x": State.PREFILL}
 
 
-def test_an_event_of_a_replica_that_has_left_is_ignored(steps: Steps) -> None:
-    steps.fleet(decode="x d")
-    assert steps.remove("x") == [Retire("x", forget=True)]
-    assert steps.loaded("x") + steps.failed("x") + steps.warmed("x") + steps.measure("x") == []
-    assert steps.drain("x") + steps.remove("x") + steps.set_role("x", P) == []
+MUTATES = "fleet p q / d; ask r; set p decode; state p prefill_to_decode"
+FLUSHED = "prefilled r p; decoded r d; tick"
+STUCK = "fleet p q; serve d decode blocks=100; ask first 1360 16 hands_over=False; ask r"
 
 
-# Roles
-
-
-def test_a_flip_from_prefill_waits_for_its_prompts_alone(steps: Steps) -> None:
-    steps.fleet(prefill="p q", decode="d")
-    assert steps.ask("r") == [Prefill("r", "p")]
-    assert steps.set_role("p", D) == []
-    assert steps.state("p") is State.MUTATING_TO_DECODE
-    steps.prefilled("r", "p")
-    assert steps.state("p") is State.DECODE
-
-
-def test_a_flip_from_decode_is_drained_and_warmed(steps: Steps) -> None:
-    steps.fleet(decode="d e")
-    [call] = steps.ask("r", 20)
-    place = call.replica
-    steps.set_role(place, P)
-    assert steps.state(place) is State.SHUTTING_DECODE
-    steps.began("r")
-    assert steps.decoded("r", place) == [Warm(place)]
-    assert steps.state(place) is State.AUS_PREFILL
-    assert steps.ask("short", 20)[0].replica != place
-    steps.warmed(place)
-    assert steps.state(place) is State.PREFILL
-
-
-def test_a_standby_is_warmed_before_it_serves(steps: Steps) -> None:
-    steps.fleet(prefill="p q", decode="d")
-    steps.drain("q")
-    assert steps.set_role("q", D) == [Warm("q")]
-    assert steps.state("q") is State.AUS_DECODE
-    steps.warmed("q")
-    assert steps.state("q") is State.DECODE
-
-
-@pytest.mark.parametrize("role", [P, D])
-def test_a_replica_that_shuts_is_revived(steps: Steps, role: Role) -> None:
-    steps.fleet(prefill="p", decode="d")
-    name = "p" if role is P else "d"
-    steps.ask("r", 1000 if role is P else 20)
-    before = steps.state(name)
-    steps.drain(name)
-    steps.set_role(name, role)
-    assert steps.state(name) is before
-
-
-@pytest.mark.parametrize(
-    ("role", "other", "after"), [(P, D, State.AUS_DECODE), (D, P, State.AUS_PREFILL)]
+@examples(
+    f"""
+flip from prefill waits for its prompts alone
+    fleet p q / d; ask r -> prefill r p; set p decode -> nothing; state p prefill_to_decode
+    prefilled r p; state p decode
+flip from decode is drained and warmed
+    fleet / d e; ask r 20 -> decode r d; set d prefill; state d draining_decode; began r
+    decoded r d -> warm d; state d warming_prefill; ask short 20 -> decode short e
+    warmed d; state d prefill
+standby is warmed before it serves
+    fleet p q / d; drain q; set q decode -> warm q; state q warming_decode; warmed q
+    state q decode
+replica that shuts is revived: prefill
+    fleet p / d; ask r; state p prefill; drain p; set p prefill; state p prefill
+replica that shuts is revived: decode
+    fleet p / d; ask r 20; state d decode; drain d; set d decode; state d decode
+prefill replica that shuts takes another role once it is empty
+    fleet p / d; ask r; drain p; set p decode -> nothing; prefilled r p -> ... warm p
+    state p warming_decode
+decode replica that shuts takes another role once it is empty
+    fleet p / d; ask r 20; drain d; set d prefill -> nothing; decoded r d -> ... warm d
+    state d warming_prefill
+the last word counts while a replica mutates: drain
+    {MUTATES}; drain p; state p prefill_to_decode; {FLUSHED}; state p standby
+the last word counts while a replica mutates: prefill
+    {MUTATES}; set p prefill; state p prefill_to_decode; {FLUSHED}; state p warming_prefill
+the last words count while a replica mutates: {{drain: drain p|prefill: set p prefill}}, decode
+    {MUTATES}; {{}}; state p prefill_to_decode; set p decode; state p prefill_to_decode
+    prefilled r p; decoded r p; tick; state p decode
+the last words count while a replica mutates: prefill, drain
+    {MUTATES}; set p prefill; state p prefill_to_decode; drain p; state p prefill_to_decode
+    {FLUSHED}; state p standby
+the last words count while a replica mutates: drain, prefill
+    {MUTATES}; drain p; state p prefill_to_decode; set p prefill; state p prefill_to_decode
+    {FLUSHED}; state p warming_prefill
+loading replica can be wanted for another role
+    add x prefill; set x prefill -> nothing; set x decode -> load x decode; loaded x
+    state x decode
+replica that is warmed can be wanted again
+    fleet p q / d; drain q; set q prefill; set q prefill; state q warming_prefill; warmed q
+replica that is warmed can be wanted for another role
+    fleet p q / d; drain q; set q prefill; set q decode; state q decode
+    assert 'mutate' in [x.value for _, x in state.fleet.counts]; warmed q
+"""
 )
-def test_a_replica_that_shuts_takes_another_role_once_it_is_empty(
-    steps: Steps, role: Role, other: Role, after: State
-) -> None:
-    steps.fleet(prefill="p", decode="d")
-    name = "p" if role is P else "d"
-    steps.ask("r", 1000 if role is P else 20)
-    steps.drain(name)
-    assert steps.set_role(name, other) == []
-    done = steps.prefilled("r", name) if role is P else steps.decoded("r", name)
-    assert Warm(name) in done
-    assert steps.state(name) is after
+def test_role_of_a_replica(example: Example) -> None:
+    example.play()
 
 
-@pytest.mark.parametrize(
-    ("words", "after"),
-    [
-        (("drain",), State.SHUTTING_NULL),
-        (("prefill",), State.AUS_PREFILL),
-        (("drain", "decode"), State.DECODE),
-        (("prefill", "decode"), State.DECODE),
-        (("prefill", "drain"), State.SHUTTING_NULL),
-        (("drain", "prefill"), State.AUS_PREFILL),
-    ],
+@examples(
+    f"""
+drained replica finishes the requests that it has
+    fleet p / d e; ask r 20 -> decode r d; drain d; began r; tick; state d draining_decode
+    ask s 20 -> decode s e; decoded r d; state d standby
+prefill replica is let go when others have the prompts that it has computed
+    {STUCK}; drain p; prefilled r p; state p draining_prefill
+    decoded first d -> ... decode r d; state p standby
+prefill replica does not wait for that for ever
+    with drain_timeout_s=10
+    {STUCK}; drain p; prefilled r p; tick 10; state p standby
+request that a prefill replica decodes is sent away too
+    with drain_timeout_s=10
+    fleet p /; ask r 20; began r; serve q prefill; drain p; tick 10 -> abort r p
+    decoded r p cancelled -> decode r q; state p standby
+drain does not send away a request that no other replica can take
+    with drain_timeout_s=10
+    fleet / d; ask r 20; began r; drain d; tick 11 -> nothing; serve e decode
+    assert [x.replica for x in steps.history if type(x).__name__ == 'Abort'] == ['d']
+    decoded r d cancelled; state d standby
+drain waits longer for a request that no other replica can go on with
+    with drain_timeout_s=10 answer_timeout_s=60
+    fleet / d; ask movable 20; ask bound 20 goes_on_elsewhere=False; began movable; began bound
+    serve e decode; drain d; tick 10 -> abort movable d; decoded movable d cancelled
+    tick 49 -> nothing; tick 1 -> abort bound d; decoded bound d hopeless; state d standby
+loading {{prefill|decode}} replica is given up
+    add x {{}}; drain x -> retire x; state x inactive; loaded x -> nothing; state x inactive
+replica that is warmed for {{prefill|decode}} is drained at once
+    fleet p q / d; drain q; set q {{}}; drain q; state q standby
+"""
 )
-def test_the_last_word_counts_while_a_replica_mutates(
-    steps: Steps, words: tuple[str, ...], after: State
-) -> None:
-    steps.fleet(prefill="p q", decode="d")
-    steps.ask("r")
-    steps.set_role("p", D)
-    for word in words:
-        if word == "drain":
-            steps.drain("p")
-        else:
-            steps.set_role("p", Role(word))
-        assert steps.state("p") is State.MUTATING_TO_DECODE
-    steps.prefilled("r", "p")
-    steps.decoded("r", steps.place("r"))
-    steps.tick()
-    assert steps.state("p") is after
+def test_drained_replica(example: Example) -> None:
+    example.play()
 
 
-def test_a_loading_replica_can_be_wanted_for_something_else(steps: Steps) -> None:
-    steps.step(Added(spec=spec("x"), role=P))
-    assert steps.set_role("x", P) == []
-    assert steps.set_role("x", D) == [Load("x", D)]
-    steps.loaded("x")
-    assert steps.state("x") is State.DECODE
-
-
-@pytest.mark.parametrize(("role", "after"), [(P, State.AUS_PREFILL), (D, State.MUTATING_TO_DECODE)])
-def test_a_replica_that_is_warmed_can_be_wanted_for_something_else(
-    steps: Steps, role: Role, after: State
-) -> None:
-    steps.fleet(prefill="p q", decode="d")
-    steps.drain("q")
-    steps.set_role("q", P)
-    steps.set_role("q", role)
-    if role is P:
-        assert steps.state("q") is State.AUS_PREFILL
-    else:
-        assert steps.state("q") is State.DECODE
-        assert (State.PREFILL, Cause.MUTATE) in steps.controller.state.fleet.counts
-    steps.warmed("q")
-
-
-# Drained
-
-
-def test_a_drained_replica_finishes_what_it_has(steps: Steps) -> None:
-    steps.fleet(prefill="p", decode="d e")
-    [call] = steps.ask("r", 20)
-    steps.drain(call.replica)
-    steps.began("r")
-    steps.tick(1.0)
-    assert steps.state(call.replica) is State.SHUTTING_DECODE
-    assert steps.ask("s", 20)[0].replica != call.replica
-    steps.decoded("r", call.replica)
-    assert steps.state(call.replica) is State.SHUTTING_NULL
-
-
-def test_a_prefill_replica_is_let_go_when_others_have_what_it_has_computed(steps: Steps) -> None:
-    steps.fleet(prefill="p q")
-    steps.serve("d", D, blocks=100)
-    steps.ask("first", 16 * 85, 16, hands_over=False)
-    steps.ask("r")
-    steps.drain("p")
-    steps.prefilled("r", "p")
-    assert steps.state("p") is State.SHUTTING_PREFILL
-    assert Decode("r", "d", 0) in steps.decoded("first", "d")
-    assert steps.state("p") is State.SHUTTING_NULL
-
-
-def test_but_it_does_not_wait_for_ever() -> None:
-    steps = Steps(Settings(drain_timeout_s=10.0))
-    steps.fleet(prefill="p q")
-    steps.serve("d", D, blocks=100)
-    steps.ask("first", 16 * 85, 16, hands_over=False)
-    steps.ask("r")
-    steps.drain("p")
-    steps.prefilled("r", "p")
-    steps.tick(10.0)
-    assert steps.state("p") is State.SHUTTING_NULL
-
-
-def test_what_a_prefill_replica_decodes_is_sent_away_too() -> None:
-    steps = Steps(Settings(drain_timeout_s=10.0))
-    steps.fleet(prefill="p")
-    steps.ask("r", 20)
-    steps.began("r")
-    steps.serve("q", P)
-    steps.drain("p")
-    assert steps.tick(10.0) == [Abort("r", "p")]
-    assert steps.decoded("r", "p", Outcome.CANCELLED) == [Decode("r", "q", 0)]
-    assert steps.state("p") is State.SHUTTING_NULL
-
-
-def test_a_drain_does_not_send_away_what_nobody_else_can_take() -> None:
-    steps = Steps(Settings(drain_timeout_s=10.0))
-    steps.fleet(decode="d")
-    steps.ask("r", 20)
-    steps.began("r")
-    steps.drain("d")
-    assert steps.tick(11.0) == []
-    steps.serve("e", D)
-    assert Abort("r", "d") in steps.history
-    steps.decoded("r", "d", Outcome.CANCELLED)
-    assert steps.state("d") is State.SHUTTING_NULL
-
-
-def test_a_drain_waits_longer_for_what_nobody_else_can_go_on_with() -> None:
-    steps = Steps(Settings(drain_timeout_s=10.0, answer_timeout_s=60.0))
-    steps.fleet(decode="d")
-    steps.ask("movable", 20)
-    steps.ask("bound", 20, goes_on_elsewhere=False)
-    for request in ("movable", "bound"):
-        steps.began(request)
-    steps.serve("e", D)
-    steps.drain("d")
-    assert steps.tick(10.0) == [Abort("movable", "d")]
-    steps.decoded("movable", "d", Outcome.CANCELLED)
-    assert steps.tick(49.0) == []
-    assert steps.tick(1.0) == [Abort("bound", "d")]
-    steps.decoded("bound", "d", Outcome.HOPELESS)
-    assert steps.state("d") is State.SHUTTING_NULL
-
-
-@pytest.mark.parametrize("role", [P, D])
-def test_a_loading_replica_is_given_up(steps: Steps, role: Role) -> None:
-    steps.step(Added(spec=spec("x"), role=role))
-    assert steps.drain("x") == [Retire("x")]
-    assert steps.state("x") is State.INACTIVE
-    assert steps.loaded("x") == []
-    assert steps.state("x") is State.INACTIVE
-
-
-@pytest.mark.parametrize("role", [P, D])
-def test_a_replica_that_is_warmed_is_drained_at_once(steps: Steps, role: Role) -> None:
-    steps.fleet(prefill="p q", decode="d")
-    steps.drain("q")
-    steps.set_role("q", role)
-    steps.drain("q")
-    assert steps.state("q") is State.SHUTTING_NULL
-
-
-def test_replicas_of_the_configuration_are_not_called_the_administrators(steps: Steps) -> None:
-    steps.serve("p", Role.PREFILL)
-    steps.serve("d", Role.DECODE)
+def test_replicas_of_the_configuration_are_not_called_the_administrators() -> None:
+    steps = Steps()
+    steps.fleet(prefill="p", decode="d")
     whys = {each.why for each in steps.controller.state.fleet.transitions}
     assert whys
     assert not any("administrator" in each for each in whys)
     steps.set_role("p", Role.DECODE)
     assert ASKED_BY_ADMIN in {each.why for each in steps.controller.state.fleet.transitions}
+
+
+@examples(
+    """
+failed replica is tried again after a pause
+    fleet p / d; failed d -> nothing; state d failed; tick 0.9 -> nothing
+    tick 0.1 -> load d decode; loaded d; state d decode
+end that is told twice is one failure
+    fleet / d; failed d exited; failed d refused; failed d refused; tick; state d failed
+    assert steps.replica('d').is_retried; loaded d; state d decode
+failed replica that is drained while it is tried is given up
+    fleet / d; failed d; tick; drain d -> ... retire d; state d inactive; loaded d
+    state d inactive
+failed replica that gets another role while it is tried comes back with it
+    fleet / d; failed d; tick; set d prefill; loaded d; state d prefill
+failed replica that gets another role comes back with it
+    fleet p / d; failed d; set d prefill; tick -> load d prefill
+failed replica is not tried again before its calls have ended
+    fleet / d; ask r 20; failed d; tick 5; state d failed
+    decoded r d cancelled -> ... load d decode
+load that fails is a failure
+    add x prefill; failed x late; state x failed; tick -> load x prefill
+late answer to a load that was given up does no harm
+    # One that says that it failed costs another try; one that says that it is there is right.
+    add x prefill; set x decode; failed x late; tick -> load x decode; set x prefill; loaded x
+    state x prefill; loaded x; state x prefill
+drained replica that fails does not come back by itself
+    fleet p q / d; drain q; failed q; tick 5 -> retire q; state q inactive
+    set q decode -> load q decode
+replica that fails while it is drained does not come back by itself
+    fleet / d e; ask r 20 -> decode r d; drain d; failed d; decoded r d cancelled; tick 5
+    state d inactive
+failed replica can be drained and wanted again
+    fleet p q / d; failed q; drain q; set q prefill; tick 5 -> load q prefill; failed q; drain q
+    tick 5 -> retire q; state q inactive
+flip that fails half way is tried again towards its goal
+    fleet / d e; ask r 20 -> decode r d; set d prefill; failed d; decoded r d failed
+    tick 5 -> ... load d prefill
+goal of a flip is not forgotten on the way through decode
+    serve p prefill; ask whole 20; serve d decode; ask r; set p decode; set p prefill
+    prefilled r p; state p draining_decode; failed p; decoded whole p cancelled
+    tick -> ... load p prefill
+sample of an engine that has failed is forgotten, and a later one does not bring it back
+    serve d decode; measure d used=900; failed d; assert work('d').used_blocks == 0
+    measure d; state d failed
+"""
+)
+def test_failed_replica(example: Example) -> None:
+    example.play()
+
+
+def test_replica_that_keeps_failing_is_left_alone_for_longer_and_longer() -> None:
+    steps = Steps()
+    steps.fleet(decode="d")
+    pauses = []
+    for _ in range(3):
+        while steps.state("d") is not State.QUARANTINED:
+            steps.failed("d")
+            if steps.state("d") is State.FAILED:
+                steps.tick(1.0)
+        since = steps.now
+        while steps.state("d") is State.QUARANTINED:
+            assert steps.failed("d") == []
+            steps.tick(0.5)
+        pauses.append(steps.now - since)
+    assert 4.0 <= pauses[0] < pauses[1] < pauses[2]
+
+
+@examples(
+    """
+replica is removed once it has no work
+    fleet / d e; ask r 20 -> decode r d; remove d -> nothing
+    decoded r d -> retire d forget; state d gone
+inactive replica is removed
+    fleet / d; add x; remove x -> retire x forget; state x gone; state d decode
+{loading: state x loading_prefill|serving: loaded x|standby: loaded x; drain x} replica is removed
+    fleet / d; add x prefill; {}; remove x -> retire x forget; state x gone; state d decode
+failed replica is removed
+    fleet / d; add x prefill; loaded x; failed x; remove x -> retire x forget; state x gone
+failed replica is removed once its calls have ended
+    fleet / d e; ask r 20 -> decode r d; failed d; remove d -> nothing; tick 5; state d failed
+    decoded r d failed -> ... retire d forget
+mutating replica is removed after its last prompt
+    fleet p q / d; ask r; set p decode; remove p; prefilled r p; tick; state p gone
+replica to be removed gets no role
+    fleet p q / d; ask r; remove p; set p prefill; state p draining_prefill; prefilled r p; tick
+    state p gone
+"""
+)
+def test_removed_replica(example: Example) -> None:
+    example.play()
+
+
+OURS = "fleet p / d; add ours prefill is_started=True"
+
+
+@examples(
+    f"""
+engine that is let go while it loads is ended and can be started again
+    {OURS}; drain ours -> retire ours; state ours inactive; set ours decode -> load ours decode
+engine that is let go is ended as its time as a standby is up, and can be started again
+    {OURS}; loaded ours; drain ours; state ours standby; expire ours -> retire ours
+    state ours inactive; set ours decode -> load ours decode
+engine that fails is started again
+    {OURS}; loaded ours; failed ours; tick -> load ours prefill
+engine that fails unwanted is ended
+    {OURS}; loaded ours; drain ours; failed ours; tick -> retire ours; state ours inactive
+engine that is removed is ended and forgotten
+    {OURS}; loaded ours; remove ours -> retire ours forget; tick; state ours gone
+"""
+)
+def test_engine_that_the_router_starts(example: Example) -> None:
+    example.play()

@@ -56,11 +56,7 @@ CHANGES: dict[str, tuple[Callable[[Steps, Replica, Replica], object], bool, bool
         False,
     ),
     "a prompt ends": (lambda _, prefill, __: prefill.work.end_prefill(DONE), True, False),
-    "an answer ends": (
-        lambda _, __, decode: decode.work.end_decode(DECODED, 0.0),
-        False,
-        True,
-    ),
+    "an answer ends": (lambda _, __, decode: decode.work.end_decode(DECODED, 0.0), False, True),
     "a replica comes": (lambda steps, *_: steps.serve("new", Role.DECODE), True, True),
     "models": (
         lambda steps, prefill, _: steps.controller.state.fleet.list_models(

@@ -17,14 +17,7 @@ from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 from tests.support.upstreams import quick_upstream
 from tests.support.waiting import until
-from vllm_kvpool.router.control.events import (
-    Event,
-    Failed,
-    Loaded,
-    Measured,
-    SleepFailed,
-    Warmed,
-)
+from vllm_kvpool.router.control.events import Event, Failed, Loaded, Measured, SleepFailed, Warmed
 from vllm_kvpool.router.control.settings import HealthConfig
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.ops.monitor import Monitor

@@ -71,100 +71,62 @@ def test_the_greater_of_both_counts_is_used(engine: int | None, committed: int, 
     assert loads_of_group == {ReplicaId("a"): BlockLoad(used, 100)}
 
 
-def test_each_change_is_told_once() -> None:
-    overload = Overload(lock_at=0.9)
-    assert overload.step(0.0, loads(950, 0)) == {"a"}
-    assert overload.step(1.0, loads(960, 0)) == set()
-    assert overload.step(2.0, loads(100, 0)) == {"a"}
-    assert overload.step(3.0, loads(700, 10, 10)) == {"a"}
-    assert overload.step(4.0, loads(10, 10, names="bc")) == {"a"}
-    assert locked(overload) == ""
+HISTORIES = f"""
+each change is told once => 0 a=950 b=0 -> a +a; 1 a=960 b=0 -> a; 2 a=100 b=0 -> +a
+    ; 3 a=700 b=10 c=10 -> a +a; 4 b=10 c=10 -> +a
+lock by the watermark is released below a lower one => 0 a=900 b=0 c=0 -> a +a
+    ; 10 a=851 b=600 c=600 -> a; 20 a=850 b=600 c=600 -> +a
+lock by the mean is released below 1.6 times the mean => 0 a=700 b=100 c=100 -> a +a
+    ; 10 a=641 b=280 c=280 -> a; 20 a=640 b=280 c=280 -> +a
+lock by the mean is released below 0.4 of the capacity => 0 a=700 b=100 c=100 -> a +a
+    ; 10 a=401 b=0 c=0 -> a; 20 a=400 b=0 c=0 -> +a
+lock holds for a while whatever comes => 10 a=950 b=0 -> a +a
+    ; {10 + MIN_HOLD_S - 0.01} a=0 b=0 -> a; {10 + MIN_HOLD_S} a=0 b=0 -> +a
+lock by the mean that passes the watermark obeys the watermark => 0 a=700 b=10 c=10 -> a +a
+    ; 10 a=950 b=700 c=700 -> a; 20 a=860 b=700 c=700 -> a; 30 a=850 b=700 c=700 -> +a
+with two left the rule of the mean lets go => 0 a=700 b=10 c=10 -> a +a; 5 a=700 b=10 -> +a
+last open one stays open beside equals => 0 a=800 b=950 c=950 -> bc +b +c
+    ; 1 a=990 b=950 c=950 -> bc; 2 a=1000 b=945 c=950 -> ac +a +b
+another one opens at once when the last open one leaves => 0 a=100 b=950 c=960 -> bc +b +c
+    ; 0.01 b=950 c=960 -> c +b
+groups are judged apart, as one of other models can take no work => 0 a=700 b=10 c=10 -> a +a
+    ; 10 a=700 / b=10 c=10 -> +a; 20 a=950 b=960 / c=950 d=10 -> bc +b +c
+"""
+"""Loads by time, what is locked then, and with a sign whose lock has changed."""
 
 
 @pytest.mark.parametrize(
-    ("full", "still", "calm"),
+    "history",
     [
-        ((900, 0, 0), (851, 600, 600), (850, 600, 600)),
-        # 1.6 times the mean: of 640, 280, 280 that is 640
-        ((700, 100, 100), (641, 280, 280), (640, 280, 280)),
-        # 0.4 of the capacity
-        ((700, 100, 100), (401, 0, 0), (400, 0, 0)),
+        pytest.param(each.partition(" => ")[2], id=each.partition(" => ")[0])
+        for each in HISTORIES.replace("\n    ;", ";").strip().splitlines()
     ],
 )
-def test_a_lock_is_released_below_lower_bounds(
-    full: tuple[int, ...], still: tuple[int, ...], calm: tuple[int, ...]
-) -> None:
+def test_locks_follow_loads(history: str) -> None:
     overload = Overload(lock_at=0.9)
-    overload.step(0.0, loads(*full))
-    overload.step(10.0, loads(*still))
-    assert locked(overload) == "a"
-    overload.step(20.0, loads(*calm))
-    assert locked(overload) == ""
+    for moment in history.split("; "):
+        told, _, expected = moment.partition(" -> ")
+        now, _, groups = told.partition(" ")
+        pairs = [[each.split("=") for each in group.split()] for group in groups.split(" / ")]
+        given = [{ReplicaId(x): BlockLoad(int(y), CAPACITY) for x, y in each} for each in pairs]
+        changed = overload.step(float(now), *given)
+        known = [each for each in expected.split() if each[0] != "+"]
+        assert (moment, locked(overload)) == (moment, "".join(known))
+        assert (moment, {f"+{x}" for x in changed}) == (moment, set(expected.split()) - {*known})
 
 
-def test_a_lock_holds_for_a_while_whatever_comes() -> None:
+def test_all_full_ones_are_known_though_the_last_is_open() -> None:
     overload = Overload(lock_at=0.9)
-    overload.step(10.0, loads(950, 0))
-    overload.step(10.0 + MIN_HOLD_S - 0.01, loads(0, 0))
-    assert locked(overload) == "a"
-    overload.step(10.0 + MIN_HOLD_S, loads(0, 0))
-    assert locked(overload) == ""
-
-
-def test_what_was_over_the_mean_and_passes_the_watermark_obeys_the_watermark() -> None:
-    overload = Overload(lock_at=0.9)
-    overload.step(0.0, loads(700, 10, 10))
-    overload.step(10.0, loads(950, 700, 700))
-    overload.step(20.0, loads(860, 700, 700))  # calm by the mean
-    assert locked(overload) == "a"
-    overload.step(30.0, loads(850, 700, 700))
-    assert locked(overload) == ""
-
-
-def test_with_two_left_the_rule_of_the_mean_lets_go() -> None:
-    overload = Overload(lock_at=0.9)
-    overload.step(0.0, loads(700, 10, 10))
-    assert locked(overload) == "a"
-    overload.step(5.0, loads(700, 10))
-    assert locked(overload) == ""
-
-
-def test_the_last_open_one_does_not_change_among_equals() -> None:
-    overload = Overload(lock_at=0.9)
-    overload.step(0.0, loads(800, 950, 950))
-    assert locked(overload) == "bc"
-    # It fills up, a little above the others: one that is as full is no better.
-    assert overload.step(1.0, loads(990, 950, 950)) == set()
-    assert len(overload.full) == 3
-    assert overload.step(2.0, loads(1000, 945, 950)) == {"a", "b"}
-    assert locked(overload) == "ac"
-
-
-def test_when_the_last_open_one_leaves_another_one_opens_at_once() -> None:
-    overload = Overload(lock_at=0.9)
-    overload.step(0.0, loads(100, 950, 960))
-    assert overload.step(0.01, loads(950, 960, names="bc")) == {"b"}
-    assert locked(overload) == "c"
-
-
-def test_groups_are_judged_apart() -> None:
-    """One that is fuller than those of other models cannot give them its work."""
-    overload = Overload(lock_at=0.9)
-    overload.step(0.0, loads(700, 10, 10))
-    assert locked(overload) == "a"
-    overload.step(10.0, loads(700), loads(10, 10, names="bc"))
-    assert locked(overload) == ""
-    overload.step(20.0, loads(950, 960, names="ab"), loads(950, 10, names="cd"))
-    assert locked(overload) == "bc"
+    overload.step(0.0, loads(990, 950, 950))
+    assert sorted(overload.full) == ["a", "b", "c"]
+    overload.step(1.0, loads(950, 960), loads(950, 10, names="cd"))
     assert sorted(overload.full) == ["a", "b", "c"]
 
 
 names = st.sampled_from([ReplicaId(name) for name in "abcdef"])
 blocks = st.one_of(st.integers(0, 1200), st.sampled_from([400, 500, 800, 900, 1000]))
 any_loads = st.dictionaries(
-    names,
-    st.builds(BlockLoad, blocks, st.sampled_from([CAPACITY, 500])),
-    max_size=6,
+    names, st.builds(BlockLoad, blocks, st.sampled_from([CAPACITY, 500])), max_size=6
 )
 histories = st.lists(st.tuples(st.floats(0.0, 3.0), any_loads), max_size=20)
 

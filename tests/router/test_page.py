@@ -74,7 +74,7 @@ async def test_every_replica_has_a_row_with_its_state_its_lock_and_its_load(
         assert await browser.read(names) == ["p0", "p1", "d0", "d1", "d2"]
         states = "[...document.querySelectorAll('.state-name')].map((e) => e.textContent)"
         assert await browser.read(states) == [
-            *("prefill", "prefill", "decode", "decode", "quarantined"),
+            *("prefill", "prefill", "decode", "decode", "quarantined")
         ]
         locks = (
             "[...document.querySelectorAll('.badge.lock[title]')].map((e) => e.checkVisibility())"

@@ -60,86 +60,98 @@ def repeated(
     return changes
 
 
-def test_within_the_bands_nothing_changes() -> None:
-    assert outcome(QUIET) == (0, 0, None)
-    assert repeated(QUIET, 1000.0) == []
+P, D = Role.PREFILL, Role.DECODE
+ALL_IDLE = replace(IDLE_PREFILL, used_blocks=100, handoff_tokens_per_s=0.0)
+BLIND = replace(QUIET, metrics_age_s=None)
+FLIPS_TO_PREFILL = replace(BUSY_PREFILL, used_blocks=100, handoff_tokens_per_s=0.0)
+STARVED = replace(IDLE_DECODE, prompt_tokens_per_s=30_000.0)
+STUCK = replace(
+    IDLE_PREFILL, used_blocks=1950, incoming_tokens=100_000.0, waiting_tokens=1_000_000.0
+)
 
 
 @pytest.mark.parametrize(
-    ("inputs", "expected"),
+    ("inputs", "limits", "expected"),
     [
-        (BUSY_PREFILL, (3, 0, None)),  # to 5
-        (BUSY_DECODE, (0, 2, None)),  # to 4
-        (replace(BUSY_PREFILL, used_blocks=1900), (3, 2, None)),
+        (QUIET, {}, (0, 0, None)),
+        # Up is at once, and by as many as it takes.
+        (BUSY_PREFILL, {}, (3, 0, None)),  # to 5; two decoders at 0.55 can spare none
+        (BUSY_DECODE, {}, (0, 2, None)),  # to 4
+        (replace(BUSY_PREFILL, used_blocks=1900), {}, (3, 2, None)),
         # Two that load already are as good as there.
-        (replace(BUSY_PREFILL, prefill=Counts(2, loading=2, mutating=1)), (0, 0, None)),
-        (replace(BUSY_PREFILL, prefill=Counts(2, loading=1)), (2, 0, None)),
+        (replace(BUSY_PREFILL, prefill=Counts(2, loading=2, mutating=1)), {}, (0, 0, None)),
+        (replace(BUSY_PREFILL, prefill=Counts(2, loading=1)), {}, (2, 0, None)),
         # 60,000 tokens in 2 s are 30,000 tokens/s, beside 11,000: 6 at 0.8, 7 at 0.6
-        (replace(QUIET, waiting_tokens=60_000.0), (5, 0, None)),
+        (replace(QUIET, waiting_tokens=60_000.0), {}, (5, 0, None)),
+        # A replica that one role spares is flipped to the other.
+        (FLIPS_TO_PREFILL, {}, (3, -1, P)),
+        (replace(BUSY_DECODE, prompt_tokens_per_s=1_000.0), {}, (-1, 2, D)),
+        (replace(STARVED, decode=Counts(1)), {}, (3, 0, None)),  # it is at its least
+        # Others come: first see what they do.
+        (replace(STARVED, decode=Counts(1, loading=1)), {}, (3, 0, None)),
+        # A role below its floor is filled without measurements.
+        (replace(BLIND, prefill=Counts(0)), {}, (1, -1, P)),
+        (replace(BLIND, decode=Counts(0)), {}, (-1, 1, D)),
+        (replace(BLIND, decode=Counts(0)), {"min_decode": 3}, (-1, 3, D)),
+        (replace(BLIND, decode=Counts(0, loading=1)), {}, (0, 0, None)),
+        (replace(BLIND, prefill=Counts(1), decode=Counts(0)), {}, (0, 1, None)),
+        (replace(BLIND, prefill=Counts(0), decode=Counts(0)), {}, (1, 1, None)),
+        (replace(BLIND, prefill=Counts(0), decode=Counts(0)), {"min_prefill": 0}, (1, 1, None)),
+        # Prompts wait for decode: prefill that can be spared goes over to it.
+        (STUCK, {}, (-1, 12, D)),
+        (replace(STUCK, used_blocks=900, incoming_tokens=0.0), {}, (82, 0, None)),  # 50.1 at 0.6
     ],
 )
-def test_up_is_at_once_and_by_as_many_as_it_takes(
-    inputs: PlanInputs, expected: tuple[int, int, Any]
+def test_plan_changes_replicas_by_load(
+    inputs: PlanInputs, limits: dict[str, Any], expected: tuple[int, int, Any]
 ) -> None:
-    assert outcome(inputs) == expected
-
-
-def test_up_waits_for_its_cooldown() -> None:
-    changes = repeated(BUSY_PREFILL, 14.0)
-    assert [second for second, _ in changes] == [0.0, 5.0, 10.0]
-
-
-def test_down_is_one_at_a_time_after_there_were_too_many_for_a_while() -> None:
-    idle = replace(QUIET, prefill=Counts(4), prompt_tokens_per_s=0.0)
-    changes = repeated(idle, 130.0)
-    assert [(second, made.prefill.delta) for second, made in changes] == [(30.0, -1), (90.0, -1)]
-
-
-def test_too_many_with_a_break_start_anew() -> None:
-    _, memory = plan(IDLE_PREFILL, LIMITS, AFRESH)
-    _, memory = plan(replace(QUIET, now=1029.0), LIMITS, memory)
-    later = replace(IDLE_PREFILL, now=1031.0)
-    assert outcome(later, memory) == (0, 0, None)
-    assert [second for second, _ in repeated(later, 40.0, memory)] == [30.0]
-
-
-def test_down_waits_while_others_come() -> None:
-    idle = replace(IDLE_PREFILL, prefill=Counts(2, loading=1))
-    assert repeated(idle, 1000.0) == []
-
-
-def test_of_two_roles_the_one_with_too_many_for_longer_goes_first() -> None:
-    both = replace(IDLE_PREFILL, used_blocks=100, handoff_tokens_per_s=0.0)
-    _, memory = plan(replace(IDLE_DECODE, now=995.0), LIMITS, AFRESH)
-    changes = repeated(both, 31.0, memory)
-    assert [(second, made.decode.delta) for second, made in changes] == [(25.0, -1), (30.0, 0)]
+    assert outcome(inputs, **limits) == expected
 
 
 @pytest.mark.parametrize(
-    ("inputs", "expected"),
+    ("before", "inputs", "seconds", "expected"),
     [
-        (replace(BUSY_PREFILL, used_blocks=100, handoff_tokens_per_s=0.0), (3, -1, Role.PREFILL)),
-        (replace(BUSY_DECODE, prompt_tokens_per_s=1_000.0), (-1, 2, Role.DECODE)),
-        # It could not spare one: at 0.55 of two, one is used more than the band's middle.
-        (BUSY_PREFILL, (3, 0, None)),
-        # It is at its least.
-        (replace(IDLE_DECODE, prompt_tokens_per_s=30_000.0, decode=Counts(1)), (3, 0, None)),
-        # Others come: first see what they do.
+        ([], QUIET, 1000.0, {}),
+        # Up waits for its cooldown.
+        ([], BUSY_PREFILL, 14.0, {0.0: (3, 0), 5.0: (3, 0), 10.0: (3, 0)}),
+        # Down is one at a time, after there were too many for a while.
         (
-            replace(IDLE_DECODE, prompt_tokens_per_s=30_000.0, decode=Counts(1, loading=1)),
-            (3, 0, None),
+            *([], replace(QUIET, prefill=Counts(4), prompt_tokens_per_s=0.0), 130.0),
+            {30.0: (-1, 0), 90.0: (-1, 0)},
+        ),
+        # Too many with a break, or while nothing was seen, start anew.
+        (
+            *([IDLE_PREFILL, replace(QUIET, now=1029.0)], replace(IDLE_PREFILL, now=1031.0), 40.0),
+            {30.0: (-1, 0)},
+        ),
+        (
+            [IDLE_PREFILL, replace(IDLE_PREFILL, now=1010.0, metrics_age_s=None)],
+            *(replace(IDLE_PREFILL, now=1011.0), 35.0, {30.0: (-1, 0)}),
+        ),
+        # Down waits while others come.
+        ([], replace(IDLE_PREFILL, prefill=Counts(2, loading=1)), 1000.0, {}),
+        # Of two roles the one with too many for longer goes first.
+        (
+            *([replace(IDLE_DECODE, now=995.0)], ALL_IDLE, 31.0),
+            {25.0: (0, -1), 30.0: (-1, 0)},
         ),
     ],
 )
-def test_what_one_role_spares_is_flipped_to_the_other(
-    inputs: PlanInputs, expected: tuple[int, int, Any]
+def test_plan_changes_replicas_over_time(
+    before: list[PlanInputs],
+    inputs: PlanInputs,
+    seconds: float,
+    expected: dict[float, tuple[int, int]],
 ) -> None:
-    assert outcome(inputs) == expected
+    memory = AFRESH
+    for each in before:
+        _, memory = plan(each, LIMITS, memory)
+    changes = repeated(inputs, seconds, memory)
+    assert {at: (made.prefill.delta, made.decode.delta) for at, made in changes} == expected
 
 
 def test_a_flip_back_waits_for_its_cooldown() -> None:
-    there = replace(BUSY_PREFILL, used_blocks=100, handoff_tokens_per_s=0.0)
-    made, memory = plan(there, LIMITS, AFRESH)
+    made, memory = plan(FLIPS_TO_PREFILL, LIMITS, AFRESH)
     assert made.flip_to is Role.PREFILL
     back = replace(IDLE_PREFILL, prefill=Counts(5), decode=Counts(1), used_blocks=1900)
     made, _ = plan(replace(back, now=1019.0), LIMITS, memory)
@@ -149,7 +161,7 @@ def test_a_flip_back_waits_for_its_cooldown() -> None:
 
 
 def test_a_flip_on_does_not_wait_for_it() -> None:
-    there = replace(IDLE_DECODE, prompt_tokens_per_s=30_000.0, decode=Counts(4))
+    there = replace(STARVED, decode=Counts(4))
     _, memory = plan(there, LIMITS, AFRESH)
     assert outcome(replace(there, now=1005.0), memory)[2] is Role.PREFILL
 
@@ -180,16 +192,6 @@ def test_what_was_not_missed_for_long_is_kept_less_long_again(
     assert after.prefill.patience == patience
 
 
-def test_decode_that_is_short_does_not_make_prefill_grow() -> None:
-    """What waits, waits for decode: prefill that can be spared even goes over to it."""
-    stuck = replace(
-        IDLE_PREFILL, used_blocks=1950, incoming_tokens=100_000.0, waiting_tokens=1_000_000.0
-    )
-    assert outcome(stuck)[0] == -1
-    assert outcome(stuck)[2] is Role.DECODE
-    assert outcome(replace(stuck, used_blocks=900, incoming_tokens=0.0))[0] > 0
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -205,33 +207,6 @@ def test_without_measurements_the_plan_is_to_stay(wrong: dict[str, Any], words: 
         made, _ = plan(blind, LIMITS, AFRESH)
         assert made.held == words
         assert made.why.startswith(words)
-
-
-def test_too_many_do_not_count_while_nothing_was_seen() -> None:
-    _, memory = plan(IDLE_PREFILL, LIMITS, AFRESH)
-    _, memory = plan(replace(IDLE_PREFILL, now=1010.0, metrics_age_s=None), LIMITS, memory)
-    assert [second for second, _ in repeated(replace(IDLE_PREFILL, now=1011.0), 35.0, memory)] == [
-        30.0
-    ]
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "limits", "expected"),
-    [
-        (Counts(0), Counts(2), {}, (1, -1, Role.PREFILL)),
-        (Counts(2), Counts(0), {}, (-1, 1, Role.DECODE)),
-        (Counts(2), Counts(0), {"min_decode": 3}, (-1, 3, Role.DECODE)),
-        (Counts(2), Counts(0, loading=1), {}, (0, 0, None)),
-        (Counts(1), Counts(0), {}, (0, 1, None)),
-        (Counts(0), Counts(0), {}, (1, 1, None)),
-        (Counts(0), Counts(0), {"min_prefill": 0}, (1, 1, None)),
-    ],
-)
-def test_a_role_below_its_floor_is_filled_without_measurements(
-    prefill: Counts, decode: Counts, limits: dict[str, Any], expected: tuple[int, int, Any]
-) -> None:
-    blind = replace(QUIET, metrics_age_s=None, prefill=prefill, decode=decode)
-    assert outcome(blind, **limits) == expected
 
 
 def test_a_role_below_its_floor_is_filled_from_one_that_cannot_spare_any() -> None:

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.alone
 
 LONG = "hello world " * 150  # just worth a prefill of its own
 STREAM: dict[str, Any] = {
-    **{"prompt": LONG, "max_tokens": 30, "return_token_ids": True, "stream": True},
+    **{"prompt": LONG, "max_tokens": 30, "return_token_ids": True, "stream": True}
 }
 K = FaultKind
 
@@ -288,10 +288,7 @@ async def test_a_frozen_engine_is_noticed_and_its_streams_go_on() -> None:
 
 async def test_sixty_four_replicas() -> None:
     # All share this process, so the machine may be slow for them.
-    config = {
-        "health": {"every_s": 1.0, "timeout_s": 5.0},
-        "front": {"engine_timeout_s": 30.0},
-    }
+    config = {"health": {"every_s": 1.0, "timeout_s": 5.0}, "front": {"engine_timeout_s": 30.0}}
     spec = ScriptedSpec(step_base_s=0.05, put_s=0.005)
     async with RouterRig(16, 48, spec=spec, config=config) as rig:
         direct = await rig.complete(STREAM, at=rig.reference)

@@ -18,7 +18,7 @@ from vllm_kvpool.router.control.fleet import Fleet
 from vllm_kvpool.router.control.planner import Plan, Wanted
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
 
-NOW = 1000.0
+NOW = 1000
 P, D = Role.PREFILL, Role.DECODE
 
 
@@ -34,7 +34,7 @@ class Row:
     state: State
     load: int = 0
     warmth: int = 0
-    idle_since: float = 0.0
+    idle_since: int = 0
 
 
 def a_fleet(*rows: Row) -> Fleet:
@@ -47,131 +47,70 @@ def a_fleet(*rows: Row) -> Fleet:
     return fleet
 
 
-def short(steps: list[Step]) -> list[tuple[ScalingAction, str | None]]:
-    return [(step.action, step.replica) for step in steps]
+def fleet_of(text: str) -> Fleet:
+    """Replicas `name state load=1 warmth=2`, `;` between them."""
+    rows = []
+    for each in text.split(";"):
+        name, state, *more = each.split()
+        fields = {key: int(value) for key, _, value in (x.partition("=") for x in more)}
+        rows.append(Row(name, State(state), **fields))
+    return a_fleet(*rows)
 
 
-SERVE = (
-    Row("p1", State.PREFILL, load=500),
-    Row("p2", State.PREFILL, load=100),
-    Row("d1", State.DECODE, load=70),
-    Row("d2", State.DECODE, load=0),
-)
-ALL_MEANS = (
-    *SERVE,
-    Row("broken", State.FAILED),
-    Row("asleep", State.INACTIVE),
-    Row("ready", State.SHUTTING_NULL),
-    Row("leaving p", State.SHUTTING_PREFILL),
-    Row("leaving d", State.SHUTTING_DECODE),
-)
+SERVE = "p1 prefill load=500; p2 prefill load=100; d1 decode load=70; d2 decode"
+ALL = f"""{SERVE}; broken failed; asleep inactive; ready standby
+    ; leaving-p draining_prefill; leaving-d draining_decode"""
+STANDBYS = "cold standby warmth=1 idle_since=999; warm standby warmth=2 idle_since=1"
+
+STEPS: dict[str, tuple[str, tuple[int, int, Role | None], str]] = {
+    # Up by the cheapest action first, for decode before prefill; nothing is used twice.
+    "nothing": (ALL, (0, 0, None), ""),
+    "prefill": (ALL, (1, 0, None), "revive leaving-p"),
+    "decode": (ALL, (0, 1, None), "revive leaving-d"),
+    "two": (ALL, (2, 0, None), "revive leaving-p, use standby ready"),
+    "many": (ALL, (9, 0, None), "revive leaving-p, use standby ready, wake asleep"),
+    "flip": (ALL, (9, -1, P), "revive leaving-p, use standby ready, flip d2, wake asleep"),
+    "both": (
+        *(ALL, (2, 2, None)),
+        "revive leaving-d, use standby ready, revive leaving-p, wake asleep",
+    ),
+    "a replica that is there spares the flip": (ALL, (1, -1, P), "revive leaving-p"),
+    "the flip with the least to lose, to decode": (SERVE, (-1, 1, D), "flip p2"),
+    "the flip with the least to lose, to prefill": (SERVE, (1, -1, P), "flip d2"),
+    "the warmest first": (
+        *(f"{STANDBYS}; late standby warmth=2 idle_since=2", (3, 0, None)),
+        "use standby late, use standby warm, use standby cold",
+    ),
+    # Down by the one with the least to lose.
+    "a standby before any that serves": (f"{SERVE}; s standby", (0, -1, None), "retire s"),
+    "the emptiest": (SERVE, (0, -1, None), "drain d2"),
+    "not the last one": ("d1 decode load=70", (0, -1, None), ""),
+    "not the last one that serves": ("d1 decode; d3 loading_decode", (0, -1, None), ""),
+    "the coldest": ("a decode load=5 warmth=9; b decode load=5 warmth=3", (0, -1, None), "drain b"),
+    "a standby that is used is not given back": (
+        *(f"{SERVE}; s standby", (-1, 1, None)),
+        "use standby s, drain p2",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("plan", "expected"),
-    [
-        (a_plan(0, 0), []),
-        (a_plan(1, 0), [(ScalingAction.REVIVE, "leaving p")]),
-        (a_plan(0, 1), [(ScalingAction.REVIVE, "leaving d")]),
-        (a_plan(2, 0), [(ScalingAction.REVIVE, "leaving p"), (ScalingAction.USE_STANDBY, "ready")]),
-        (
-            a_plan(9, 0),
-            [
-                *((ScalingAction.REVIVE, "leaving p"), (ScalingAction.USE_STANDBY, "ready")),
-                (ScalingAction.WAKE, "asleep"),
-            ],
-        ),
-        (
-            a_plan(9, -1, flip_to=P),
-            [
-                *((ScalingAction.REVIVE, "leaving p"), (ScalingAction.USE_STANDBY, "ready")),
-                *((ScalingAction.FLIP, "d2"), (ScalingAction.WAKE, "asleep")),
-            ],
-        ),
-        # Decode first; nothing is used twice.
-        (
-            a_plan(2, 2),
-            [
-                *((ScalingAction.REVIVE, "leaving d"), (ScalingAction.USE_STANDBY, "ready")),
-                *((ScalingAction.REVIVE, "leaving p"), (ScalingAction.WAKE, "asleep")),
-            ],
-        ),
-        # What is there already spares the flip.
-        (a_plan(1, -1, flip_to=P), [(ScalingAction.REVIVE, "leaving p")]),
-    ],
-)
-def test_up_takes_the_cheapest_action_first(
-    plan: Plan, expected: list[tuple[ScalingAction, str | None]]
-) -> None:
-    assert short(choose_steps(plan, a_fleet(*ALL_MEANS))) == expected
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_take_what_costs_least(name: str) -> None:
+    fleet, deltas, expected = STEPS[name]
+    steps = choose_steps(a_plan(*deltas), fleet_of(fleet))
+    assert ", ".join(f"{each.action.value} {each.replica}" for each in steps) == expected
+    if name.startswith("the flip"):
+        assert [each.role for each in steps] == [deltas[2]]
 
 
-def test_a_flip_takes_the_one_with_the_least_to_lose() -> None:
-    fleet = a_fleet(*SERVE)
-    assert choose_steps(a_plan(-1, 1, flip_to=D), fleet) == [
-        Step(ScalingAction.FLIP, ReplicaId("p2"), D)
-    ]
-    assert choose_steps(a_plan(1, -1, flip_to=P), fleet) == [
-        Step(ScalingAction.FLIP, ReplicaId("d2"), P)
-    ]
-
-
-def test_the_warmest_is_used_first() -> None:
-    fleet = a_fleet(
-        Row("cold", State.SHUTTING_NULL, warmth=1, idle_since=999.0),
-        Row("warm", State.SHUTTING_NULL, warmth=2, idle_since=1.0),
-        Row("late", State.SHUTTING_NULL, warmth=2, idle_since=2.0),
-    )
-    assert [step.replica for step in choose_steps(a_plan(3, 0), fleet)] == ["late", "warm", "cold"]
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        # A standby goes before anyone who serves.
-        ((*SERVE, Row("s", State.SHUTTING_NULL)), [(ScalingAction.RETIRE, "s")]),
-        (SERVE, [(ScalingAction.DRAIN, "d2")]),
-        ((SERVE[2],), []),  # the last one
-        ((SERVE[2], Row("d3", State.LOADING_DECODE)), []),  # the last one that serves
-        (
-            (
-                Row("a", State.DECODE, load=5, warmth=9),
-                Row("b", State.DECODE, load=5, warmth=3),
-            ),
-            [(ScalingAction.DRAIN, "b")],
-        ),
-    ],
-)
-def test_down_takes_the_one_with_the_least_to_lose(
-    rows: tuple[Row, ...], expected: list[tuple[ScalingAction, str | None]]
-) -> None:
-    assert short(choose_steps(a_plan(0, -1), a_fleet(*rows))) == expected
-
-
-def test_a_standby_that_is_used_is_not_given_back() -> None:
-    fleet = a_fleet(*SERVE, Row("s", State.SHUTTING_NULL))
-    assert short(choose_steps(a_plan(-1, 1), fleet)) == [
-        (ScalingAction.USE_STANDBY, "s"),
-        (ScalingAction.DRAIN, "p2"),
-    ]
-
-
-def test_a_standby_expires_longest_idle_first() -> None:
-    fleet = a_fleet(
-        Row("new", State.SHUTTING_NULL, idle_since=NOW - 1),
-        Row("old", State.SHUTTING_NULL, idle_since=NOW - 30),
-    )
+def test_standby_that_is_idle_for_longest_expires_first() -> None:
+    fleet = fleet_of(f"new standby idle_since={NOW - 1}; old standby idle_since={NOW - 30}")
     assert expired_standby(fleet, NOW, ttl_s=30.0) == Step(ScalingAction.RETIRE, ReplicaId("old"))
     assert expired_standby(fleet, NOW, ttl_s=30.5) is None
 
 
 rows = st.lists(
-    st.builds(
-        Row,
-        st.integers(0, 10**6).map(str),
-        st.sampled_from(State),
-        load=st.integers(0, 10),
-    ),
+    st.builds(Row, st.integers(0, 10**6).map(str), st.sampled_from(State), load=st.integers(0, 10)),
     max_size=20,
     unique_by=lambda one: one.name,
 )
@@ -184,8 +123,7 @@ rows = st.lists(
     rows,
 )
 def test_steps_are_no_more_than_planned_and_take_nothing_twice(
-    deltas: tuple[int, int, Role | None],
-    rows: list[Row],
+    deltas: tuple[int, int, Role | None], rows: list[Row]
 ) -> None:
     fleet = a_fleet(*rows)
     plan = a_plan(*deltas)

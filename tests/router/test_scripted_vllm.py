@@ -19,13 +19,7 @@ from tests.support.scripted_batch import Batch, ScriptedPool
 from tests.support.scripted_core import EngineStats, metrics_text
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import ScriptedSpec
-from tests.support.scripted_words import (
-    EOS_ID,
-    Continuation,
-    Detokenizer,
-    encode,
-    token_bytes,
-)
+from tests.support.scripted_words import EOS_ID, Continuation, Detokenizer, encode, token_bytes
 from vllm_kvpool.metrics import METRICS
 
 pytestmark = pytest.mark.slow  # importing vLLM's server takes ten seconds
@@ -273,8 +267,7 @@ def tokenizer_of(token_ids: Sequence[int]) -> Any:
     start=st.text(max_size=8).map(lambda text: encode(f"x{text}")),
     num_before=st.integers(0, 12),
     stop=st.lists(
-        st.sampled_from([" b", "a", "o z", "\u2192", "\xe9", "i ku", "zz", "ta", " l"]),
-        max_size=3,
+        st.sampled_from([" b", "a", "o z", "\u2192", "\xe9", "i ku", "zz", "ta", " l"]), max_size=3
     ),
     include_stop=st.booleans(),
     min_tokens=st.integers(0, 5),

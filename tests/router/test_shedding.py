@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -68,6 +68,11 @@ def asking(
 
 
 ASK = asking()
+EMPTY = {"room_blocks": 0.0, "committed_requests": 0}
+
+
+def own_decode_wait_s(pressure: Pressure) -> float:
+    return decode_wait_s(pressure, ASK.tokens)
 
 
 def let_in(answers: Sequence[Rejection | None]) -> float:
@@ -83,48 +88,35 @@ def only(pressure: Pressure, ask: Request = ASK) -> Rejection | None:
     return answers(pressure, ask, times=1)[0]
 
 
+WAITING = {"queued_requests": 6, "starts_per_s": 5.0, "is_waiting_for_decoder": True}
+
+
 @pytest.mark.parametrize(
-    ("given_load", "expected"),
+    ("wait_s", "given_load", "expected"),
     [
-        ({}, 0.0),
-        ({"queued_tokens": 30_000.0}, 1.5),  # by 2 * 10,000 tokens/s
+        (prefill_wait_s, {}, 0.0),
+        (prefill_wait_s, {"queued_tokens": 30_000.0}, 1.5),  # by 2 * 10,000 tokens/s
         # Without prefill replicas three decode replicas compute 5,000 tokens/s each.
-        ({"queued_tokens": 30_000.0, "prefill_replicas": 0}, 2.0),
-    ],
-)
-def test_the_wait_for_prefill(given_load: dict[str, Any], expected: float) -> None:
-    assert prefill_wait_s(replace(CALM, **given_load)) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("given_load", "expected"),
-    [
-        ({}, 0.0),
-        ({"queued_blocks": 920.0}, 0.0),  # and its own 80: exactly the room
+        (prefill_wait_s, {"queued_tokens": 30_000.0, "prefill_replicas": 0}, 2.0),
+        (own_decode_wait_s, {}, 0.0),
+        (own_decode_wait_s, {"queued_blocks": 920.0}, 0.0),  # and its own 80: exactly the room
         # 3 * 1000 tokens/s end 30 requests of 80 blocks each second: 2400 blocks/s.
-        ({"queued_blocks": 5720.0}, 2.0),
-        ({"room_blocks": 0.0}, 80 / 2400),
+        (own_decode_wait_s, {"queued_blocks": 5720.0}, 2.0),
+        (own_decode_wait_s, {"room_blocks": 0.0}, 80 / 2400),
         # Nothing will end; but one that has nothing takes what is next, however large it is.
-        ({"room_blocks": 0.0, "committed_requests": 0}, 0.0),
-        ({"room_blocks": 0.0, "committed_requests": 0, "queued_requests": 1}, math.inf),
-        ({"room_blocks": 0.0, "committed_blocks": 0.0}, math.inf),
+        (own_decode_wait_s, EMPTY, 0.0),
+        (own_decode_wait_s, EMPTY | {"queued_requests": 1}, math.inf),
+        (own_decode_wait_s, {"room_blocks": 0.0, "committed_blocks": 0.0}, math.inf),
+        # No request waits for a decoder.
+        (start_wait_s, WAITING | {"starting_requests": 4, "is_waiting_for_decoder": False}, 0.0),
+        (start_wait_s, WAITING | {"starting_requests": 4}, 2.0),
+        (start_wait_s, WAITING | {"starts_per_s": math.inf}, 0.0),
     ],
 )
-def test_the_wait_for_decode(given_load: dict[str, Any], expected: float) -> None:
-    assert decode_wait_s(replace(CALM, **given_load), ASK.tokens) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("given_load", "expected"),
-    [
-        ({"queued_requests": 6, "starting_requests": 4}, 0.0),  # nobody waits for a decoder
-        ({"queued_requests": 6, "starting_requests": 4, "is_waiting_for_decoder": True}, 2.0),
-        ({"queued_requests": 6, "is_waiting_for_decoder": True, "starts_per_s": math.inf}, 0.0),
-    ],
-)
-def test_the_wait_for_a_start(given_load: dict[str, Any], expected: float) -> None:
-    load = {"starts_per_s": 5.0, **given_load}
-    assert start_wait_s(replace(CALM, **load)) == pytest.approx(expected)
+def test_wait_is_work_by_what_is_done_in_a_second(
+    wait_s: Callable[[Pressure], float], given_load: dict[str, Any], expected: float
+) -> None:
+    assert wait_s(replace(CALM, **given_load)) == pytest.approx(expected)
 
 
 def test_what_is_only_assumed_delays_nobody() -> None:
@@ -179,16 +171,9 @@ def test_a_long_hand_over_does_not_shut_an_idle_deployment() -> None:
         ({"queued_tokens": 1e6}, 429, RejectionReason.PREFILL_WAIT),
         ({"queued_requests": 80}, 429, RejectionReason.QUEUE_FULL),
         ({"queued_blocks": 1e5}, 503, RejectionReason.DECODE_WAIT),
-        (
-            {"queued_requests": 50, "is_waiting_for_decoder": True, "starts_per_s": 5.0},
-            429,
-            RejectionReason.START_WAIT,
-        ),
+        (WAITING | {"queued_requests": 50}, 429, RejectionReason.START_WAIT),
         ({"queued_tokens": 1e6, "is_saturated": True}, 503, RejectionReason.DECODE_WAIT),
-        (
-            {"room_blocks": 0.0, "committed_requests": 0, "queued_requests": 1},
-            *(503, RejectionReason.DECODE_WAIT),
-        ),
+        (EMPTY | {"queued_requests": 1}, 503, RejectionReason.DECODE_WAIT),
         ({"decode_replicas": 0}, 503, RejectionReason.NO_REPLICA),
     ],
 )
@@ -222,8 +207,7 @@ def test_what_would_miss_its_deadline_is_refused_at_once(
 
 
 @pytest.mark.parametrize(
-    ("priority", "most_wait_s", "most_queued"),
-    [(-5, 4.0, 100), (0, 3.2, 80), (1, 2.4, 60)],
+    ("priority", "most_wait_s", "most_queued"), [(-5, 4.0, 100), (0, 3.2, 80), (1, 2.4, 60)]
 )
 def test_a_reserve_is_kept_for_what_comes_first(
     priority: int, most_wait_s: float, most_queued: int
@@ -273,9 +257,7 @@ asks = st.builds(
 
 
 @given(st.lists(st.tuples(pressures, asks), max_size=30))
-def test_every_answer_is_one_a_client_can_use(
-    given_load: list[tuple[Pressure, Request]],
-) -> None:
+def test_every_answer_is_one_a_client_can_use(given_load: list[tuple[Pressure, Request]]) -> None:
     shedder = Shedder(LIMITS)
     for pressure, ask in given_load:
         answer = shedder.decide(pressure, ask)

@@ -46,33 +46,33 @@ def replica(scene: Scene, name: str) -> ReplicaView:
     return found
 
 
-def test_an_empty_router_has_something_to_show() -> None:
+def assert_shown(view: object, words: str) -> None:
+    """`words`: `name=value ...` of the view, as text."""
+    for name, _, value in (each.partition("=") for each in words.split()):
+        found = getattr(view, name)
+        assert (name, str(getattr(found, "value", found))) == (name, value)
+
+
+def test_empty_router_has_something_to_show() -> None:
     view = shown(Scene())
-    assert view.replicas == view.transitions == ()
+    assert_shown(view, "replicas=() transitions=() ttft=None pool_is_up=True is_collapsed=True")
     assert (view.queue, view.migration) == (WaitingView(0, 0), WaitingView(0, 0))
-    assert view.ttft is None
     assert view.counts == dict.fromkeys(COUNTS, 0)
-    assert (view.pool_is_up, view.is_collapsed) == (True, True)
     assert (view.plan.at, view.plan.why, view.plan.steps) == (None, NO_PLAN, ())
 
 
-def test_a_replica_is_shown_with_its_work_its_lock_and_its_flow() -> None:
+def test_replica_is_shown_with_its_work_its_lock_and_its_flow() -> None:
     scene = busy_scene()
-    d0 = replica(scene, "d0")
-    assert (d0.state, d0.role, d0.locked) == (State.DECODE, Role.DECODE, True)
+    d0, p0, p1 = (replica(scene, name) for name in ("d0", "p0", "p1"))
+    assert_shown(d0, "state=decode role=decode locked=True running=3 waiting=1 used_blocks=990")
+    assert_shown(d0, f"committed_blocks=110 total_blocks={BLOCKS} prefills=0 decodes=1 starting=0")
+    assert_shown(p0, "url=http://10.0.0.1:8000 locked=False lock_why=")
     assert d0.lock_why == "over the watermark"
-    assert (d0.running, d0.waiting) == (3, 1)
-    assert (d0.used_blocks, d0.committed_blocks, d0.total_blocks) == (990, 110, BLOCKS)
-    assert (d0.prefills, d0.decodes, d0.starting) == (0, 1, 0)
     assert d0.bytes_in_per_s > 1e6 > d0.bytes_out_per_s == 0.0
     assert d0.generated_tokens_per_s > 100
-    p0, p1 = replica(scene, "p0"), replica(scene, "p1")
+    assert p0.bytes_out_per_s > 1e6
     assert p0.prefills + p1.prefills == 3
     assert p0.tokens_in + p1.tokens_in == 3 * 1600
-    assert p0.url == "http://10.0.0.1:8000"
-    assert p0.bytes_out_per_s > 1e6
-    assert not p0.locked
-    assert p0.lock_why == ""
 
 
 def test_queues_counts_and_waits_are_shown() -> None:
@@ -86,12 +86,10 @@ def test_queues_counts_and_waits_are_shown() -> None:
     learned = shown(scene).rates.learned["prefill_tokens_per_s"]
     assert learned is not None
     assert 1000 < learned < 100_000
-    many = [f"m{number}" for number in range(60)]
-    for name in many:
-        scene.arrived(name, 16_000)
+    for number in range(60):
+        scene.arrived(f"m{number}", 16_000)
     view = shown(scene)
-    assert view.queue.requests > 0
-    assert view.queue.tokens == view.queue.requests * 16_000
+    assert view.queue.tokens == view.queue.requests * 16_000 > 0
     assert sum(view.refusals.values()) == view.counts["shed"] > 0
     assert set(view.refusals) <= {429, 503}
 
@@ -128,24 +126,16 @@ def test_how_often_an_edge_was_followed_is_counted_with_its_end() -> None:
     }
 
 
-def test_a_failed_replica_says_when_it_is_tried_again() -> None:
+def test_failed_replica_says_when_it_is_tried_again_and_is_down_until_it_answers() -> None:
     scene = busy_scene()
-    d2 = replica(scene, "d2")
-    assert d2.state is State.QUARANTINED
-    assert d2.retry_in_s == pytest.approx(30.0, abs=0.1)
-    assert replica(scene, "d1").retry_in_s is None
-
-
-def test_a_failed_replica_is_down_until_it_answers() -> None:
-    scene = busy_scene()
-    assert replica(scene, "d2").retry_in_s is not None
-    scene.tick(31.0)
     fleet = scene.controller.state.fleet
+    assert_shown(replica(scene, "d2"), "state=quarantined")
+    assert replica(scene, "d2").retry_in_s == pytest.approx(30.0, abs=0.1)
+    assert replica(scene, "d1").retry_in_s is None
+    scene.tick(31.0)
     assert fleet[ReplicaId("d2")].is_retried
-    assert replica(scene, "d2").state is State.FAILED
-    assert replica(scene, "d2").retry_in_s is None
-    assert health_of(fleet).down == ("d2",)
-    assert health_of(fleet).loading == ()
+    assert_shown(replica(scene, "d2"), "state=failed retry_in_s=None")
+    assert (health_of(fleet).down, health_of(fleet).loading) == (("d2",), ())
     scene.step(Loaded(ReplicaId("d2")))
     assert health_of(fleet).down == ()
 
@@ -157,11 +147,7 @@ def test_health_says_who_serves_and_who_does_not() -> None:
     scene.serving("p0", Role.PREFILL)
     scene.serving("d0", Role.DECODE)
     assert health_of(fleet) == HealthView(
-        status="ok",
-        serving={Role.PREFILL: 1, Role.DECODE: 1},
-        down=(),
-        loading=(),
-        mismatches={},
+        status="ok", serving={Role.PREFILL: 1, Role.DECODE: 1}, down=(), loading=(), mismatches={}
     )
     scene.step(Added(spec=ReplicaSpec(replica_id=ReplicaId("d1"), url="u"), role=Role.DECODE))
     assert (health_of(fleet).status, health_of(fleet).loading) == ("ok", ("d1",))

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,39 @@ from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.config import read_request_options
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import TenantConfig, load_config, read_tenants
-from vllm_kvpool.router.ops.tenants import Denied, Tenant, Tenants, TenantSalts
+from vllm_kvpool.router.ops.tenants import Denied, Tenants, TenantSalts
 
 KEY = "k-0123456789abcdef"
 OTHER = "k-fedcba9876543210"
 ASK = {"model": "scripted", "prompt": "hello", "max_tokens": 4, "temperature": 0}
 
 
-@dataclass
-class Clock:
-    now: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def denied(tenants: Tenants, tenant: Tenant, model: str = "m") -> Denied:
-    with pytest.raises(Denied) as caught:
-        tenants.enter(tenant, model)
-    return caught.value
+def write_secret(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o600)
+    return str(path)
+
+
+class Bench:
+    """One tenant, and a clock."""
+
+    def __init__(self, **config: Any) -> None:
+        self.now = 100.0
+        given = TenantConfig(name="a", key=KEY, **config)
+        self.tenants = Tenants([given], lambda: self.now)
+        self.tenant = self.tenants.of(f"Bearer {KEY}")
+
+    def enter(self, model: str = "m", num_sequences: int = 1) -> None:
+        self.tenants.enter(self.tenant, model, num_sequences)
+
+    def denied(self, model: str = "m", num_sequences: int = 1) -> Denied:
+        with pytest.raises(Denied) as caught:
+            self.enter(model, num_sequences)
+        return caught.value
 
 
 def test_a_key_names_its_tenant_plain_or_by_its_digest() -> None:
@@ -41,80 +54,63 @@ def test_a_key_names_its_tenant_plain_or_by_its_digest() -> None:
     tenants = Tenants([TenantConfig(name="a", key=KEY), TenantConfig(name="b", key=digest)])
     assert tenants.of(f"Bearer {KEY}").config.name == "a"
     assert tenants.of(f"bearer  {OTHER} ").config.name == "b"
-    for given in (
-        None,
-        "",
-        KEY,
-        "Bearer ",
-        "Bearer x",
-        f"Basic {KEY}",
-        f"Bearer {digest}",
-        "\udcff",
-    ):
+    basic, digested = f"Basic {KEY}", f"Bearer {digest}"
+    for given in (None, "", KEY, "Bearer ", "Bearer x", basic, digested, "\udcff"):
         with pytest.raises(Denied) as caught:
             tenants.of(given)
         assert caught.value.status == 401
 
 
 def test_models_of_others_are_refused() -> None:
-    tenants = Tenants([TenantConfig(name="a", key=KEY, models=("m", "lora"))])
-    tenant = tenants.of(f"Bearer {KEY}")
-    tenants.enter(tenant, "lora")
-    assert denied(tenants, tenant, "n").status == 403
-    assert denied(tenants, tenant, "").status == 403
-    assert tenant.num_running == 1
+    bench = Bench(models=("m", "lora"))
+    bench.enter("lora")
+    assert bench.denied("n").status == bench.denied("").status == 403
+    assert bench.tenant.num_running == 1
 
 
-def test_a_rate_is_a_bucket_that_fills() -> None:
-    clock = Clock()
-    tenants = Tenants([TenantConfig(name="a", key=KEY, requests_per_s=2.0, burst=3.0)], clock)
-    tenant = tenants.of(f"Bearer {KEY}")
+def test_rate_is_a_bucket_that_fills() -> None:
+    bench = Bench(requests_per_s=2.0, burst=3.0)
     for _ in range(3):
-        tenants.enter(tenant, "m")
-    late = denied(tenants, tenant)
+        bench.enter()
+    late = bench.denied()
     assert (late.status, late.retry_after_s) == (429, 0.5)
-    clock.now += 0.5
-    tenants.enter(tenant, "m")
-    assert denied(tenants, tenant).status == 429
-    clock.now += 1000
+    bench.now += 0.5
+    bench.enter()
+    assert bench.denied().status == 429
+    bench.now += 1000
     for _ in range(3):
-        tenants.enter(tenant, "m")
-    assert denied(tenants, tenant).status == 429
+        bench.enter()
+    assert bench.denied().status == 429
 
 
 def test_so_many_at_a_time_also_after_the_file_has_changed() -> None:
-    tenants = Tenants([TenantConfig(name="a", key=KEY, max_running=2)])
-    tenant = tenants.of(f"Bearer {KEY}")
-    tenants.enter(tenant, "m")
-    tenants.enter(tenant, "m")
-    assert denied(tenants, tenant).status == 429
-    tenants.replace([TenantConfig(name="a", key=OTHER, max_running=2)])
+    bench = Bench(max_running=2)
+    first = bench.tenant
+    bench.enter()
+    bench.enter()
+    assert bench.denied().status == 429
+    bench.tenants.replace([TenantConfig(name="a", key=OTHER, max_running=2)])
     with pytest.raises(Denied):
-        tenants.of(f"Bearer {KEY}")
-    same = tenants.of(f"Bearer {OTHER}")
-    assert denied(tenants, same).status == 429
-    tenant.leave(1)
-    tenants.enter(same, "m")
+        bench.tenants.of(f"Bearer {KEY}")
+    bench.tenant = bench.tenants.of(f"Bearer {OTHER}")
+    assert bench.denied().status == 429
+    first.leave(1)
+    bench.enter()
 
 
 def test_request_of_many_sequences_counts_as_so_many() -> None:
-    clock = Clock()
-    config = TenantConfig(name="a", key=KEY, max_running=8, requests_per_s=2.0, burst=3.0)
-    tenants = Tenants([config], clock)
-    tenant = tenants.of(f"Bearer {KEY}")
-    with pytest.raises(Denied, match="9 sequences") as caught:
-        tenants.enter(tenant, "m", 9)
-    assert caught.value.status == 400, "it would never be let in"
-    tenants.enter(tenant, "m", 6)
-    with pytest.raises(Denied, match="6 sequences running") as caught:
-        tenants.enter(tenant, "m", 3)
-    assert caught.value.status == 429
-    late = denied(tenants, tenant)
+    bench = Bench(max_running=8, requests_per_s=2.0, burst=3.0)
+    never = bench.denied("m", 9)
+    assert (never.status, "9 sequences" in str(never)) == (400, True), "it would never be let in"
+    bench.enter("m", 6)
+    later = bench.denied("m", 3)
+    assert (later.status, "6 sequences running" in str(later)) == (429, True)
+    late = bench.denied()
     assert (late.status, late.retry_after_s) == (429, 2.0), "it has taken 6 of 3"
-    tenant.leave(6)
-    clock.now += 2.0
-    tenants.enter(tenant, "m")
-    assert tenant.num_running == 1
+    bench.tenant.leave(6)
+    bench.now += 2.0
+    bench.enter()
+    assert bench.tenant.num_running == 1
 
 
 ENTRY = f'[[tenants]]\nname = "a"\nkey = "{KEY}"\n'
@@ -152,33 +148,29 @@ def test_a_file_of_keys_that_is_wrong(text: str, mode: int, word: str, tmp_path:
 
 @pytest.mark.parametrize("name", ["a", "0", "Team_1.of-us", "x" * 64])
 def test_a_name_of_a_tenant_is_one_that_engines_take(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "keys.toml"
-    path.write_text(ENTRY.replace('"a"', f'"{name}"'))
-    path.chmod(0o600)
-    (tenant,) = read_tenants(path)
+    path = write_secret(tmp_path / "keys.toml", ENTRY.replace('"a"', f'"{name}"'))
+    (tenant,) = read_tenants(Path(path))
     assert read_request_options({"kvpool": {"tenant": tenant.name}}).tenant == name
 
 
 def test_clients_are_answered_as_their_keys_allow(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "keys.toml"
-    path.write_text(
-        f'{ENTRY}models = ["scripted"]\nmax_running = 1\n'
-        f'[[tenants]]\nname = "b"\nkey = "{OTHER}"\nmodels = ["other"]\n'
-    )
-    path.chmod(0o600)
+    first = f'{ENTRY}models = ["scripted"]\nmax_running = 1\n'
+    second = f'[[tenants]]\nname = "b"\nkey = "{OTHER}"\nmodels = ["other"]\n'
+    path = write_secret(tmp_path / "keys.toml", first + second)
 
     async def main() -> None:
         spec = ScriptedSpec(step_base_s=0.001, put_s=0.005, api_key="of-engines")
-        front = {"keys_file": str(path), "access_log": True}
+        front = {"keys_file": path, "access_log": True}
         more = {"api_key": "of-engines"}
         async with RouterRig(1, 1, spec=spec, config={"front": front}, more=more) as rig:
 
-            async def ask(key: str, body: Mapping[str, Any] = ASK) -> tuple[int, Any]:
-                headers = {"Authorization": f"Bearer {key}"} if key else {}
-                url = f"{rig.url}{COMPLETIONS}"
-                async with rig.session.post(url, json=body, headers=headers) as answer:
+            async def ask(
+                key: str, body: Mapping[str, Any] = ASK, path: str = COMPLETIONS
+            ) -> tuple[int, Any]:
+                url = rig.url + path
+                async with rig.session.post(url, json=body, headers=bearer(key)) as answer:
                     return answer.status, await answer.json()
 
             assert (await ask(KEY))[0] == 200
@@ -194,23 +186,17 @@ def test_clients_are_answered_as_their_keys_allow(
             assert (await long)[0] == 200
             assert (await ask(KEY))[0] == 200
             for key, names in ((KEY, ["scripted"]), (OTHER, [])):
-                headers = {"Authorization": f"Bearer {key}"}
-                async with rig.session.get(f"{rig.url}/v1/models", headers=headers) as listed:
+                url = f"{rig.url}/v1/models"
+                async with rig.session.get(url, headers=bearer(key)) as listed:
                     found = (await listed.json())["data"]
                 assert [each["id"] for each in found] == names
             text = {"model": "scripted", "prompt": "hello"}
             for key, wanted in (("", 401), (OTHER, 403), (KEY, 200)):
-                headers = {"Authorization": f"Bearer {key}"} if key else {}
-                url = f"{rig.url}/tokenize"
-                async with rig.session.post(url, json=text, headers=headers) as answered:
-                    assert answered.status == wanted
+                assert (await ask(key, text, "/tokenize"))[0] == wanted
             # Scripted engines know no such path: their 404 says that the request was let through.
             for texts, wanted in ((["a"], 404), (["a", "b"], 400)):
-                headers = {"Authorization": f"Bearer {KEY}"}
                 body = {"model": "scripted", "input": texts}
-                url = f"{rig.url}/v1/embeddings"
-                async with rig.session.post(url, json=body, headers=headers) as answered:
-                    assert answered.status == wanted
+                assert (await ask(KEY, body, "/v1/embeddings"))[0] == wanted
             for open_path in ("/health", "/metrics"):
                 async with rig.session.get(f"{rig.url}{open_path}") as answered:
                     assert answered.status == 200
@@ -231,19 +217,8 @@ def test_salts_of_tenants_are_apart_and_stable() -> None:
     """Whatever a client sends, it gets no salt of another tenant, or of another of its own."""
     salts = TenantSalts(SECRET)
     names = ("a", "b", 'a","', "a\\", "ab", "")
-    given = (
-        "",
-        "x",
-        "b",
-        '","x',
-        '"]',
-        "\ud800",
-        "a" * 300,
-        salts.of("a", ""),
-        "A",
-        "é",
-        "e\u0301",
-    )
+    odd = ['","x', '"]', "\ud800", "a" * 300, "A", "é", "e\u0301"]
+    given = ["", "x", "b", *odd, salts.of("a", "")]
     made = {salts.of(name, each) for name in names for each in given}
     assert len(made) == len(names) * len(given)
     assert all(re.fullmatch("[0-9a-f]{64}", each) for each in made), "vLLM refuses some characters"
@@ -259,9 +234,8 @@ def test_salts_of_tenants_are_apart_and_stable() -> None:
     ],
 )
 def test_salt_file_that_is_wrong_is_named(text: str, front: str, word: str, tmp_path: Path) -> None:
-    for name, content in (("keys.toml", ENTRY), ("salt", text)):
-        (tmp_path / name).write_text(content)
-        (tmp_path / name).chmod(0o600)
+    write_secret(tmp_path / "keys.toml", ENTRY)
+    write_secret(tmp_path / "salt", text)
     engine = '[[replicas]]\nurl = "http://a:1"\nrole = "both"\n'
     router = tmp_path / "router.toml"
     router.write_text(f'[front]\nsalt_file = "salt"\n{front}{engine}')
@@ -285,19 +259,15 @@ ENDPOINTS: dict[str, Any] = {
 async def test_engines_are_told_whose_request_it_is(
     path: str, stream: bool, tmp_path: Path
 ) -> None:
-    keys = tmp_path / "keys.toml"
-    keys.write_text(ENTRY)
-    keys.chmod(0o600)
+    keys = write_secret(tmp_path / "keys.toml", ENTRY)
     is_read = path in (COMPLETIONS, CHAT)
-
-    front = {"keys_file": str(keys), "engine_timeout_s": 0.5, "answer_timeout_s": 1.0}
+    front = {"keys_file": keys, "engine_timeout_s": 0.5, "answer_timeout_s": 1.0}
     async with RouterRig(1, 2, config={"front": front}) as rig:
-        headers = {"Authorization": f"Bearer {KEY}"}
         body = {**ENDPOINTS[path], "stream": stream, "kv_transfer_params": OTHERS}
         if is_read:  # others break off with their engine
             for number in (1, 2):
                 rig.fail(number, FaultKind.CUT, after_tokens=20, times=1)
-        assert (await rig.complete(body, path, headers)).status == 200
+        assert (await rig.complete(body, path, bearer(KEY))).status == 200
         asked = [each.counts.asked for each in rig.engines if each.counts.received[path]]
         assert len(asked) == (3 if is_read else 1)
         for each in asked:
@@ -316,13 +286,11 @@ async def test_tenants_are_kept_apart_by_salts_that_they_cannot_name(
     path: str, stream: bool, tmp_path: Path
 ) -> None:
     """Each engine that is asked for a request gets the same salt, after a failure as well."""
-    keys, salt = tmp_path / "keys.toml", tmp_path / "salt"
-    keys.write_text(f'{ENTRY}[[tenants]]\nname = "b"\nkey = "{OTHER}"\n')
-    salt.write_bytes(SECRET)
-    keys.chmod(0o600)
-    salt.chmod(0o600)
+    both = f'{ENTRY}[[tenants]]\nname = "b"\nkey = "{OTHER}"\n'
+    keys = write_secret(tmp_path / "keys.toml", both)
+    salt = write_secret(tmp_path / "salt", SECRET.decode())
     salts, is_read = TenantSalts(SECRET), path in (COMPLETIONS, CHAT)
-    front = {"keys_file": str(keys), "salt_file": str(salt), "trust_clients": True}
+    front = {"keys_file": keys, "salt_file": salt, "trust_clients": True}
     front |= {"engine_timeout_s": 0.5, "answer_timeout_s": 1.0}
     async with RouterRig(1, 2, config={"front": front}) as rig:
         for tenant, key in (("a", KEY), ("b", OTHER)):
@@ -333,13 +301,12 @@ async def test_tenants_are_kept_apart_by_salts_that_they_cannot_name(
                     for number in (1, 2):
                         rig.fail(number, FaultKind.CUT, after_tokens=20, times=1)
                 body = {**ENDPOINTS[path], "stream": stream, "cache_salt": given}
-                headers = {"Authorization": f"Bearer {key}"}
-                assert (await rig.complete(body, path, headers)).status == 200
+                assert (await rig.complete(body, path, bearer(key))).status == 200
                 asked = [each.counts.asked for each in rig.engines if each.counts.received[path]]
                 assert asked
                 assert {each["cache_salt"] for each in asked} == {salts.of(tenant, given or "")}
         for wrong in ("", 5):
             body = {**ENDPOINTS[path], "cache_salt": wrong}
-            reply = await rig.complete(body, path, {"Authorization": f"Bearer {KEY}"})
+            reply = await rig.complete(body, path, bearer(KEY))
             assert reply.status == 400
             assert b"cache_salt" in reply.body

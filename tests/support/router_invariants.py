@@ -9,12 +9,7 @@ from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.overload import Overload
 from vllm_kvpool.router.control.placement import NOTHING, LoadTable, Totals
 from vllm_kvpool.router.control.prefix_index import PrefixIndex
-from vllm_kvpool.router.control.requests import (
-    Phase,
-    Request,
-    RequestQueue,
-    Waiting,
-)
+from vllm_kvpool.router.control.requests import Phase, Request, RequestQueue, Waiting
 from vllm_kvpool.router.control.states import (
     BROKEN,
     DRAINING,

@@ -330,10 +330,7 @@ class EngineCore:
             self._num_puts += 1
             self.stats.pending_chunks += len(step.computed_chunks)
             self._puts[self._num_puts] = self._loop.call_later(
-                self._spec.put_s,
-                self._put,
-                self._num_puts,
-                step.computed_chunks,
+                self._spec.put_s, self._put, self._num_puts, step.computed_chunks
             )
         for sequence in step.sampled:
             if sequence.phase is Phase.RUNNING:  # and not given up in the meantime

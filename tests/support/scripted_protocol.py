@@ -518,12 +518,7 @@ class ChatForm(CompletionForm):
         return (
             b'data: %b{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,'
             b'"finish_reason":null}]%b,"prompt_token_ids":%b,"prompt_text":null}\n\n'
-        ) % (
-            self._start,
-            index,
-            continuous,
-            _ids(prompt if self._ask.return_token_ids else None),
-        )
+        ) % (self._start, index, continuous, _ids(prompt if self._ask.return_token_ids else None))
 
     def _choice(self, index: int, delta: Delta, prompt: Sequence[int] | None, ids: bool) -> bytes:
         # Only the last chunk has a reason to stop, be it null.
@@ -545,10 +540,7 @@ class ChatForm(CompletionForm):
         return msgspec.json.encode({**usage.fields(), "completion_tokens_details": None})
 
     def _cached(self, usage: Usage) -> dict[str, int | None]:
-        return {
-            "cached_tokens": usage.cached_tokens,
-            "created_cache_tokens": usage.created_tokens,
-        }
+        return {"cached_tokens": usage.cached_tokens, "created_cache_tokens": usage.created_tokens}
 
     def _whole(self, index: int, prompt: list[int], delta: Delta) -> dict[str, Any]:
         return {
