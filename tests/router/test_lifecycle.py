@@ -248,15 +248,23 @@ def test_a_drain_waits_longer_for_what_nobody_else_can_go_on_with() -> None:
     steps = Steps(Settings(drain_timeout_s=10.0, answer_timeout_s=60.0))
     steps.fleet(decode="d")
     steps.ask("movable", 20)
-    steps.ask("bound", 20, goes_on_elsewhere=False)
+    asked: list[float] = []
+
+    def goes_on() -> bool:
+        asked.append(steps.now)
+        return False
+
+    steps.ask("bound", 20, goes_on_elsewhere=goes_on)
     for request in ("movable", "bound"):
         steps.began(request)
     steps.serve("e", D)
     steps.drain("d")
+    assert asked == []
     assert steps.tick(10.0) == [Abort("movable", "d")]
     steps.decoded("movable", "d", Outcome.CANCELLED)
     assert steps.tick(49.0) == []
     assert steps.tick(1.0) == [Abort("bound", "d")]
+    assert len(asked) == 1  # looking at all its messages takes long
     steps.decoded("bound", "d", Outcome.HOPELESS)
     assert steps.state("d") is State.SHUTTING_NULL
 

@@ -95,7 +95,7 @@ def ask_of(
         prefix=request.prefix,
         prefix_tokens=request.prefix_tokens(tokens_per_byte),
         hands_over=request.wants_handoff,
-        goes_on_elsewhere=goes_on_elsewhere(request),
+        goes_on_elsewhere=partial(goes_on_elsewhere, request),
         priority=min(max(-MAX_PRIORITY, request.priority), MAX_PRIORITY),
         deadline=deadline,
     )
