@@ -46,7 +46,7 @@ from vllm_kvpool.router.dataplane.request_body import (
     parse_request,
 )
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
-from vllm_kvpool.router.dataplane.responses import OK, EngineLost, is_answer
+from vllm_kvpool.router.dataplane.responses import OK, EngineLost, is_answer, without_reserved
 from vllm_kvpool.router.dataplane.resume.policy import goes_on_elsewhere
 from vllm_kvpool.router.dataplane.upstream import EngineResponse, EngineUnreached, Upstream
 from vllm_kvpool.router.ops.request_log import access_log
@@ -318,7 +318,7 @@ class DataPlane:
         if found is None:
             why = f"No engine that serves {model or 'a model'} has answered."
             return _error(503, why, http.path)
-        return _of_engine(found, http.path)
+        return self._of_engine(found, http.path)
 
     async def _forward(
         self, http: HttpRequest, model: str, body: bytes = b"", num_sequences: int = 1
@@ -341,12 +341,19 @@ class DataPlane:
                 return None
         return None
 
+    def _of_engine(self, answer: EngineResponse, path: str) -> Response:
+        if not is_answer(answer.status):
+            # A redirect leads past the router, and some statuses end an answer before its body.
+            return _error(502, f"The engine has answered with status {answer.status}.", path)
+        body = answer.body if self._front.trust_clients else without_reserved(answer.body)
+        return Response(answer.status, answer_headers(answer.headers), body)
+
     async def _list_models(self, http: HttpRequest) -> Response:
         """Return the models that engines list, or an engine's refusal of a client's key."""
         if self._config.api_key:
             answer = await self._forward(http, "")
             if answer is not None and answer.status != OK:
-                return _of_engine(answer, http.path)
+                return self._of_engine(answer, http.path)
         found = self._control.models()
         if not found:
             return _error(503, "No engine is up yet.", http.path)
@@ -354,13 +361,6 @@ class DataPlane:
             tenant = tenants.of(http.headers.get("Authorization"))
             found = [each for each in found if tenants.may_use(tenant, str(each.get("id")))]
         return _own(200, msgspec.json.encode({"object": "list", "data": found}))
-
-
-def _of_engine(answer: EngineResponse, path: str) -> Response:
-    if not is_answer(answer.status):
-        # A redirect leads past the router, and some statuses end an answer before its body.
-        return _error(502, f"The engine has answered with status {answer.status}.", path)
-    return Response(answer.status, answer_headers(answer.headers), answer.body)
 
 
 def _own(status: int, body: bytes) -> Response:
