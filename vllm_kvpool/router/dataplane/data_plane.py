@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from urllib.parse import unquote
 
 import msgspec
 from multidict import CIMultiDict
@@ -36,6 +37,7 @@ from vllm_kvpool.router.dataplane.http_server import (
 )
 from vllm_kvpool.router.dataplane.origins import Origins
 from vllm_kvpool.router.dataplane.request_body import (
+    MAX_ANSWER_BYTES,
     ApiPath,
     BadRequest,
     ClientRequest,
@@ -57,13 +59,20 @@ log = logging.getLogger(__name__)
 
 MAX_PRIORITY = 1 << 62
 _KINDS = {kind.value: kind for kind in ApiPath}
+POOLING = "/pooling"
+COUNT_TOKENS = f"{ApiPath.MESSAGES.value}/count_tokens"
+_SALTED = frozenset(
+    {
+        *("/v1/embeddings", POOLING, "/classify", "/score", "/v1/score"),
+        *("/rerank", "/v1/rerank", "/v2/rerank"),
+    }
+)
+"""The forwarded paths whose prompts engines cache, and which take a `cache_salt`."""
 _FORWARDED = {
     "/version": ("GET",),
-    **dict.fromkeys(("/tokenize", "/detokenize", "/v1/embeddings"), ("POST",)),
+    **dict.fromkeys(("/tokenize", "/detokenize", COUNT_TOKENS, *_SALTED), ("POST",)),
 }
 """An engine of the model answers these as they come, without admission: nothing is decoded."""
-_SALTED = frozenset({"/v1/embeddings"})
-"""The forwarded paths whose prompts engines cache, and which take a `cache_salt`."""
 METHODS = {
     **dict.fromkeys(_KINDS, ("POST",)),
     **_FORWARDED,
@@ -158,6 +167,8 @@ class DataPlane:
 
     def _check(self, http: HttpRequest) -> Response | None:
         """The answer to a request that is not served whatever its body is."""
+        # vLLM's server decodes paths, and redirects from "/v1/models/" to "/v1/models".
+        http.path = unquote(http.path).rstrip("/") or "/"
         allowed = METHODS.get(http.path)
         if allowed is None:
             return _error(404, f"There is no {http.path} here.", http.path)
@@ -331,9 +342,10 @@ class DataPlane:
                     limit_s = self._config.health.timeout_s
                     return await self._upstream.get(url + path, limit_s, headers)
                 limit_s = self._front.engine_timeout_s
-                return await self._upstream.post(
-                    url + path, body, headers, limit_s, most_forwarded_bytes(body, num_sequences)
-                )
+                most_bytes = most_forwarded_bytes(body, num_sequences)
+                if path == POOLING:
+                    most_bytes = MAX_ANSWER_BYTES  # it may have an embedding of each token
+                return await self._upstream.post(url + path, body, headers, limit_s, most_bytes)
             except EngineUnreached:
                 continue
             except EngineLost as error:
