@@ -482,3 +482,22 @@ async def test_target_that_vllm_understands_finds_its_route(target: str) -> None
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     async with RouterRig(0, 1) as rig:
         assert (await rig.raw(head.encode() + body)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_forwarded_answer_may_take_as_long_as_any_in_one_piece() -> None:
+    """An engine that needed more than `front.engine_timeout_s` for many texts was given up."""
+    front = {"engine_timeout_s": 0.2, "answer_timeout_s": 60.0}
+    async with RouterRig(0, 1, config={"front": front}) as rig:
+        rig.fail(0, FaultKind.SLOW, seconds=0.5, paths=("/tokenize",))
+        text = {"model": "scripted", "prompt": "hello"}
+        async with rig.session.post(rig.url + "/tokenize", json=text) as got:
+            assert got.status == 200
+
+
+async def test_forwarded_requests_are_spread_over_engines_that_are_equally_busy() -> None:
+    async with RouterRig(0, 2) as rig:
+        text = {"model": "scripted", "prompt": "hello"}
+        for _ in range(64):
+            async with rig.session.post(rig.url + "/tokenize", json=text) as got:
+                assert got.status == 200
+        assert all(each.counts.received["/tokenize"] for each in rig.engines)

@@ -8,6 +8,7 @@ by their `RequestHandler`, those of replicas by `Replicas`.
 import asyncio
 import logging
 import platform
+import random
 import secrets
 import signal
 import time
@@ -270,6 +271,7 @@ class Router:
         fleet = self.controller.state.fleet
         model = model if model in fleet.listed.names else ""
         serving = [each for each in fleet.in_states(UP) if each.serves(model)]
+        random.shuffle(serving)  # what is only passed on is no work that the fleet knows of
         serving.sort(key=lambda each: len(each.work.active) + len(each.work.prefills))
         return [each.spec.url for each in serving[:MAX_ASKED]]
 

@@ -341,11 +341,10 @@ class DataPlane:
                 if http.method != "POST":
                     limit_s = self._config.health.timeout_s
                     return await self._upstream.get(url + path, limit_s, headers)
-                limit_s = self._front.engine_timeout_s
                 most_bytes = most_forwarded_bytes(body, num_sequences)
                 if path == POOLING:
                     most_bytes = MAX_ANSWER_BYTES  # it may have an embedding of each token
-                return await self._upstream.post(url + path, body, headers, limit_s, most_bytes)
+                return await self._upstream.post(url + path, body, headers, most_bytes=most_bytes)
             except EngineUnreached:
                 continue
             except EngineLost as error:
