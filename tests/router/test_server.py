@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig, run
 from tests.support.scripted_spec import FaultKind
+from vllm_kvpool.router.control.events import Drain
+from vllm_kvpool.router.control.states import ReplicaId, State
 from vllm_kvpool.router.dataplane.data_plane import _SALTED, COUNT_TOKENS
 from vllm_kvpool.router.dataplane.headers import MAX_HEADER_BYTES
 
@@ -501,3 +503,18 @@ async def test_forwarded_requests_are_spread_over_engines_that_are_equally_busy(
             async with rig.session.post(rig.url + "/tokenize", json=text) as got:
                 assert got.status == 200
         assert all(each.counts.received["/tokenize"] for each in rig.engines)
+
+
+async def test_forwarded_requests_go_to_a_standby_only_if_no_other_engine_answers() -> None:
+    """A replica that drains has least to do, and got all that was forwarded until its end."""
+    text = {"model": "scripted", "prompt": "hello"}
+    async with RouterRig(0, 2) as rig:
+        rig.router.post(Drain(ReplicaId("r0")))
+        await rig.in_state(0, State.SHUTTING_NULL)
+        for number, wanted in ((0, 0), (1, 1)):
+            for _ in range(16):
+                async with rig.session.post(rig.url + "/tokenize", json=text) as got:
+                    assert got.status == 200
+            assert bool(rig.engines[0].counts.received["/tokenize"]) is bool(wanted)
+            if not number:
+                rig.kill(1)
