@@ -282,7 +282,10 @@ def without_reserved(body: bytes) -> bytes:
 
     These may hold engines' addresses. A body that has none of them is returned itself.
     """
-    if not any(key in body for key in _RESERVED_KEYS):
+    for key in _RESERVED_KEYS:  # `any` takes four times as long, of each token
+        if key in body:
+            break
+    else:
         return body
     try:
         fields = msgspec.json.decode(body, type=dict[str, Raw])
