@@ -1,6 +1,7 @@
 """What holds for every form of answer: an abort is no end, and engines' addresses stay inside."""
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -8,7 +9,14 @@ import aiohttp
 import pytest
 
 from tests.support.router_rig import Reply, RouterRig
-from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, parse_request
+from tests.support.scripted_spec import Fault, FaultKind
+from vllm_kvpool.router.dataplane.data_plane import METHODS
+from vllm_kvpool.router.dataplane.request_body import (
+    READ,
+    RESERVED_FIELDS,
+    ApiPath,
+    parse_request,
+)
 from vllm_kvpool.router.dataplane.resume.whole_answer import is_streamable
 
 TALK = [{"role": "user", "content": "hello"}]
@@ -88,6 +96,58 @@ async def test_an_aborted_prompt_is_not_computed() -> None:
         reply = await asked
         assert reply.text == direct.text
         assert rig.router.controller.state.rates.handed_tokens._total == 0
+
+
+ADDRESS = "tcp://engine-of-the-cluster"
+STREAMED = [path.value for path in ApiPath]
+POSTED = sorted(path for path, methods in METHODS.items() if "POST" in methods and path != "/ping")
+_TOLD: dict[str, Any] = {name: {"at": ADDRESS} for name in RESERVED_FIELDS}
+_PLAIN = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
+_CHUNKS = [
+    {"choices": [{"index": 0, "text": "x", "delta": {"content": "x"}, "finish_reason": "stop"}]},
+    {"type": "response.completed", "response": {"status": "completed", **_TOLD}},
+    {"type": "message_start", "message": {"usage": {"input_tokens": 1}, **_TOLD}},
+    _PLAIN,
+]
+_EVENTS = "".join(f"event: e\ndata: {json.dumps({**each, **_TOLD})}\n\n" for each in _CHUNKS)
+FORMS = {
+    "whole": (200, "application/json", json.dumps({**_PLAIN, "status": "completed", **_TOLD})),
+    "stream": (200, "text/event-stream", f"{_EVENTS}data: [DONE]\n\n"),
+    "cut stream": (200, "text/event-stream", _EVENTS.rstrip()),
+    "refusal": (400, "application/json", json.dumps({"error": {"message": "no"}, **_TOLD})),
+    "failure": (500, "application/json", json.dumps({"error": {"message": "no"}, **_TOLD})),
+}
+"""Every form in which an engine answers: status, type, body."""
+
+
+@pytest.mark.parametrize("trusts", [False, True])
+@pytest.mark.parametrize(
+    ("path", "form"),
+    [(path, form) for path in POSTED for form in FORMS if path in STREAMED or "stream" not in form],
+)
+async def test_no_form_of_answer_tells_what_is_the_clusters(
+    path: str, form: str, trusts: bool
+) -> None:
+    """Streams of /v1/responses told `kv_transfer_params`."""
+    status, content_type, body = FORMS[form]
+    config = {"front": {"trust_clients": trusts}}
+    asked = {"prompt": "a", "messages": TALK, "input": "a", "tokens": [5], "echo": True}
+    asked |= {"stream": "stream" in form, "tools": [{"type": "function"}]}
+    async with RouterRig(0, 1, config=config) as rig:
+        rig.engines[0].board.set(
+            Fault(
+                kind=FaultKind.STATUS,
+                **{"status": status, "body": body, "content_type": content_type},
+                paths=(path,),
+            )
+        )
+        told = b""
+        with contextlib.suppress(aiohttp.ClientPayloadError):
+            async with rig.session.post(rig.url + path, json=rig.body(asked)) as got:
+                async for piece in got.content.iter_any():
+                    told += piece
+        assert rig.engines[0].counts.received[path]
+        assert (ADDRESS.encode() in told) is trusts
 
 
 @pytest.mark.parametrize("trusts", [False, True])

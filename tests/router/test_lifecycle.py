@@ -8,7 +8,14 @@ from tests.support.router_invariants import check_controller
 from tests.support.router_scripts import Example, examples
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.control.events import ASKED_BY_ADMIN, Added, ReplicaSpec
+from vllm_kvpool.router.control.events import (
+    ASKED_BY_ADMIN,
+    Abort,
+    Added,
+    Outcome,
+    ReplicaSpec,
+)
+from vllm_kvpool.router.control.settings import Settings
 from vllm_kvpool.router.control.states import Role, State
 
 
@@ -114,11 +121,6 @@ drain does not send away a request that no other replica can take
     fleet / d; ask r 20; began r; drain d; tick 11 -> nothing; serve e decode
     assert [x.replica for x in steps.history if type(x).__name__ == 'Abort'] == ['d']
     decoded r d cancelled; state d standby
-drain waits longer for a request that no other replica can go on with
-    with drain_timeout_s=10 answer_timeout_s=60
-    fleet / d; ask movable 20; ask bound 20 goes_on_elsewhere=False; began movable; began bound
-    serve e decode; drain d; tick 10 -> abort movable d; decoded movable d cancelled
-    tick 49 -> nothing; tick 1 -> abort bound d; decoded bound d hopeless; state d standby
 loading {{prefill|decode}} replica is given up
     add x {{}}; drain x -> retire x; state x inactive; loaded x -> nothing; state x inactive
 replica that is warmed for {{prefill|decode}} is drained at once
@@ -127,6 +129,31 @@ replica that is warmed for {{prefill|decode}} is drained at once
 )
 def test_drained_replica(example: Example) -> None:
     example.play()
+
+
+def test_drain_waits_longer_for_a_request_that_no_other_replica_can_go_on_with() -> None:
+    steps = Steps(Settings(drain_timeout_s=10.0, answer_timeout_s=60.0))
+    steps.fleet(decode="d")
+    steps.ask("movable", 20)
+    asked: list[float] = []
+
+    def goes_on() -> bool:
+        asked.append(steps.now)
+        return False
+
+    steps.ask("bound", 20, goes_on_elsewhere=goes_on)
+    for request in ("movable", "bound"):
+        steps.began(request)
+    steps.serve("e", Role.DECODE)
+    steps.drain("d")
+    assert asked == []
+    assert steps.tick(10.0) == [Abort("movable", "d")]
+    steps.decoded("movable", "d", Outcome.CANCELLED)
+    assert steps.tick(49.0) == []
+    assert steps.tick(1.0) == [Abort("bound", "d")]
+    assert len(asked) == 1  # looking at all its messages takes long
+    steps.decoded("bound", "d", Outcome.HOPELESS)
+    assert steps.state("d") is State.SHUTTING_NULL
 
 
 def test_replicas_of_the_configuration_are_not_called_the_administrators() -> None:

@@ -108,9 +108,9 @@ async def test_what_an_engine_refuses_is_refused(path: str) -> None:
             assert got.status == 404
 
 
-COUNT = f"{MESSAGES}/count_tokens"
+BATCHES = f"{MESSAGES}/batches"
 OWN_ERRORS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
-    "no such path": (404, "POST", COUNT, {"json": {}}),
+    "no such path": (404, "POST", BATCHES, {"json": {}}),
     "method": (405, "GET", MESSAGES, {}),
     "coding": (415, "POST", MESSAGES, {"data": b"x", "headers": {"Content-Encoding": "gzip"}}),
     "no JSON": (400, "POST", MESSAGES, {"data": b"{"}),

@@ -536,8 +536,10 @@ def test_reserved_field_is_taken_out_of_forwarded_body(field: str) -> None:
         (None, 1),
     ],
 )
-def test_embeddings_count_a_sequence_for_each_input(given: object, number: int) -> None:
-    assert parse_forwarded(json.dumps({"model": "m", "input": given}).encode())[2] == number
+def test_forwarded_request_counts_each_text_of_its_longest_list(given: object, number: int) -> None:
+    for name in ("input", "documents", "items", "queries", "text_2", "data_1"):
+        body = {"model": "m", "query": "q", "text_1": ["t"], name: given}
+        assert parse_forwarded(json.dumps(body).encode())[2] == number
 
 
 def test_forwarded_answer_is_bounded_by_its_request() -> None:

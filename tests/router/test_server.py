@@ -13,6 +13,9 @@ import pytest
 
 from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig, run
 from tests.support.scripted_spec import FaultKind
+from vllm_kvpool.router.control.events import Drain
+from vllm_kvpool.router.control.states import ReplicaId, State
+from vllm_kvpool.router.dataplane.data_plane import _SALTED, COUNT_TOKENS
 from vllm_kvpool.router.dataplane.headers import MAX_HEADER_BYTES
 
 JSON_HEAD = b"Content-Type: application/json\r\n"
@@ -60,7 +63,7 @@ async def test_what_may_be_read() -> None:
                 async with rig.session.request(method, rig.url + path) as got:
                     assert got.status == 405, (method, path)
                     assert got.headers["Allow"] == "POST"
-        for path in ("/", "/v1/nothing", "/admin", "/v1/completions/", "/%2e%2e/etc"):
+        for path in ("/", "/v1/nothing", "/admin", "//v1/completions", "/%2e%2e/etc"):
             async with rig.session.post(rig.url + path, data=ASK) as got:
                 assert got.status == 404, path
                 assert (await got.json())["error"]["code"] == 404
@@ -93,8 +96,10 @@ async def test_what_decodes_nothing_is_answered_by_an_engine_of_the_model() -> N
         async with rig.session.get(rig.url + "/ping") as got:
             assert got.status == 200
         # The engine says what it does not serve.
-        async with rig.session.post(rig.url + "/v1/embeddings", json=text) as got:
-            assert got.status == 404
+        for path in (COUNT_TOKENS, *_SALTED):
+            async with rig.session.post(rig.url + path, json=text) as got:
+                assert got.status == 404
+            assert sum(each.counts.received[path] for each in rig.engines) == 1, path
         for body, why in ((b"{", "JSON"), (b"[]", "JSON"), (b'{"model": 7}', "model")):
             async with rig.session.post(rig.url + "/tokenize", data=body) as got:
                 assert got.status == 400, body
@@ -467,3 +472,49 @@ async def test_request_of_more_sequences_than_a_decoder_takes_is_refused(name: s
         assert "flow.decode_requests" in reply.error["message"]
         assert rig.engines[0].counts.received[COMPLETIONS] == before
         assert (await rig.complete({"prompt": ["x", "y"], "n": 2, "max_tokens": 1})).status == 200
+
+
+@pytest.mark.parametrize(
+    "target", ["/tokenize/", "/%74okenize", "/%74okenize/?a=1", "http://x/tokenize/", "/tokenize"]
+)
+async def test_target_that_vllm_understands_finds_its_route(target: str) -> None:
+    """vLLM's server decodes paths, and redirects those that end in a slash."""
+    body = b'{"model": "scripted", "prompt": "hello"}'
+    head = f"POST {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with RouterRig(0, 1) as rig:
+        assert (await rig.raw(head.encode() + body)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_forwarded_answer_may_take_as_long_as_any_in_one_piece() -> None:
+    """An engine that needed more than `front.engine_timeout_s` for many texts was given up."""
+    front = {"engine_timeout_s": 0.2, "answer_timeout_s": 60.0}
+    async with RouterRig(0, 1, config={"front": front}) as rig:
+        rig.fail(0, FaultKind.SLOW, seconds=0.5, paths=("/tokenize",))
+        text = {"model": "scripted", "prompt": "hello"}
+        async with rig.session.post(rig.url + "/tokenize", json=text) as got:
+            assert got.status == 200
+
+
+async def test_forwarded_requests_are_spread_over_engines_that_are_equally_busy() -> None:
+    async with RouterRig(0, 2) as rig:
+        text = {"model": "scripted", "prompt": "hello"}
+        for _ in range(64):
+            async with rig.session.post(rig.url + "/tokenize", json=text) as got:
+                assert got.status == 200
+        assert all(each.counts.received["/tokenize"] for each in rig.engines)
+
+
+async def test_forwarded_requests_go_to_a_standby_only_if_no_other_engine_answers() -> None:
+    """A replica that drains has least to do, and got all that was forwarded until its end."""
+    text = {"model": "scripted", "prompt": "hello"}
+    async with RouterRig(0, 2) as rig:
+        rig.router.post(Drain(ReplicaId("r0")))
+        await rig.in_state(0, State.SHUTTING_NULL)
+        for number, wanted in ((0, 0), (1, 1)):
+            for _ in range(16):
+                async with rig.session.post(rig.url + "/tokenize", json=text) as got:
+                    assert got.status == 200
+            assert bool(rig.engines[0].counts.received["/tokenize"]) is bool(wanted)
+            if not number:
+                rig.kill(1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.config import read_request_options
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import TenantConfig, load_config, read_tenants
+from vllm_kvpool.router.dataplane.data_plane import METHODS
 from vllm_kvpool.router.ops.tenants import Denied, Tenants, TenantSalts
 
 KEY = "k-0123456789abcdef"
@@ -278,6 +280,30 @@ async def test_engines_are_told_whose_request_it_is(
         if is_read:
             assert rig.counts["resumed"] >= 1
             assert asked[1]["stream"] is True, "its answer is read as it comes"
+
+
+NOT_CACHED = {"/ping", "/tokenize", "/detokenize", "/v1/messages/count_tokens"}
+"""Routes that compute no KV."""
+
+
+@pytest.mark.parametrize("path", sorted(path for path in METHODS if "POST" in METHODS[path]))
+async def test_routes_that_compute_kv_get_a_salt_and_all_need_a_key(
+    path: str, tmp_path: Path
+) -> None:
+    front = {
+        "keys_file": write_secret(tmp_path / "keys.toml", ENTRY),
+        "salt_file": write_secret(tmp_path / "salt", SECRET.decode()),
+    }
+    body = {"prompt": "a", "input": "a", "messages": TALK, "tokens": [5]}
+    async with RouterRig(0, 1, config={"front": front}) as rig:
+        counts, is_open = rig.engines[0].counts, path == "/ping"
+        before = counts.received[path]
+        assert (await rig.complete(body, path)).status == (200 if is_open else 401)
+        assert counts.received[path] == before
+        await rig.complete(body, path, {"Authorization": f"Bearer {KEY}"})
+        assert counts.received[path] == before + (not is_open)
+        told = json.loads(counts.body_of.get(path, b"{}")).get("cache_salt")
+        assert told == (None if path in NOT_CACHED else TenantSalts(SECRET).of("a", ""))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -424,7 +424,9 @@ class Api:
                 piece = msgspec.json.encode({"word": word})
                 await response.write(b"event: word\ndata: %b\n\n" % piece)
                 await asyncio.sleep(self._spec.step_base_s)
-            end = msgspec.json.encode({"usage": usage, **end_of(finish_reason, True)})
+            told = end_of(finish_reason, True)
+            told.get("response", {}).update(transfer)
+            end = msgspec.json.encode({"usage": usage, **told})
             await response.write(b"event: end\ndata: %b\n\n" % end)
             return response
         finally:

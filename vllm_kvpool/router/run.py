@@ -8,6 +8,7 @@ by their `RequestHandler`, those of replicas by `Replicas`.
 import asyncio
 import logging
 import platform
+import random
 import secrets
 import signal
 import time
@@ -43,7 +44,7 @@ from vllm_kvpool.router.control.events import (
     Warm,
 )
 from vllm_kvpool.router.control.requests import RequestId, RequestSpec
-from vllm_kvpool.router.control.states import UP, ReplicaId
+from vllm_kvpool.router.control.states import TAKES_DECODE, TAKES_PREFILL, UP, ReplicaId
 from vllm_kvpool.router.dataplane.control_plane import Handler
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
 from vllm_kvpool.router.dataplane.request_body import MAX_OUTPUT_TOKENS
@@ -273,7 +274,13 @@ class Router:
         fleet = self.controller.state.fleet
         model = model if model in fleet.listed.names else ""
         serving = [each for each in fleet.in_states(UP) if each.serves(model)]
-        serving.sort(key=lambda each: len(each.work.active) + len(each.work.prefills))
+        random.shuffle(serving)  # what is only passed on is no work that the fleet knows of
+        serving.sort(
+            key=lambda each: (
+                each.state not in TAKES_PREFILL | TAKES_DECODE,  # it may be ended, or put to sleep
+                len(each.work.active) + len(each.work.prefills),
+            )
+        )
         return [each.spec.url for each in serving[:MAX_ASKED]]
 
     def model_length(self, model: str) -> int | None:

@@ -22,6 +22,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.request_flow import Dispatcher, RequestFlow
+from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import (
     BROKEN,
     DRAINING,
@@ -33,6 +34,7 @@ from vllm_kvpool.router.control.states import (
     Role,
     State,
 )
+from vllm_kvpool.router.control.work import ActiveRequest
 
 LOAD_CAUSE = {Role.PREFILL: Cause.LOAD_PREFILL, Role.DECODE: Cause.LOAD_DECODE}
 USE_CAUSE = {Role.PREFILL: Cause.USE_PREFILL, Role.DECODE: Cause.USE_DECODE}
@@ -252,9 +254,16 @@ class Lifecycle:
             # Each goes on elsewhere where it stopped, or ends; so no drain takes for ever.
             ends = drained_s >= state.settings.answer_timeout_s
             for request_id, active in replica.work.active.items():
-                if not active.is_sent_away and (active.goes_on_elsewhere or ends):
+                if not active.is_sent_away and (ends or self._goes_on(request_id, active)):
                     active.is_sent_away = True
                     self._emit(Abort(request_id, source))
+
+    def _goes_on(self, request_id: RequestId, active: ActiveRequest) -> bool:
+        """Return True if another replica can go on with an answer, or nobody needs it any more."""
+        if active.goes_on_elsewhere is None:
+            request = self._state.requests.get(request_id)
+            active.goes_on_elsewhere = request is None or request.ask.goes_on_elsewhere()
+        return active.goes_on_elsewhere
 
     def _drained(self, replica: Replica) -> None:
         self._move(replica, Cause.DRAINED, "without work")

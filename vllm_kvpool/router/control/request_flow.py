@@ -741,7 +741,6 @@ class Dispatcher:
         active = ActiveRequest(
             blocks,
             is_handed,
-            goes_on_elsewhere=ask.goes_on_elsewhere,
             num_sequences=ask.num_sequences,
             awaits_prompt=awaits,
         )

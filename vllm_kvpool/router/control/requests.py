@@ -6,7 +6,7 @@ the pool or need not be.
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -42,8 +42,11 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Tokens that one entry of `prefix` stands for."""
     hands_over: bool = True
     """True if one replica may compute the prompt and another one decode."""
-    goes_on_elsewhere: bool = True
-    """True if another replica can go on with the answer, once it has begun."""
+    goes_on_elsewhere: Callable[[], bool] = lambda: True
+    """Returns True if another replica can go on with the answer, once it has begun.
+
+    Costs a look at all messages, so that only a drain calls it.
+    """
     priority: int = 0
     """Lower goes first, as in vLLM."""
     deadline: float = float("inf")

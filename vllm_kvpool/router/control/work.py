@@ -24,8 +24,8 @@ class ActiveRequest(msgspec.Struct, eq=False, gc=False):
     """The replica's `decoded_s` at the first token."""
     is_sent_away: bool = False
     """True if the call was aborted, so that the request goes on at another replica."""
-    goes_on_elsewhere: bool = True
-    """Copied from the request's `RequestSpec`."""
+    goes_on_elsewhere: bool | None = None
+    """As the request's `RequestSpec` has answered; None until a drain has asked."""
     num_sequences: int = 1
     awaits_prompt: bool = False
     """True while it has no token and another replica computes its prompt."""

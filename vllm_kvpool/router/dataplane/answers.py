@@ -33,7 +33,6 @@ from vllm_kvpool.router.dataplane.responses import (
     read_detokenized,
     read_reply,
     read_usage,
-    without_reserved,
 )
 from vllm_kvpool.router.dataplane.resume.chunks import has_other_details, with_details
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode, stop_strings
@@ -107,9 +106,7 @@ class OnePiece:
         body, details = answer.body, exchange.prompt.details
         if is_read and details is not None and has_other_details(counts.details, details):
             body = with_details(body, details)
-        if not exchange.config.trust_clients:
-            body = without_reserved(body)
-        await self._http.send(answer.status, answer_headers(answer.headers), body)
+        await self._http.send(answer.status, answer_headers(answer.headers), exchange.told(body))
         return True
 
     async def lost(self, call: AnswerCall, outcome: Outcome) -> bool:
@@ -155,20 +152,33 @@ class PassedOn(OnePiece):
             while not await engine.pump(partial(self._feed, call)):
                 await http.drain()
         call.report(Outcome.OK, self._counted(call))
-        await http.end(b"", call.headers)
+        await http.end(self._line(call, bytes(call.line)), call.headers)
         return True
 
     def _feed(self, call: AnswerCall, data: bytes) -> bool:
         """Send the client bytes of a stream; True while it takes no more."""
         if call.is_aborted:
             return False  # the request's task learns of the abort in the loop's next turn
+        call.line += data
+        if b"\n" not in data:
+            return False
+        *lines, rest = bytes(call.line).split(b"\n")
+        call.line = bytearray(rest)
         if not call.num_payloads:
             call.note_begin()
         call.num_payloads += data.count(b"data:") or 1
-        for payload in call.readable_events(data):
-            if b'"usage"' in payload and (counts := read_usage(payload)).prompt_tokens:
-                call.counts = counts
-        return not self._http.put(data, call.headers)
+        told = b"\n".join([*(self._line(call, line) for line in lines), b""])
+        return not self._http.put(told, call.headers)
+
+    def _line(self, call: AnswerCall, line: bytes) -> bytes:
+        """Read a line of a stream, and return it as the client may see it."""
+        if not line.startswith(b"data:"):
+            return line
+        payload = line[5:]  # vLLM's events have one such line
+        if b'"usage"' in payload and (counts := read_usage(payload)).prompt_tokens:
+            call.counts = counts
+        told = self._exchange.told(payload)
+        return line if told is payload else b"data: " + told
 
     async def lost(self, call: AnswerCall, outcome: Outcome) -> bool:
         """Break the client's stream off, if it has begun."""
@@ -268,7 +278,7 @@ class Resumed(OnePiece):
         out: list[bytes] = []
         for payload in call.events.feed(data):
             try:
-                out += self._resumer.feed(payload)
+                out += self._resumer.feed(self._exchange.told(payload))
             except EngineLost as error:
                 return out, error
             call.begins |= call.num_payloads == 0

@@ -41,11 +41,11 @@ from vllm_kvpool.router.dataplane.request_body import (
 from vllm_kvpool.router.dataplane.responses import (
     MAY_HAVE_COMPUTED,
     UNKNOWN,
-    EngineLost,
     PromptUsage,
     TokenCounts,
     outcome_of,
     read_reply,
+    without_reserved,
 )
 from vllm_kvpool.router.dataplane.resume.chunks import DONE
 from vllm_kvpool.router.dataplane.sse import Events, frames
@@ -100,6 +100,10 @@ class ClientExchange:
         self.log.call_ended(event, self.clock())
         self.control.post(event)
 
+    def told(self, body: bytes) -> bytes:
+        """Return an engine's answer, or an event of its stream, as the client may see it."""
+        return body if self.config.trust_clients else without_reserved(body)
+
     async def tell(self, status: int, why: str, headers: Mapping[str, str] | None = None) -> None:
         """Send the client an error of the router's own."""
         body = error_body(status, why, self.http.path)
@@ -109,7 +113,7 @@ class ClientExchange:
         self, status: int, body: bytes, headers: Mapping[str, str] = JSON_HEADERS
     ) -> None:
         """Answer with an error, or put it into the stream if that has begun and not ended."""
-        http = self.http
+        http, body = self.http, self.told(body)
         if http.is_answered:
             return
         if not http.status:
@@ -184,8 +188,8 @@ class AnswerCall:
     """Tokens that the client had before this call."""
     counts: TokenCounts = field(default_factory=TokenCounts)
     """Counts that a stream which is passed on has told so far."""
-    _is_readable: bool = True
-    """False once a stream which is passed on has an event that cannot be read."""
+    line: bytearray = field(default_factory=bytearray)
+    """The line that has not ended, of a stream which is passed on."""
     _task: asyncio.Task[Any] | None = None
     """The request's task, while it makes the call and has not been cancelled."""
 
@@ -232,14 +236,6 @@ class AnswerCall:
             expect_from=directive.source,
             notices=None if notices is None else prompt.notices or notices,
         )
-
-    def readable_events(self, data: bytes) -> list[bytes]:
-        """Return the events that end in a stream's bytes; none once one could not be read."""
-        try:
-            return self.events.feed(data) if self._is_readable else []
-        except EngineLost:
-            self._is_readable = False
-            return []
 
     async def open(self, body: bytes) -> UpstreamResponse:
         """Ask the engine for a stream. Raises EngineLost."""

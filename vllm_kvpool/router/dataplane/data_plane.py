@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from urllib.parse import unquote
 
 import msgspec
 from multidict import CIMultiDict
@@ -36,6 +37,7 @@ from vllm_kvpool.router.dataplane.http_server import (
 )
 from vllm_kvpool.router.dataplane.origins import Origins
 from vllm_kvpool.router.dataplane.request_body import (
+    MAX_ANSWER_BYTES,
     ApiPath,
     BadRequest,
     ClientRequest,
@@ -46,7 +48,7 @@ from vllm_kvpool.router.dataplane.request_body import (
     parse_request,
 )
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
-from vllm_kvpool.router.dataplane.responses import OK, EngineLost, is_answer
+from vllm_kvpool.router.dataplane.responses import OK, EngineLost, is_answer, without_reserved
 from vllm_kvpool.router.dataplane.resume.policy import goes_on_elsewhere
 from vllm_kvpool.router.dataplane.upstream import EngineResponse, EngineUnreached, Upstream
 from vllm_kvpool.router.ops.request_log import access_log
@@ -57,13 +59,20 @@ log = logging.getLogger(__name__)
 
 MAX_PRIORITY = 1 << 62
 _KINDS = {kind.value: kind for kind in ApiPath}
+POOLING = "/pooling"
+COUNT_TOKENS = f"{ApiPath.MESSAGES.value}/count_tokens"
+_SALTED = frozenset(
+    {
+        *("/v1/embeddings", POOLING, "/classify", "/score", "/v1/score"),
+        *("/rerank", "/v1/rerank", "/v2/rerank"),
+    }
+)
+"""The forwarded paths whose prompts engines cache, and which take a `cache_salt`."""
 _FORWARDED = {
     "/version": ("GET",),
-    **dict.fromkeys(("/tokenize", "/detokenize", "/v1/embeddings"), ("POST",)),
+    **dict.fromkeys(("/tokenize", "/detokenize", COUNT_TOKENS, *_SALTED), ("POST",)),
 }
 """An engine of the model answers these as they come, without admission: nothing is decoded."""
-_SALTED = frozenset({"/v1/embeddings"})
-"""The forwarded paths whose prompts engines cache, and which take a `cache_salt`."""
 METHODS = {
     **dict.fromkeys(_KINDS, ("POST",)),
     **_FORWARDED,
@@ -95,7 +104,7 @@ def ask_of(
         prefix=request.prefix,
         prefix_tokens=request.prefix_tokens(tokens_per_byte),
         hands_over=request.wants_handoff,
-        goes_on_elsewhere=goes_on_elsewhere(request),
+        goes_on_elsewhere=partial(goes_on_elsewhere, request),
         priority=min(max(-MAX_PRIORITY, request.priority), MAX_PRIORITY),
         deadline=deadline,
     )
@@ -158,6 +167,8 @@ class DataPlane:
 
     def _check(self, http: HttpRequest) -> Response | None:
         """Return the answer to a request that is refused whatever its body is, else None."""
+        # vLLM's server decodes paths, and redirects from "/v1/models/" to "/v1/models".
+        http.path = unquote(http.path).rstrip("/") or "/"
         allowed = METHODS.get(http.path)
         if allowed is None:
             return _error(404, f"There is no {http.path} here.", http.path)
@@ -321,7 +332,7 @@ class DataPlane:
         if found is None:
             why = f"No engine that serves {model or 'a model'} has answered."
             return _error(503, why, http.path)
-        return _of_engine(found, http.path)
+        return self._of_engine(found, http.path)
 
     async def _forward(
         self, http: HttpRequest, model: str, body: bytes = b"", num_sequences: int = 1
@@ -333,10 +344,10 @@ class DataPlane:
                 if http.method != "POST":
                     limit_s = self._config.health.timeout_s
                     return await self._upstream.get(url + path, limit_s, headers)
-                limit_s = self._front.engine_timeout_s
-                return await self._upstream.post(
-                    url + path, body, headers, limit_s, most_forwarded_bytes(body, num_sequences)
-                )
+                most_bytes = most_forwarded_bytes(body, num_sequences)
+                if path == POOLING:
+                    most_bytes = MAX_ANSWER_BYTES  # it may have an embedding of each token
+                return await self._upstream.post(url + path, body, headers, most_bytes=most_bytes)
             except EngineUnreached:
                 continue
             except EngineLost as error:
@@ -344,12 +355,19 @@ class DataPlane:
                 return None
         return None
 
+    def _of_engine(self, answer: EngineResponse, path: str) -> Response:
+        if not is_answer(answer.status):
+            # A redirect leads past the router, and some statuses end an answer before its body.
+            return _error(502, f"The engine has answered with status {answer.status}.", path)
+        body = answer.body if self._front.trust_clients else without_reserved(answer.body)
+        return Response(answer.status, answer_headers(answer.headers), body)
+
     async def _list_models(self, http: HttpRequest) -> Response:
         """Return the models that engines list, or an engine's refusal of a client's key."""
         if self._config.api_key:
             answer = await self._forward(http, "")
             if answer is not None and answer.status != OK:
-                return _of_engine(answer, http.path)
+                return self._of_engine(answer, http.path)
         found = self._control.models()
         if not found:
             return _error(503, "No engine is up yet.", http.path)
@@ -357,13 +375,6 @@ class DataPlane:
             tenant = tenants.of(http.headers.get("Authorization"))
             found = [each for each in found if tenants.may_use(tenant, str(each.get("id")))]
         return _own(200, msgspec.json.encode({"object": "list", "data": found}))
-
-
-def _of_engine(answer: EngineResponse, path: str) -> Response:
-    if not is_answer(answer.status):
-        # A redirect leads past the router, and some statuses end an answer before its body.
-        return _error(502, f"The engine has answered with status {answer.status}.", path)
-    return Response(answer.status, answer_headers(answer.headers), answer.body)
 
 
 def _own(status: int, body: bytes) -> Response:

@@ -398,12 +398,12 @@ def parse_forwarded(
 ) -> tuple[bytes, str, int]:
     """Read a body that an engine answers as it comes: the body to send, the model, its sequences.
 
-    Each `input` of an embeddings request is a sequence. BadRequest where the body is no JSON
-    object. RESERVED_FIELDS are taken out, and `salt` counts, as in `parse_request`.
+    Each text of the longest list is a sequence. BadRequest where the body is no JSON object.
+    RESERVED_FIELDS are taken out, and `salt` counts, as in `parse_request`.
     """
     raw, fields = _permitted(raw, is_trusted, salt)
-    num_sequences = max(1, _num_prompts(fields["input"])) if "input" in fields else 1
-    return raw, _model(value_of(fields, "model")), num_sequences
+    texts = (_num_prompts(fields[name]) for name in _TEXTS if name in fields)
+    return raw, _model(value_of(fields, "model")), max((1, *texts))
 
 
 def most_forwarded_bytes(body: bytes, num_sequences: int) -> int:
@@ -552,6 +552,8 @@ def _whole(fields: Mapping[str, Raw], name: str) -> int | None:
 _decode_single = msgspec.json.Decoder(tuple[Raw]).decode
 _SEVERAL = re.compile(rb'\[\s*(["\[])')
 _RENDERED = fields_with(Trait.RENDERED)
+_TEXTS = ("input", "documents", "items", "queries", "text_1", "text_2", "data_1", "data_2")
+"""Fields whose texts an engine embeds, or scores against each other."""
 _KEPT_RESPONSE = fields_with(Trait.KEPT_RESPONSE)
 
 

@@ -199,7 +199,7 @@ class RequestHandler:
         ):
             # All that were asked have failed; what they say of it says more.
             headers = answer_headers(failure.headers)
-            await exchange.http.send(failure.status, headers, failure.body)
+            await exchange.send_error(failure.status, failure.body, headers)
             return
         wait_s = directive.retry_after_s
         more = {"Retry-After": str(wait_s)} if wait_s else {}

@@ -279,16 +279,31 @@ def read_usage(body: bytes) -> TokenCounts:
     )
 
 
+_RESERVED_KEYS = tuple(b'"%b":' % name.encode() for name in RESERVED_FIELDS)
+_ENVELOPES = frozenset({"response", "message"})
+"""Fields of an event of /v1/responses, or of /v1/messages, that hold the answer so far."""
+
+
 def without_reserved(body: bytes) -> bytes:
-    """Return an answer in one piece without RESERVED_FIELDS, which may hold engines' addresses."""
-    if not any(b'"%b":' % name.encode() in body for name in RESERVED_FIELDS):
+    """Return an answer, or an event of a stream, without RESERVED_FIELDS.
+
+    These may hold engines' addresses. A body that has none of them is returned itself.
+    """
+    for key in _RESERVED_KEYS:  # `any` takes four times as long, of each token
+        if key in body:
+            break
+    else:
         return body
     try:
         fields = msgspec.json.decode(body, type=dict[str, Raw])
     except UNREADABLE:
         return body
-    told = {name for name in RESERVED_FIELDS & fields.keys() if fields[name] != _NULL}
-    return msgspec.json.encode({**fields, **dict.fromkeys(told, _NULL)}) if told else body
+    told = {name: _NULL for name in RESERVED_FIELDS & fields.keys() if fields[name] != _NULL}
+    for name in _ENVELOPES & fields.keys():
+        answer = bytes(fields[name])
+        if (kept := without_reserved(answer)) is not answer:
+            told[name] = Raw(kept)
+    return msgspec.json.encode({**fields, **told}) if told else body
 
 
 def read_detokenized(body: bytes) -> str:
