@@ -187,7 +187,8 @@ class Driver:
         self.rig.reset()
 
     def preempt_all(self) -> None:
-        """vLLM raises if blocks are held by others than running requests."""
+        """vLLM raises if blocks are held by others than running requests, or by steps planned."""
+        self.rig.drain()
         scheduler = self.rig.scheduler
         others = (
             scheduler.kv_holding_waiting
