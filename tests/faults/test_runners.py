@@ -27,7 +27,9 @@ def test_steps_in_the_order_of_a_runner(workshop: Workshop, runner: str, tp: int
     rng = random.Random(f"{runner} {tp}")
     options = {"save_decode": True, "write_policy": rng.choice(["back", "through"])}
     # Few blocks: requests are preempted, and go on from what they have saved themselves.
-    spec = RigSpec(tp=tp, num_blocks=28, runner=runner, options=options)
+    spec = RigSpec(
+        tp=tp, num_blocks=28, runner=runner, plans_ahead=rng.random() < 0.5, options=options
+    )
     rig = workshop.rig(spec, [*rng.choice([["host://1MiB"], []]), workshop.memory()])
     prompts = Prompts(rng)
     stored = prompts.draw()
