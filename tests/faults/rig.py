@@ -8,12 +8,13 @@ in which it would have been used. `Workshop` builds rigs; one may follow another
 
 import itertools
 import pickle
+import random
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
 )
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
@@ -59,6 +61,8 @@ class RigSpec:
 
     model: FakeModel = field(default_factory=FakeModel)
     tp: int = 1
+    plans_ahead: bool = False
+    """vLLM's asynchronous scheduling: a step is planned before the results of the last one."""
     num_blocks: int = 96
     max_batched_tokens: int = 96
     retention_interval: int = 0
@@ -81,6 +85,25 @@ class Answer:
     params: dict[str, Any] | None = None
 
 
+class Share(NamedTuple):
+    """What a step computes of a request: the tokens [start, stop), as they were planned."""
+
+    context: Context
+    tables: list[NDArray[np.intp]]
+    start: int
+    stop: int
+    samples: bool
+
+
+@dataclass(slots=True)
+class Batch:
+    """A step that is planned, and what the workers have done of it."""
+
+    output: SchedulerOutput
+    shares: dict[str, Share]
+    done: ModelRunnerOutput | None = None
+
+
 class Rig:
     """See the module docstring. `workshop.rig(spec)` makes one."""
 
@@ -99,7 +122,9 @@ class Rig:
         self._contexts: dict[str, Context] = {}
         self._numbers = itertools.count()
         self._hasher = get_request_block_hasher(BLOCK, HASH)
-        self.scheduler = Scheduler(
+        self._planned: deque[Batch] = deque()  # whose results the scheduler has not taken
+        self._chance = random.Random(spec.num_blocks)
+        self.scheduler = (AsyncScheduler if spec.plans_ahead else Scheduler)(
             config,
             generate_scheduler_kv_cache_config([cache]),
             StructuredOutputManager(config),
@@ -189,10 +214,35 @@ class Rig:
         """What vLLM's `EngineCoreProc` does in a step; its pause, too, where nothing is computed:
         threads of the pool, and other tests, have the core that waiting for them would take."""
         self.num_steps += 1
+        if self._plan():
+            self._take_results()
+        for companion in self.companions:
+            if companion.busy:
+                companion.step()
+
+    def _plan(self) -> bool:
+        """Plan a step, if there is anything to plan; whether results are to be taken next."""
+        if self._planned and not self.scheduler.has_requests():
+            return True
         output = self.scheduler.schedule()
+        self._planned.append(
+            Batch(output, {r: self._share(r, output) for r in output.num_scheduled_tokens})
+        )
         for tell in list(self.on_scheduled):
             tell(output)
-        done = self._execute(output)
+        if self._chance.random() < 0.5:  # else the workers are behind: they begin it later
+            for batch in self._planned:
+                self._execute(batch)
+        return (
+            not self.spec.plans_ahead
+            or len(self._planned) > 1
+            or not (output.total_num_scheduled_tokens or self.scheduler.has_requests())
+        )
+
+    def _take_results(self) -> None:
+        """The scheduler takes the results of the oldest step."""
+        batch = self._planned.popleft()
+        output, done = batch.output, self._execute(batch)
         for answers in self.scheduler.update_from_output(output, done).values():
             for answer in answers.outputs:
                 known = self.answers[answer.request_id]
@@ -204,9 +254,11 @@ class Rig:
             time.sleep(PAUSE_S)
         for tell in list(self.on_stepped):
             tell(output)
-        for companion in self.companions:
-            if companion.busy:
-                companion.step()
+
+    def drain(self) -> None:
+        """Take the results of all steps that are planned."""
+        while self._planned:
+            self._take_results()
 
     def run(self, limit_s: float, until: Callable[[], bool] = lambda: False) -> float:
         """Step until nothing is left to do, or `until`; the seconds it took. Never forever."""
@@ -220,25 +272,48 @@ class Rig:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.has_requests() or any(rig.busy for rig in self.companions)
+        own = self.scheduler.has_requests() or bool(self._planned)
+        return own or any(rig.busy for rig in self.companions)
 
     def settle(self) -> None:
         """Wait until no transfer is under way, and take the reports of those that were."""
+        self.drain()
         deadline = time.monotonic() + SETTLE_S
         for rank in self.ranks:
             while rank.executor is not None and not rank.executor.idle:
                 assert time.monotonic() < deadline, f"transfers do not end: {self.describe()}"
                 time.sleep(0.001)
-        self.step()  # takes what was reported
+        self.take_reports()
 
-    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def take_reports(self) -> None:
+        """Take what was reported."""
+        self.step()
+        self.drain()
+
+    def _share(self, request_id: str, output: SchedulerOutput) -> Share:
+        request, context = self.scheduler.requests[request_id], self._contexts[request_id]
+        context.extend(request.all_token_ids[len(context.tokens) :])
+        stop = request.num_computed_tokens
+        start = stop - output.num_scheduled_tokens[request_id]
+        tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        ids = [np.array(each, dtype=np.intp) for each in tables]
+        return Share(context, ids, start, stop, not request.is_prefill_chunk)
+
+    def _execute(self, batch: Batch) -> ModelRunnerOutput:
+        """What the workers do of a step, once."""
+        if batch.done is None:
+            batch.done = self._run_model(batch.output, batch.shares)
+        return batch.done
+
+    def _run_model(self, output: SchedulerOutput, shares: Mapping[str, Share]) -> ModelRunnerOutput:
         for rank in self.ranks:
             rank.begin(output)
         try:
-            sampled = self._forward(output.num_scheduled_tokens)
+            sampled = self._forward(shares)
         except Exception as error:
             for rank in self.ranks:
                 rank.give_up(error)
+            self._planned.clear()
             raise
         if not self.ranks:
             ids = list(sampled)
@@ -252,31 +327,27 @@ class Rig:
         assert merged is not None
         return merged
 
-    def _forward(self, scheduled: dict[str, int]) -> dict[str, list[int]]:
+    def _forward(self, shares: Mapping[str, Share]) -> dict[str, list[int]]:
         """Write what is new, then read everything; states are read before they are written.
 
         As layers of attention do, first wait for what a load brings to them.
         """
-        for rank in self.ranks if scheduled else ():
+        for rank in self.ranks if shares else ():
             rank.wait_for_layers()
-        for request_id, count in scheduled.items():
-            stop = self.scheduler.requests[request_id].num_computed_tokens
-            rows, tables = self._context(request_id).rows(), self._tables(request_id)
-            before = stop - count
-            if self.spec.sibling is not None and not self._is_right(tables, rows[:, :, :before]):
+        for request_id, share in shares.items():
+            rows, tables, start = share.context.rows(), share.tables, share.start
+            if self.spec.sibling is not None and not self._is_right(tables, rows[:, :, :start]):
                 rows = np.full_like(rows, UNWRITTEN)
-            for pages in self.pages if before else ():
-                assert pages.states_are(tables, rows[:, :, before - 1], before), (
-                    f"{request_id} goes on from wrong states after {before} tokens"
+            for pages in self.pages if start else ():
+                assert pages.states_are(tables, rows[:, :, start - 1], start), (
+                    f"{request_id} goes on from wrong states after {start} tokens"
                 )
-                assert pages.ring_is(tables, rows[:, :, :before]), (
+                assert pages.ring_is(tables, rows[:, :, :start]), (
                     f"{request_id} goes on without the tokens that have no key yet"
                 )
             for pages in self.pages:
-                pages.write(tables, stop - count, rows[:, :, stop - count : stop])
-        return {
-            request_id: self._read(request_id, count) for request_id, count in scheduled.items()
-        }
+                pages.write(tables, start, rows[:, :, start : share.stop])
+        return {request_id: self._read(request_id, share) for request_id, share in shares.items()}
 
     def _is_right(self, tables: list[NDArray[np.intp]], rows: NDArray[np.floating]) -> bool:
         return all(
@@ -284,15 +355,14 @@ class Rig:
             for pages in self.pages
         )
 
-    def _read(self, request_id: str, count: int) -> list[int]:
-        request, context = self.scheduler.requests[request_id], self._context(request_id)
-        stop, tables = request.num_computed_tokens, self._tables(request_id)
+    def _read(self, request_id: str, share: Share) -> list[int]:
+        context, tables, start, stop, samples = share
         read = np.concatenate([pages.read(tables, stop) for pages in self.pages], axis=1)
         rows = context.rows()[:, :, :stop]
         expected = np.concatenate([rows[:, pages.heads] for pages in self.pages], axis=1)
         for layer, window in enumerate(self.spec.model.windows):
             if window:  # the first of the step's tokens looks back furthest
-                unseen = max(0, stop - count - window + 1)
+                unseen = max(0, start - window + 1)
                 read[layer, :, :unseen] = expected[layer, :, :unseen]
         for layer in (*self.spec.model.states, *self.spec.model.indexers):  # read in other ways
             read[layer] = expected[layer]
@@ -305,17 +375,12 @@ class Rig:
                 f"{request_id} reads {len(wrong)} wrong rows of {stop} tokens, the first of token "
                 f"{token}, layer {layer}, head {head}"
             )
-        model = self.spec.model
-        return [] if stop < request.num_tokens else [model.next_token(read[:, : model.heads])]
-
-    def _context(self, request_id: str) -> Context:
-        context = self._contexts[request_id]
-        context.extend(self.scheduler.requests[request_id].all_token_ids[len(context.tokens) :])
-        return context
-
-    def _tables(self, request_id: str) -> list[NDArray[np.intp]]:
-        tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-        return [np.array(ids, dtype=np.intp) for ids in tables]
+        if not samples:
+            return []
+        token = self.spec.model.next_token(read[:, : self.spec.model.heads])
+        if self.spec.plans_ahead and stop == len(context.tokens):
+            context.extend([token])  # the next step is planned before the scheduler has it
+        return [token]
 
     def _ended(self, request_id: str, reason: str, params: dict[str, Any] | None) -> None:
         self.answers[request_id].ended = reason

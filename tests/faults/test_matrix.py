@@ -69,7 +69,8 @@ def test_matrix(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    check_cell(fault, moment, RigSpec(tp=tp), workshop, library, tmp_path, monkeypatch)
+    spec = RigSpec(tp=tp, plans_ahead=tp == 2)
+    check_cell(fault, moment, spec, workshop, library, tmp_path, monkeypatch)
 
 
 def check_cell(

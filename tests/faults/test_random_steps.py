@@ -7,7 +7,7 @@ choices, though threads may take their turns otherwise.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ CALL_FAULTS = (Fault.ERROR, Fault.UNREACHABLE, Fault.CRASH)
 CALLS = ("exists", "get", "put", "remove", "remove_namespace")
 
 
-def spec_of(rng: random.Random) -> RigSpec:
+def spec_of(rng: random.Random, blocks: Sequence[int]) -> RigSpec:
     options: dict[str, Any] = {
         "write_policy": rng.choice(["back", "through"]),
         "save_decode": rng.random() < 0.5,
@@ -50,7 +50,12 @@ def spec_of(rng: random.Random) -> RigSpec:
         "call_timeout_s": 0.3,
         "lookup_timeout_ms": 200,
     }
-    return RigSpec(tp=rng.choice([1, 2]), num_blocks=rng.choice([24, 40, 96]), options=options)
+    return RigSpec(
+        tp=rng.choice([1, 2]),
+        num_blocks=rng.choice(blocks),
+        plans_ahead=rng.random() < 0.5,
+        options=options,
+    )
 
 
 class Prompts:
@@ -81,6 +86,7 @@ class Driver:
         seed: int,
         runner: str = "first",
         model: FakeModel | None = None,
+        blocks: Sequence[int] = (24, 40, 96),
         **options: Any,
     ) -> None:
         self.rng = random.Random(seed)
@@ -92,7 +98,7 @@ class Driver:
         assert isinstance(store, MemoryStore)
         self.store: MemoryStore = store
         self.shelf: LruTable = store._table
-        spec = replace(spec_of(self.rng), runner=runner, model=model or FakeModel())
+        spec = replace(spec_of(self.rng, blocks), runner=runner, model=model or FakeModel())
         spec = replace(spec, options={**spec.options, **options})
         self.rig: Rig = workshop.rig(spec, [*host, url])
         self.prompts = Prompts(self.rng)
@@ -187,7 +193,8 @@ class Driver:
         self.rig.reset()
 
     def preempt_all(self) -> None:
-        """vLLM raises if blocks are held by others than running requests."""
+        """vLLM raises if blocks are held by others than running requests, or by steps planned."""
+        self.rig.drain()
         scheduler = self.rig.scheduler
         others = (
             scheduler.kv_holding_waiting

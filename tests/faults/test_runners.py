@@ -5,11 +5,12 @@ compared, and a save that is posted while the forward pass runs fails the step.
 """
 
 import random
+from collections.abc import Mapping
 
 import pytest
 
 from tests.faults.audit import check_nothing_leaked
-from tests.faults.rig import CHUNK, RigSpec
+from tests.faults.rig import CHUNK, RigSpec, Share
 from tests.faults.runners import RUNNERS
 from tests.faults.scene import tokens
 from tests.faults.test_random_steps import Prompts
@@ -26,7 +27,9 @@ def test_steps_in_the_order_of_a_runner(workshop: Workshop, runner: str, tp: int
     rng = random.Random(f"{runner} {tp}")
     options = {"save_decode": True, "write_policy": rng.choice(["back", "through"])}
     # Few blocks: requests are preempted, and go on from what they have saved themselves.
-    spec = RigSpec(tp=tp, num_blocks=28, runner=runner, options=options)
+    spec = RigSpec(
+        tp=tp, num_blocks=28, runner=runner, plans_ahead=rng.random() < 0.5, options=options
+    )
     rig = workshop.rig(spec, [*rng.choice([["host://1MiB"], []]), workshop.memory()])
     prompts = Prompts(rng)
     stored = prompts.draw()
@@ -83,8 +86,8 @@ def test_step_that_fails_stores_nothing(workshop: Workshop, runner: str, goes_on
     writer = workshop.rig(RigSpec(runner=runner, max_batched_tokens=2 * CHUNK), store)
     writer.add(prompt, 1)
 
-    def fail(scheduled: dict[str, int]) -> dict[str, list[int]]:
-        if scheduled:
+    def fail(shares: Mapping[str, Share]) -> dict[str, list[int]]:
+        if shares:
             raise OutOfMemoryError
         return {}
 
@@ -95,7 +98,7 @@ def test_step_that_fails_stores_nothing(workshop: Workshop, runner: str, goes_on
     if goes_on:
         with pytest.MonkeyPatch.context() as patch:
             # Rows of the failed step are wrong in vLLM, too.
-            patch.setattr(writer, "_read", lambda request_id, count: [1])
+            patch.setattr(writer, "_read", lambda request_id, share: [1])
             writer.run(END_S)
         check_nothing_leaked(writer)
     writer.shutdown()

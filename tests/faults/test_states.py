@@ -286,5 +286,5 @@ def test_matrix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every fault at every moment; those of some cells befall a state."""
-    spec = replace(MATRIX_SPEC, tp=tp)
+    spec = replace(MATRIX_SPEC, tp=tp, plans_ahead=tp == 2)
     check_cell(fault, moment, spec, workshop, with_states, tmp_path, monkeypatch)

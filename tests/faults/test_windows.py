@@ -7,7 +7,10 @@ import pytest
 from tests.faults.audit import check_nothing_leaked, serve
 from tests.faults.model import FakeModel
 from tests.faults.rig import BLOCK, CHUNK, RigSpec
+from tests.faults.scene import Library
+from tests.faults.test_random_steps import Driver, live
 from tests.faults.workshop import Workshop
+from tests.support.seeds import seeds
 
 CHANCE = random.Random(2)
 PROMPT = CHANCE.choices(range(3, 1000), k=300)
@@ -117,3 +120,11 @@ def test_blocks_are_let_go_while_a_request_runs(workshop: Workshop) -> None:
     rig.run(LIMIT_S)
     assert most[0] >= 2 * (HIT - 40) // BLOCK - 2
     assert most[1] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("seed", seeds(4, 12))
+def test_random_steps(seed: int, workshop: Workshop, library: Library) -> None:
+    """With blocks for any request alone."""
+    live(Driver(workshop, seed, model=HYBRID, blocks=(40, 96)))

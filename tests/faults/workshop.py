@@ -162,6 +162,8 @@ class Workshop:
         config.parallel_config = copy.copy(base.parallel_config)
         config.parallel_config.tensor_parallel_size = spec.tp
         config.parallel_config.world_size = spec.tp
+        config.scheduler_config = copy.copy(base.scheduler_config)
+        config.scheduler_config.async_scheduling = spec.plans_ahead
         config.cache_config = copy.copy(base.cache_config)
         config.cache_config.num_gpu_blocks = spec.num_blocks
         if spec.model.states:

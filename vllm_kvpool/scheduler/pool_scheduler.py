@@ -300,7 +300,8 @@ class PoolScheduler:
         self._prefetches.pop(request_id, None)  # the request is loaded now, or not at all
         self._own_states.pop(request_id, None)
         state.admission = moved(state.admission, AdmissionState.MATCHED)
-        stop = 0 if self._validity.reset.pending else self._usable(state, chunks)
+        has_no_load = self._validity.reset.pending or self._is_refused(state)
+        stop = 0 if has_no_load else self._usable(state, chunks)
         is_worth = self._config.load_policy is LoadPolicy.ALWAYS
         count = stop - num_computed
         if count <= 0 or not (is_worth or self._load_costs.loading_beats_computing(count)):
@@ -336,6 +337,18 @@ class PoolScheduler:
         last = state.view.num_prompt_tokens - 1 if step > block else 0
         wanted = [boundary - boundary % step for boundary in (common, last)]
         return next((boundary for boundary in wanted if boundary > found), 0)
+
+    def _is_refused(self, state: RequestState) -> bool:
+        """Return True if vLLM has taken no offer of the request although no request has blocks.
+
+        vLLM keeps blocks free for a request whose load has failed until it runs. It counts them
+        where it allocates blocks for loads, even for those of the same request, but not for steps.
+        """
+        if state.offer is None or not self._idle or self.saves.has_pins:
+            return False
+        requests = self._requests.values()
+        has_failed = any(each.retry is not RetryState.NONE for each in requests)
+        return has_failed and not any(each.view.num_computed_tokens for each in requests)
 
     def _must_give_way(self, admission: AdmissionState) -> bool:
         """Return True if a request in this state has to wait for requests that have loaded.
