@@ -307,6 +307,16 @@ def test_hand_over_puts_cells_of_host_memory_without_pages() -> None:
     assert bench.is_clean
 
 
+def test_hand_over_without_pages_waits_for_a_fetch() -> None:
+    bench = back()
+    bench.load(1, "a")
+    told = [*words(bench.hand_over(2, "a", without_pages="a")), *bench.run()]
+    assert not [each for each in told if each.startswith("gather ")]
+    assert "put-0 a" in told
+    assert "told t2: 1 None" in told
+    assert bench.is_clean
+
+
 def test_hand_over_without_pages_ends_where_a_cell_has_left_host_memory() -> None:
     bench = back()
     bench.save(1, "a c")

@@ -236,7 +236,8 @@ class GroupTables:
 
         Not those that a hit of the first `found` chunks needs: the pool has them.
         """
-        gaps, stop = set(), found * self._chunk_tokens
+        gaps: set[Gap] = set()
+        stop = found * self._chunk_tokens
         for i, group in self._windows:
             known = self._needed(group, stop)
             for index, block in enumerate(
