@@ -451,7 +451,7 @@ def lose_all(store: Store, rig: Rig) -> None:
     assert store.remove_namespace(rig.pool._service.core._names.namespace)
 
 
-@pytest.mark.parametrize("model", ["plain", pytest.param("states", marks=WITH_STATES)])
+@pytest.mark.parametrize("model", ["plain", "windows", pytest.param("states", marks=WITH_STATES)])
 @pytest.mark.parametrize(("policy", "lose"), [("back", lose_nothing), ("through", lose_all)])
 @pytest.mark.parametrize("keeps_blocks", [False, True])
 def test_prompt_that_host_memory_alone_has_is_loaded_by_the_engine_it_is_handed_to(

@@ -1,13 +1,14 @@
 """Which blocks a plan is about, in every KV cache group, whatever the engine has let go."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.layout.topology import AttentionWindow, KVCacheGroup
+from vllm_kvpool.layout.topology import AttentionWindow, KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.blocks import NO_PAGES, GroupTables, Place, all_blocks
+from vllm_kvpool.scheduler.prefix_search import HitSearch
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobPages
 
 WINDOW, LOCAL = AttentionWindow(sliding=40), AttentionWindow(local=64)
@@ -213,6 +214,27 @@ def test_a_save_names_only_blocks_that_are_the_requests(
         case.start, case.stop
     )
     assert NULL_BLOCK not in all_blocks(pages)
+
+
+CHUNK = 48  # of the blocks above
+
+
+@given(cases(), st.integers(1, 8 * CHUNK), st.data())
+def test_as_much_is_loadable_in_spite_of_gaps_as_a_search_finds(
+    case: Case, tokens: int, data: st.DataObject
+) -> None:
+    groups = [KVCacheGroup(16), *(replace(each, shared=True) for each in case.groups)]
+    windows = [i for i, group in enumerate(groups) if not group.window.is_full]
+    num_chunks = -(-tokens // CHUNK)
+    places = [(i, chunk) for i in windows for chunk in range(num_chunks)]
+    gaps = data.draw(st.sets(st.sampled_from(places))) if places else set()
+    topology = Topology(1, 1, ((0, 0),), 1)
+    layer_groups = [LayerGroup(topology, 1, group.window) for group in groups]
+    tables = GroupTables(groups, CHUNK)
+    search = HitSearch(num_chunks, layer_groups, CHUNK, tables.block_size, num_tokens=tokens)
+    while questions := search.questions():
+        search.answer(questions, [(each.layer_group, each.chunk) not in gaps for each in questions])
+    assert tables.loadable(tokens, gaps) == min(tokens, search.found * CHUNK)
 
 
 @given(cases(), st.integers(1, 100))

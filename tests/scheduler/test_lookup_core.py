@@ -254,7 +254,8 @@ def test_what_stores_have_is_told_apart_from_what_host_memory_has(
     world.run(lambda: 1 in world.results)
     result, _ = world.results[1]
     assert result.found_chunks == max(in_host or 0, stored)
-    assert result.stored == (StoredChunks(stored, stored) if seeks_stored else NOTHING_STORED)
+    chunks = StoredChunks(stored, stored, is_in_host=in_host is not None)
+    assert result.stored == (chunks if seeks_stored else NOTHING_STORED)
     asks_nobody = in_host == NUM_CHUNKS and not seeks_stored
     assert asks_nobody is not any(tier.num_calls for tier in world.tiers)
 
@@ -267,7 +268,7 @@ def test_a_store_that_does_not_answer_in_time_has_nothing_of_what_host_memory_ha
     began = world.now
     world.run(lambda: 1 in world.results)
     result, at = world.results[1]
-    assert (result.found_chunks, result.stored) == (NUM_CHUNKS, NOTHING_STORED)
+    assert (result.found_chunks, result.stored) == (NUM_CHUNKS, StoredChunks(is_in_host=True))
     assert at - began == pytest.approx(0.9 * TIMEOUT_S)
 
 

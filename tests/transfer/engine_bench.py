@@ -7,14 +7,14 @@ and with two cells, reads `"3 get-0 a b"`, and the reports `"loaded 1 to 2 missi
 `"lends 1: 7 yes, 8 no"` (loans by id) and `"returns 1: 7"`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from itertools import islice
 
 from tests.support.fakes import FakeClock
 from tests.support.invariants import check, is_naming
 from vllm_kvpool.identity.keys import HeadShard, LayerSpan
-from vllm_kvpool.layout.topology import LocalCell
+from vllm_kvpool.layout.topology import AttentionWindow, LocalCell
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.slots import Slot, SlotPool
 from vllm_kvpool.storage.base import ChunkRef
@@ -70,7 +70,10 @@ CANCELLED = CellOutcome.CANCELLED
 CELL_BYTES = 100
 TIMEOUT_S = 10.0
 PLACE = LocalCell(HeadShard(0), LayerSpan(0, 1), 0, 1, 0, 1)
-OPTIONAL = replace(PLACE, is_draft=True, is_optional=True)
+PLACES = {
+    "?": replace(PLACE, is_draft=True, is_optional=True),
+    "w": replace(PLACE, window=AttentionWindow(sliding=8)),
+}
 
 WIDE = LaneLimits(batches=2, batch_ops=64, batch_bytes=1 << 30, budget_bytes=1 << 30)
 SINGLE = LaneLimits(batches=2, batch_ops=1, batch_bytes=1 << 30, budget_bytes=1 << 30)
@@ -86,7 +89,7 @@ FAR = Tier("far", durable=True, remote=True)
 def slab_of(keys: str, chunk: ChunkRef | None = None, part: str = "") -> Slab:
     """A slab of these cells; a part that is a number is its layer."""
     names = tuple(keys.split())
-    place = OPTIONAL if part == "?" else PLACE
+    place = PLACES.get(part, PLACE)
     if part.isdecimal():
         place = replace(place, layer_start=int(part), layer_stop=int(part) + 1)
     kind = SlabKind(names, (CELL_BYTES,) * len(names), (place,) * len(names), part)
@@ -100,7 +103,7 @@ def slabs_of(
     pages = (JobPages((job,), 0, 0, 0),)
     slabs: dict[tuple[str, str], list[str]] = {}
     for key in cells.split():
-        slabs.setdefault((key[0], key[1:] if apart or "?" in key else ""), []).append(key)
+        slabs.setdefault((key[0], key[1:] if apart or key[1:] in PLACES else ""), []).append(key)
     chunks: dict[str, ChunkRef] = {}
     before = ""
     for i, chunk_id in enumerate(dict.fromkeys(chunk_id for chunk_id, _ in slabs)):
@@ -147,6 +150,12 @@ def save_job(
     hashes = (b"",) * len({slab.chunk.id for slab in slabs}) if topic else ()
     plan = SavePlan(JobId(job), f"r{job}", 0, hashes, (), topic=topic)
     return SaveJob(plan, slabs)
+
+
+def from_host(save: SaveJob, chunk_ids: Container[str]) -> SaveJob:
+    """The save with no pages of these chunks."""
+    slabs = (s._replace(pages=()) if s.chunk.id in chunk_ids else s for s in save.slabs)
+    return save._replace(slabs=tuple(slabs))
 
 
 def keys_of(batch: Batch) -> list[str]:
@@ -257,9 +266,10 @@ class Bench:
     def save(self, job: int, cells: str, *, stored: bool = True) -> list[str]:
         return self.step(save_job(job, cells, stored=stored, apart=self.apart))
 
-    def hand_over(self, job: int, cells: str) -> list[str]:
-        """A save of a prompt that another engine goes on with."""
-        return self.step(save_job(job, cells, apart=self.apart, topic=b"t%d" % job))
+    def hand_over(self, job: int, cells: str, without_pages: str = "") -> list[str]:
+        """A save of a prompt that another engine goes on with; of some chunks from host memory."""
+        save = save_job(job, cells, apart=self.apart, topic=b"t%d" % job)
+        return self.step(from_host(save, without_pages))
 
     def prefetch(self, job: int, cells: str) -> list[str]:
         slabs = tuple(slab._replace(pages=()) for slab in slabs_of(job, cells, apart=self.apart))

@@ -20,6 +20,7 @@ from tests.transfer.engine_bench import (
     FULL,
     MISSING,
     UNREACHABLE,
+    from_host,
     load_job,
     save_job,
     slabs_of,
@@ -214,6 +215,7 @@ class EngineMachine(RuleBasedStateMachine):
         cuts=PARTS,
         fence=st.booleans(),
         hands_over=st.booleans(),
+        without_pages=st.sets(st.sampled_from(CHUNKS)),
     )
     def submit_save(
         self,
@@ -223,6 +225,7 @@ class EngineMachine(RuleBasedStateMachine):
         cuts: list[int] | None,
         fence: bool,
         hands_over: bool,
+        without_pages: set[str],
     ) -> None:
         job = len(self.told)
         topic = b"%d" % job if hands_over else b""
@@ -230,6 +233,7 @@ class EngineMachine(RuleBasedStateMachine):
             job, self.keys(first, chunks), stored=stored, apart=self.apart, topic=topic
         )
         event = event._replace(fence=Reached() if fence else None)
+        event = from_host(event, without_pages if hands_over else ())
         self.told[job] = Told(event, self.weights_version, float("inf"))
         # How far a prompt is stored is counted over all slabs at once.
         self.step(event if hands_over else in_parts(event, cuts))

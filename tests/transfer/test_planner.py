@@ -37,6 +37,7 @@ from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.ops import (
     NO_SLABS,
+    NULL_BLOCK,
     JobId,
     JobPages,
     LoadPlan,
@@ -104,6 +105,18 @@ def save_plan(first: int = 0, count: int = 4) -> SavePlan:
     blocks = tuple(range(7, 7 + (stop - start) // BLOCK))
     pages = JobPages(blocks, start, start, stop)
     return SavePlan(JobId(2), "b", first, HASHES[:count], (pages,))
+
+
+@pytest.mark.parametrize("topic", [b"", b"t" * 20])
+def test_a_chunk_with_gaps_is_named_without_pages_for_a_hand_over_alone(topic: bytes) -> None:
+    plan = save_plan(count=2)
+    [pages] = plan.pages
+    gap = pages._replace(block_ids=(NULL_BLOCK, *pages.block_ids[1:]))
+    slabs = planner().save(replace(plan, pages=(gap,), topic=topic)).slabs
+    named = {slab.chunk.position: bool(slab.pages) for slab in slabs}
+    assert named == ({0: False, 1: True} if topic else {1: True})
+    in_host = planner().save(replace(plan, pages=(), topic=b"t" * 20)).slabs
+    assert {(slab.chunk.position, slab.pages) for slab in in_host} == {(0, ()), (1, ())}
 
 
 def test_a_load_is_every_cell_of_every_chunk_in_order() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.invariants import check
-from tests.transfer.engine_bench import OPTIONAL, PLACE
+from tests.transfer.engine_bench import PLACE, PLACES
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import (
     HandOverEnd,
@@ -137,7 +137,7 @@ def test_lost_chunk_ends_the_hand_over_before_those_in_front_are_stored() -> Non
 def test_lost_optional_slab_ends_no_hand_over() -> None:
     saves, saved = Saves(), job(0, 1)
     first, last = saved.slabs
-    optional = last._replace(kind=replace(last.kind, cells=(OPTIONAL,)))
+    optional = last._replace(kind=replace(last.kind, cells=(PLACES["?"],)))
     saved = saved._replace(slabs=(first, optional))
     saves.plan(saved)
     assert saves.take(saves.progress.recorded(saved, first, is_stored=True)) is None

@@ -295,6 +295,49 @@ def test_hand_over_puts_a_cell_that_another_save_brings() -> None:
     assert bench.is_clean
 
 
+def test_hand_over_puts_cells_of_host_memory_without_pages() -> None:
+    bench = back()
+    bench.save(1, "a b")
+    bench.run()
+    told = [*words(bench.hand_over(2, "a b c", without_pages="ab")), *bench.run()]
+    assert [each for each in told if each.startswith(("gather ", "put"))] == [
+        *("gather c", "put-0 a b", "put-0 c"),
+    ]
+    assert "told t2: 3 None" in told
+    assert bench.is_clean
+
+
+def test_hand_over_without_pages_waits_for_a_fetch() -> None:
+    bench = back()
+    bench.load(1, "a")
+    told = [*words(bench.hand_over(2, "a", without_pages="a")), *bench.run()]
+    assert not [each for each in told if each.startswith("gather ")]
+    assert "put-0 a" in told
+    assert "told t2: 1 None" in told
+    assert bench.is_clean
+
+
+def test_hand_over_without_pages_ends_where_a_cell_has_left_host_memory() -> None:
+    bench = back()
+    bench.save(1, "a c")
+    bench.run()
+    told = [*bench.hand_over(2, "a b c", without_pages="abc"), *bench.run()]
+    assert "told t2: 1 1" in told
+    assert bench.saved[-1].missed == (1,)
+    assert dict(bench.saved[-1].lost) == {1: CellOutcome.MISSING}
+    assert bench.is_clean
+
+
+def test_hand_over_without_pages_leaves_out_windows_that_host_memory_lacks() -> None:
+    bench = back()
+    bench.save(1, "a b bw")
+    bench.run()
+    told = [*bench.hand_over(2, "a aw b bw", without_pages="ab"), *bench.run()]
+    assert "told t2: 2 None" in told
+    assert bench.saved[-1].missed == ()
+    assert bench.is_clean
+
+
 def test_hand_over_ends_where_the_save_that_brings_its_cell_fails() -> None:
     bench = back()
     bench.save(1, "a")

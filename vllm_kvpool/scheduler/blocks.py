@@ -6,12 +6,12 @@ now. So entries before `AttentionWindow.first_read` count only if the block is h
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from vllm_kvpool.layout.topology import KVCacheGroup
-from vllm_kvpool.scheduler.request import StateOffer
+from vllm_kvpool.scheduler.request import Gap, StateOffer
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, JobPages
 
 HELD_SHARE = 2  # half of the blocks that may be pinned may be held for saves not due yet
@@ -122,7 +122,7 @@ NO_PAGES = JobPages((), 0, 0, 0)
 class GroupTables:
     """The engine's KV cache groups, in its order; `tables` below has one block table for each.
 
-    `chunk_tokens` counts only where groups store the ends of chunks alone.
+    `chunk_tokens` counts only where the engine frees blocks while a request runs.
     """
 
     def __init__(self, groups: Sequence[KVCacheGroup], chunk_tokens: int = 0) -> None:
@@ -234,6 +234,45 @@ class GroupTables:
                 )
             pages[i] = JobPages(ids, first * size, begin, stop)
         return tuple(pages)
+
+    def gaps(self, pages: Sequence[JobPages], chunks: range, found: int) -> set[Gap]:
+        """Return the chunks of a save that lack blocks of a window.
+
+        Chunks that a hit of the first `found` chunks needs are left out: the pool has them.
+        """
+        gaps: set[Gap] = set()
+        stop = found * self._chunk_tokens
+        for i, group in self._windows:
+            known = self._needed(group, stop)
+            for index, block in enumerate(
+                pages[i].block_ids, pages[i].table_start // group.block_size
+            ):
+                if block != NULL_BLOCK or not self._is_stored(group, index):
+                    continue
+                start = index * group.block_size + group.lookahead
+                last = (start + group.block_size - 1) // self._chunk_tokens
+                lacking = range(start // self._chunk_tokens, last + 1)
+                gaps.update((i, each) for each in lacking if each in chunks and each not in known)
+        return gaps
+
+    def loadable(self, tokens: int, gaps: Collection[Gap]) -> int:
+        """Return how many of the first `tokens` tokens a hit can bring without these chunks."""
+        while lost := [
+            chunk
+            for i, group in self._windows
+            for chunk in self._needed(group, tokens)
+            if (i, chunk) in gaps
+        ]:
+            tokens = min(lost) * self._chunk_tokens
+        return tokens
+
+    def _needed(self, group: KVCacheGroup, tokens: int) -> range:
+        """Return the chunks of a window that a hit of so many tokens needs (see `HitSearch`)."""
+        read = max(0, tokens - self.block_size)
+        first = group.window.first_read(read) // self.block_size * self.block_size
+        if group.tail_tokens:
+            first = max(0, tokens - 1)
+        return range(first // self._chunk_tokens, -(-tokens // self._chunk_tokens))
 
     def of_states(self, blocks: Mapping[int, int], boundary: int) -> tuple[JobPages, ...]:
         """Return the pages of the recurrent states after `boundary` tokens.

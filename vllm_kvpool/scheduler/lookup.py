@@ -13,10 +13,12 @@ class StoredChunks(NamedTuple):
     """The chunks that stores have by their own answers, whatever host memory has.
 
     `attention`: the chunks that could be loaded from stores if there were no recurrent states.
+    `is_in_host`: host memory has the other chunks found, but for windows that no hit there needs.
     """
 
     chunks: int = 0
     attention: int = 0
+    is_in_host: bool = False
 
 
 NOTHING_STORED = StoredChunks()

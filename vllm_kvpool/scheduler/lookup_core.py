@@ -149,7 +149,7 @@ class _OpenLookup:
         tiers = [tier for search in self.asking for tier in search.waits_for]
         return [*tiers, *(self.tail.unread if self.tail is not None else ())]
 
-    def stored(self, found: int) -> StoredChunks:
+    def stored(self, found: int, host: HostCacheIndex) -> StoredChunks:
         """Return which of the `found` chunks stores have, if the lookup seeks them."""
         search, stores = self.search, self.stores
         if not self.lookup.seeks_stored:
@@ -158,7 +158,9 @@ class _OpenLookup:
             return StoredChunks(found, search.attention)
         # A chunk inside which the hit ends is not asked of stores again.
         chunks, attention = (search.found, stores.found), (search.attention, stores.attention)
-        return StoredChunks(min(chunks), min(attention))
+        others = self.chain.hashes[min(attention) : search.attention]
+        is_in_host = all(self.names.are_in(host, each) for each in others)
+        return StoredChunks(min(chunks), min(attention), is_in_host)
 
     @property
     def has_stored(self) -> bool:
@@ -675,8 +677,8 @@ class LookupCore:
         self._open.pop(opened.lookup.lookup_id, None)
         self.results.append(self._result(opened, outcome, reason))
 
-    @staticmethod
     def _result(
+        self,
         opened: _OpenLookup,
         outcome: LookupOutcome,
         miss_reason: LookupOutcome = LookupOutcome.ANSWERED,
@@ -699,7 +701,7 @@ class LookupCore:
             opened.lookup.weights_version,
             miss_reason,
             opened.search.attention if is_answered else 0,
-            opened.stored(found) if is_answered else NOTHING_STORED,
+            opened.stored(found, self._host) if is_answered else NOTHING_STORED,
             lacks_expected=not opened.has_expected,
             tail=tail,
             is_final=is_final,

@@ -185,6 +185,9 @@ class PoolScheduler:
         if state.limit_tokens is not None:
             known = min(known, state.limit_tokens // self._shape.chunk_tokens)
         state.next_save = max(state.next_save, known)
+        has_others = answer.stored.is_in_host and answer.stored.attention <= state.next_save
+        if has_others and answer.is_final and state.limit_tokens is None:
+            self.saves.save_from_host(state, answer.attention_chunks)
         self.saves.mark_due(state)
         load = self._loads.get(state.view.request_id)
         if load is not None and load.landed_stop is not None:
@@ -201,7 +204,7 @@ class PoolScheduler:
         if state.retention.pinned_until_ns:
             return 0, 0
         if state.view.options.hand_over:
-            return answer.stored
+            return answer.stored.chunks, answer.stored.attention
         return answer.found_chunks, answer.attention_chunks
 
     def _chunks_to_offer(self, state: RequestState, num_computed: int) -> int | None:
@@ -723,6 +726,7 @@ class PoolScheduler:
         prompt = state.view.num_prompt_tokens
         if state.has_saved_end and tokens == prompt - prompt % self._shape.chunk_tokens:
             tokens = prompt
+        tokens = self._tables.loadable(tokens, state.gaps)
         if self._tables.has_states:  # what another engine can load
             whole = [
                 boundary

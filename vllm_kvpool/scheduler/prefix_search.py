@@ -418,6 +418,14 @@ class CellNames:
         """Return the id of a chunk's cells of one layer group together."""
         return chunk_id_of(self.namespace, chunk_hash.hex(), self.layer_groups[layer_group].name)
 
+    def are_in(self, host: HostCacheIndex, chunk_hash: bytes) -> bool:
+        """Return True if host memory has the cells of a chunk that each later token reads."""
+        return all(
+            host.has(self.chunk_id(chunk_hash, i))
+            for i, each in enumerate(self.layer_groups)
+            if each.window.is_full and not (each.is_state or each.is_optional)
+        )
+
     def of_questions(
         self, questions: Iterable[Question], hashes: Sequence[bytes]
     ) -> tuple[list[CellKey], list[int]]:

@@ -129,6 +129,10 @@ class StateOffer(NamedTuple):
     boundary: int
 
 
+Gap = tuple[int, int]
+"""A KV cache group, and a chunk that had lost blocks of it before the chunk was saved."""
+
+
 class ScheduledStep(NamedTuple):
     """A step of the engine; `block_tables` gives a request's table in each KV cache group."""
 
@@ -182,6 +186,7 @@ class RequestState:
     topic: bytes = b""  # names its prompt, if it is handed over
     hand_over_ended: bool = False  # workers know that it saves nothing more
     saved_states: set[int] = field(default_factory=set)  # boundaries, stored or on their way
+    gaps: set[Gap] = field(default_factory=set)  # chunks that neither the pool nor its blocks have
     has_saved_end: bool = False  # the prompt's end is stored or on its way
     stale: bool = False  # its KV is from before a reset, of other weights or another's: not saved
     trusts_names: bool = True  # blocks that are found by vLLM's hashes are its own

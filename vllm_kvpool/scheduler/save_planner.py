@@ -310,8 +310,16 @@ class SavePlanner:
         pages = self._tables.of_save(blocks.tables(), start, stop, blocks.freed_at, held)
         if pages is None:
             return None
+        chunks = range(first, whole + bool(rest))
+        state.gaps |= self._tables.gaps(pages, chunks, state.answer.whole_chunks)
         end = (state.chain.hash_of_part(first, tokens[start:stop]), rest) if rest else None
-        return self._pinned(state, first, whole + bool(rest), pages, end=end)
+        return self._pinned(state, first, chunks.stop, pages, end=end)
+
+    def save_from_host(self, state: RequestState, stop: int) -> None:
+        """Save the chunks before `stop`, which host memory has, without blocks."""
+        if state.may_save and state.next_save < stop:
+            self._late.append(self._pinned(state, state.next_save, stop, ()))
+            state.next_save = stop
 
     def _pinned(
         self,
@@ -340,7 +348,7 @@ class SavePlanner:
             state.first_save = min(first, state.next_save)
         topic = topic_of(state)
         draft_stop = None
-        if self._shape.has_drafts and not is_state:
+        if self._shape.has_drafts and pages and not is_state:
             draft_stop = self.draft_gaps.stop_of(state, first, stop)
         self.ledger.pin(job_id, all_blocks(pages))
         self._registry.set("kvpool_pinned_blocks", self.ledger.num_blocks)

@@ -41,9 +41,10 @@ class JobPages(NamedTuple):
 class SavePlan:
     """Save these chunks; their pages are final after this step.
 
-    `pages` has one entry for each of the engine's KV cache groups. A cell with a null block is not
-    saved. The scheduler part pins the other blocks until `SaveGathered`. With `is_state` the plan
-    is of one chunk, and of the recurrent states after it alone.
+    `pages` has one entry for each of the engine's KV cache groups, or none where host memory has
+    the chunks. A cell with a null block is saved from host memory, and only for a hand-over. The
+    scheduler part pins the other blocks until `SaveGathered`. With `is_state` the plan is of one
+    chunk, and of the recurrent states after it alone.
     """
 
     job_id: JobId
@@ -178,7 +179,8 @@ class Slab(NamedTuple):
     """A rank's cells of a chunk in one layer group, or some of them.
 
     Slabs are the unit of copies, slots, pins and eviction. Stores know the cells by their keys.
-    `pages` is empty where no pages take part (prefetches, loans).
+    `pages` is empty where no pages take part (prefetches, loans, saves of slabs that only host
+    memory can have).
     """
 
     id: str  # in host memory

@@ -212,7 +212,8 @@ class Planner:
         """Return this rank's slabs of the chunks that it stores or keeps, without those with gaps.
 
         A slab of recurrent states is whole if every KV cache group of its layers has a page. A
-        drafter's slab is whole if its chunk is before the plan's `draft_stop`.
+        drafter's slab is whole if its chunk is before the plan's `draft_stop`. For a hand-over a
+        slab with gaps has no pages: host memory may have it.
         """
         pages = self._local(plan.pages)
         has_gaps = [NULL_BLOCK in each.block_ids for each in pages]
@@ -231,19 +232,22 @@ class Planner:
                 keeps = self.keeps_all and named.fetchers[chunk % len(named.fetchers)] is None
                 if not (stored or keeps):
                     continue
+                own = pages
                 if plan.is_state:
                     if not all(pages[group].block_ids for group in named.groups):
                         continue
-                elif any(
+                elif pages and any(
                     has_gaps[group]
                     and not self._is_whole(
                         cell, chunk, pages[group], self.block_sizes[group], plan.end_tokens
                     )
                     for group in named.groups
                 ):
-                    continue
+                    if not plan.topic:
+                        continue
+                    own = ()
                 slabs.append(
-                    self._slab(named, chunk_hex, refs, pages, plan.end_tokens, stored=stored)
+                    self._slab(named, chunk_hex, refs, own, plan.end_tokens, stored=stored)
                 )
         return SaveJob(plan, tuple(slabs))
 

@@ -131,12 +131,21 @@ class SaveManager:
         owner = Owner(Priority.SAVE, plan.request_id, plan.job_id)
         save = self._saves[plan.job_id] = _Save(job, owner, context.wait_for(job.fence))
         if plan.topic:
+            job = save.job = job._replace(slabs=tuple(filter(self._is_expected, job.slabs)))
             context.progress += self.progress.planned(job)
         self._gather(save, job.slabs)
         if job.rest is NO_SLABS:
             self._all_named(save)
         else:
             self._growing.append(save)
+
+    def _is_expected(self, slab: Slab) -> bool:
+        """Return False for a slab of a window that neither pages nor host memory have.
+
+        Most windows of a prompt are read by no later token.
+        """
+        is_read = slab.kind.cells[0].window.is_full
+        return bool(slab.pages) or is_read or self._context.host_cache.get(slab.id) is not None
 
     def go_on(self) -> None:
         """Name the next slabs of a save; called in every step but those that bring a job."""
@@ -171,7 +180,8 @@ class SaveManager:
         for slab in slabs:
             there = context.host_cache.get(slab.id)
             # A fetch may fail, and the slab is in the pages now: it is gathered into other slots.
-            is_apart = bool(slab.stored and up) and there is not None and _is_fetched(there)
+            may_gather = bool(slab.stored and slab.pages and up)
+            is_apart = may_gather and there is not None and _is_fetched(there)
             if there is not None and not is_apart:  # present, or a save brings it
                 hits[slab.chunk.id] = None
                 is_put = bool(plan.topic) and slab.stored
@@ -181,6 +191,10 @@ class SaveManager:
                     self._put_there(save, slab, there, up)
                 else:
                     self._record(save, slab, CellOutcome.EXISTED)
+                continue
+            if not slab.pages:  # it has left host memory since the save was planned
+                self._record(save, slab, CellOutcome.MISSING)
+                self._note_progress(save, slab, None)
                 continue
             is_dirty = not is_apart and self._stays_dirty(slab, plan)
             tiers = up if slab.stored and not is_dirty else ()
