@@ -76,5 +76,5 @@ def test_matrix(
 ) -> None:
     """A third of all pairs, with every fault and every moment: what meets them is shared, and
     test_matrix.py has all pairs; what differs is where the bytes lie."""
-    spec = replace(MATRIX_SPEC, tp=tp, plans_ahead=tp == 2)
+    spec = replace(MATRIX_SPEC, tp=tp)
     check_cell(fault, moment, spec, workshop, with_indexers, tmp_path, monkeypatch)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.router_scripts import Example
+from tests.router.scripts import Example
 from vllm_kvpool.router.control.states import EDGES, Cause, State
 
 GIVEN = "with prefill_requests=1 ttft_target_s=1e6 max_queue=10000"

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from tests.support.router_scripts import Example, examples
+from tests.router.scripts import Example, examples
 from tests.support.router_steps import Steps
 from vllm_kvpool.router.control.events import Outcome
 from vllm_kvpool.router.control.overload import Overload

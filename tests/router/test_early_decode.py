@@ -1,6 +1,6 @@
 """A decoder is asked while a prompt is computed: who, how many, what becomes of both calls."""
 
-from tests.support.router_scripts import Example, examples
+from tests.router.scripts import Example, examples
 from vllm_kvpool.router.control.handovers import APART_AFTER, FIRST_PAUSE_S
 from vllm_kvpool.router.control.rates import COLD_SAMPLES
 from vllm_kvpool.router.control.request_flow import MAX_PASSED_S

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.router_scripts import Example, examples
+from tests.router.scripts import Example, examples
 from tests.support.router_steps import Steps
 from vllm_kvpool.router.control.events import DecodeEnded, Outcome
 from vllm_kvpool.router.control.rates import COLD_SAMPLES

@@ -1,6 +1,6 @@
 """What happens to a request that is cancelled, or that something fails."""
 
-from tests.support.router_scripts import Example, examples
+from tests.router.scripts import Example, examples
 
 
 @examples(

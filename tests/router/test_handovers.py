@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
+from tests.router.scripts import Example, examples
 from tests.support.router_rig import FAST, RouterRig, run
-from tests.support.router_scripts import Example, examples
 from tests.support.router_steps import Steps
 from vllm_kvpool.router.control.handovers import (
     APART_AFTER,

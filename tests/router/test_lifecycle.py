@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.router.scripts import Example, examples
 from tests.support.router_invariants import check_controller
-from tests.support.router_scripts import Example, examples
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.events import (

@@ -1,6 +1,6 @@
 """Several models behind one router: requests go to replicas that serve theirs."""
 
-from tests.support.router_scripts import Example, examples
+from tests.router.scripts import Example, examples
 
 
 @examples(

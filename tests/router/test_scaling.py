@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.support.router_scripts import Example, examples, pass_time
+from tests.router.scripts import Example, examples, pass_time
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import Added, Loaded, Measured, Mode, Sample, Tick

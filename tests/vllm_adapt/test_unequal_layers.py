@@ -272,6 +272,9 @@ class Rank:
         side.close()
 
 
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's kernels of fp8 need AVX-512 on x86"
+)
 def test_unequal_layers_pass_through_pages_of_another_block_size(
     make_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

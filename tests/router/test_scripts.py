@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.router_scripts import Example, examples
+from tests.router.scripts import Example, examples
 
 FLEET = "fleet p / d; ask r"
 
