@@ -22,7 +22,7 @@ from tests.support.server_process import free_ports
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.network.allowed_peers import Allowed, Refused
 from vllm_kvpool.storage.base import Store
-from vllm_kvpool.vllm_adapt.compat import offers_states
+from vllm_kvpool.vllm_adapt.compat import offers_states, reports_failed_loads_by_request
 
 WHOLE_CHUNKS = 6
 CHUNKS = WHOLE_CHUNKS + 1  # with the prompt's end
@@ -437,6 +437,9 @@ def test_requests_over_shared_prefixes_are_told_as_stored_only_with_what_the_sto
     check_nothing_leaked(rig)
 
 
+WITH_WINDOWS = pytest.mark.skipif(
+    not reports_failed_loads_by_request(), reason="this release loads no windows"
+)
 WITH_STATES = pytest.mark.skipif(
     not offers_states(), reason="this release of vLLM offers no states"
 )
@@ -451,7 +454,14 @@ def lose_all(store: Store, rig: Rig) -> None:
     assert store.remove_namespace(rig.pool._service.core._names.namespace)
 
 
-@pytest.mark.parametrize("model", ["plain", "windows", pytest.param("states", marks=WITH_STATES)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "plain",
+        pytest.param("windows", marks=WITH_WINDOWS),
+        pytest.param("states", marks=WITH_STATES),
+    ],
+)
 @pytest.mark.parametrize(("policy", "lose"), [("back", lose_nothing), ("through", lose_all)])
 @pytest.mark.parametrize("keeps_blocks", [False, True])
 def test_prompt_that_host_memory_alone_has_is_loaded_by_the_engine_it_is_handed_to(
