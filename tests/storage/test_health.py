@@ -121,6 +121,14 @@ def test_a_store_that_recovers_during_the_pause_of_writes_takes_writes() -> None
     assert (health.access, health.due) == (READ, FIRST_PAUSE_S / 2 + 2 * FIRST_PAUSE_S)
 
 
+def test_writes_that_hang_again_after_their_pause_restrict_nothing_new() -> None:
+    health = after("w!")
+    after("w!", health, 2 * FIRST_PAUSE_S)  # before the guard's thread has allowed writes
+    assert health.due == 4 * FIRST_PAUSE_S
+    assert health.call_hung(CallKind.WRITE, 5 * FIRST_PAUSE_S, LIMIT_S) == ""
+    assert health.access is READ
+
+
 def test_the_reason_names_the_kind_of_call_and_its_figure() -> None:
     def why(steps: str, kind: str, took_s: float) -> str:
         return after(steps).call_ended(KINDS[kind], -took_s, 0.0, failed=True)
@@ -136,7 +144,7 @@ class HealthMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.health, self.now = StoreHealth(), 0.0
+        self.health, self.now = after(""), 0.0
         self.running: list[tuple[CallKind, float]] = []
         self.in_a_row = dict.fromkeys(CallKind, 0)  # failures that count
         self.has_paused = dict.fromkeys(CallKind, False)  # since a call of the kind succeeded

@@ -96,5 +96,6 @@ class StoreHealth:
         return self._restrict(kind, why)
 
     def _restrict(self, kind: CallKind, why: str) -> str:
+        before = self.access
         self.access = StoreAccess.READ if kind is CallKind.WRITE else StoreAccess.NONE
-        return why
+        return why if self.access is not before else ""
