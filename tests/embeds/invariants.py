@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from vllm_kvpool.embeds.machines.admission import Admission
+from vllm_kvpool.embeds.machines.admission import ItemAdmission
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.encoded_items import EncodedItemCache
 from vllm_kvpool.embeds.machines.items import Item
@@ -81,7 +81,7 @@ def nbytes_of(item: Item) -> int:
     return item.shape.nbytes
 
 
-def check_admission(admission: Admission, items: dict[str, Item]) -> None:
+def check_admission(admission: ItemAdmission, items: dict[str, Item]) -> None:
     if not admission._unrequested_may_fit:
         assert not any(admission._fits(items[each]) for each in admission._queue.unrequested())
     requested = [item for item in items.values() if item.requested]

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.embeds.world import shape_of
 from vllm_kvpool.embeds.machines import window
-from vllm_kvpool.embeds.machines.admission import Admission, AdmissionQueue
+from vllm_kvpool.embeds.machines.admission import AdmissionQueue, ItemAdmission
 from vllm_kvpool.embeds.machines.items import NOT_REQUESTED, Item
 from vllm_kvpool.embeds.protocol.messages import Offer
 
@@ -149,7 +149,7 @@ class CountedItems(dict[str, Item]):
 def test_a_turn_in_which_nothing_has_changed_looks_at_no_item_that_waits() -> None:
     """There is one for each producer: turns would cost as much as there are producers."""
     items, shape = CountedItems(), shape_of(4)
-    admission = Admission(items, 2 * shape.nbytes)
+    admission = ItemAdmission(items, 2 * shape.nbytes)
     for number in range(20):
         name, ref = f"i{number}", (f"p{number}", 1)
         items[name] = Item(name, 0.0, shape=shape, offers={ref: Offer(1, name, shape, "digest")})

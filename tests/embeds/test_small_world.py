@@ -20,7 +20,7 @@ import pytest
 
 from tests.embeds.invariants import describe
 from tests.embeds.world import World, limits, shape_of
-from vllm_kvpool.embeds.machines.admission import Admission, AdmissionQueue
+from vllm_kvpool.embeds.machines.admission import AdmissionQueue, ItemAdmission
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.discovery import ItemDiscovery
 from vllm_kvpool.embeds.machines.effects import Turn
@@ -68,8 +68,8 @@ _KEYS_ALONE = {"_active", "_grantable", "open"}
 
 _ATOMS = (type(None), str, bytes, int, float, Enum, ConsumerLimits, msgspec.Struct)
 _MACHINES = (
-    *(World, Consumer, Producer, Admission, AdmissionQueue, ItemDiscovery, Offers, RowGrants, Turn),
-    *(WindowLedger, ExtentAllocator, EncodedItemCache, PendingTargets),
+    *(World, Consumer, Producer, ItemAdmission, AdmissionQueue, ItemDiscovery, Offers, RowGrants),
+    *(Turn, WindowLedger, ExtentAllocator, EncodedItemCache, PendingTargets),
 )
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.support.invariants import check
 from vllm_kvpool.handover.messages import TOPIC_BYTES, Notice, Unwatch, Watch
-from vllm_kvpool.handover.watches import Action, Lost, Progress, Send, Watches
+from vllm_kvpool.handover.watches import Action, Lost, Progress, SendTo, Watches
 
 TOPIC, OTHER = bytes(TOPIC_BYTES), b"x" * TOPIC_BYTES
 A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
@@ -20,7 +20,7 @@ def said(watches: Watches, endpoint: str, stored: int, ended: int | None = None)
 
 def test_chunk_counts_as_stored_once_all_ranks_have_it() -> None:
     watches = Watches()
-    assert watches.watch([A, B], TOPIC) == [Send(A, Watch(TOPIC)), Send(B, Watch(TOPIC))]
+    assert watches.watch([A, B], TOPIC) == [SendTo(A, Watch(TOPIC)), SendTo(B, Watch(TOPIC))]
     assert said(watches, A, 3) == []
     assert said(watches, B, 2) == [Progress(TOPIC, 2, None)]
     assert said(watches, B, 2) == [], "nothing has changed"
@@ -60,7 +60,7 @@ def test_second_request_is_told_what_is_known_and_the_last_ends_the_watch() -> N
     assert watches.watch([A], TOPIC) == [Progress(TOPIC, 2, None)]
     assert watches.unwatch(TOPIC) == []
     assert said(watches, A, 3) == [Progress(TOPIC, 3, None)]
-    assert watches.unwatch(TOPIC) == [Send(A, Unwatch(TOPIC))]
+    assert watches.unwatch(TOPIC) == [SendTo(A, Unwatch(TOPIC))]
     assert watches.unwatch(TOPIC) == [], "one too many"
     assert not list(watches.topics_at(A))
 
@@ -69,10 +69,10 @@ def test_engine_with_a_rank_that_is_gone_stores_nothing_more() -> None:
     watches = Watches()
     watches.watch([A, B], TOPIC)
     said(watches, A, 2)
-    assert watches.lost(B) == [Send(A, Unwatch(TOPIC)), Lost(TOPIC)]
+    assert watches.lost(B) == [SendTo(A, Unwatch(TOPIC)), Lost(TOPIC)]
     check(watches)
     assert watches.lost(A) == [], "once"
-    assert watches.watch([A, B], TOPIC) == [Send(A, Watch(TOPIC)), Send(B, Watch(TOPIC))]
+    assert watches.watch([A, B], TOPIC) == [SendTo(A, Watch(TOPIC)), SendTo(B, Watch(TOPIC))]
 
 
 def test_other_engine_with_the_same_prompt_goes_on() -> None:
@@ -85,7 +85,7 @@ def test_other_engine_with_the_same_prompt_goes_on() -> None:
     said(watches, B, 4)
     assert said(watches, C, 5) == [Progress(TOPIC, 4, None)]
     assert said(watches, C, 5, 5) == [Progress(TOPIC, 4, 5)]
-    assert watches.lost(C) == [Send(B, Unwatch(TOPIC)), Lost(TOPIC)]
+    assert watches.lost(C) == [SendTo(B, Unwatch(TOPIC)), Lost(TOPIC)]
 
 
 def test_new_connection_watches_what_is_waited_for() -> None:
@@ -93,7 +93,7 @@ def test_new_connection_watches_what_is_waited_for() -> None:
     watches.watch([A], TOPIC)
     watches.watch([A], OTHER)
     watches.watch([B], OTHER)
-    assert watches.connected(A) == [Send(A, Watch(TOPIC)), Send(A, Watch(OTHER))]
+    assert watches.connected(A) == [SendTo(A, Watch(TOPIC)), SendTo(A, Watch(OTHER))]
 
 
 def test_watch_without_endpoints_waits_for_nobody() -> None:

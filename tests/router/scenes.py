@@ -13,12 +13,12 @@ from vllm_kvpool.router.control.events import (
     DecodeBegan,
     Event,
     Failed,
-    Loaded,
     Measured,
     Mode,
     Outcome,
     Prefill,
     PrefillEnded,
+    ReplicaLoaded,
     ReplicaSpec,
     Sample,
     Tick,
@@ -70,7 +70,7 @@ class Scene:
         url = next(each for each in urls if each not in taken)
         replica_id = ReplicaId(replica)
         self.step(Added(spec=ReplicaSpec(replica_id=replica_id, url=url), role=role))
-        self.step(Loaded(replica_id))
+        self.step(ReplicaLoaded(replica_id))
         self.measured(replica_id)
         return replica_id
 

@@ -28,9 +28,9 @@ from vllm_kvpool.router.control.events import (
     DecodeEnded,
     Event,
     Load,
-    Loaded,
     Outcome,
     Remove,
+    ReplicaLoaded,
     ReplicaSpec,
     SetRole,
 )
@@ -80,7 +80,7 @@ class Bench:
     def step(self, event: Event) -> None:
         for action in self.scene.step(event):
             if isinstance(action, Load):
-                self.step(Loaded(action.replica))
+                self.step(ReplicaLoaded(action.replica))
             elif isinstance(action, Decode):
                 self.decodes.append(action)
 

@@ -17,7 +17,14 @@ from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 from tests.support.upstreams import quick_upstream
 from tests.support.waiting import until
-from vllm_kvpool.router.control.events import Event, Failed, Loaded, Measured, SleepFailed, Warmed
+from vllm_kvpool.router.control.events import (
+    Event,
+    Failed,
+    Measured,
+    ReplicaLoaded,
+    SleepFailed,
+    Warmed,
+)
 from vllm_kvpool.router.control.settings import HealthConfig
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.ops.monitor import Monitor
@@ -50,7 +57,7 @@ class Bench:
     async def load(self) -> None:
         """Have it loaded, and wait for the report."""
         self.watch.load()
-        await self.until(Loaded)
+        await self.until(ReplicaLoaded)
 
     async def so(self, is_so: Callable[[], object]) -> None:
         """Wait until it is."""
@@ -78,12 +85,12 @@ async def bench(
 async def test_it_is_loaded_once_it_has_answered_a_request() -> None:
     async with bench() as each:
         each.watch.load()
-        assert await each.until(Loaded) == Loaded(ONE)
+        assert await each.until(ReplicaLoaded) == ReplicaLoaded(ONE)
         assert each.engine.counts.received[COMPLETIONS] == 1
         assert each.engine.counts.asked["max_tokens"] == 1
         assert list(each.watch.models) == ["scripted"]
         await each.until(Measured, 3)
-        assert len(each.told(Loaded)) == 1
+        assert len(each.told(ReplicaLoaded)) == 1
         assert not each.told(Failed)
 
 
@@ -214,7 +221,7 @@ async def test_engine_with_a_request_to_sleep_is_not_sent_another_which_would_hi
     """The last load waited for the second request alone, and the first then put it to sleep."""
     async with bench() as each:
         each.watch.load()
-        await each.until(Loaded)
+        await each.until(ReplicaLoaded)
         slow = Fault(kind=FaultKind.SLOW, seconds=0.5, paths=("/sleep",), times=1)
         each.engine.fail(slow)
         each.watch.rest(sleeps=True)
@@ -222,7 +229,7 @@ async def test_engine_with_a_request_to_sleep_is_not_sent_another_which_would_hi
         each.watch.load()
         each.watch.rest(sleeps=True)
         each.watch.load()
-        await each.until(Loaded)
+        await each.until(ReplicaLoaded)
         core = each.engine.core
         assert core is not None
         await asyncio.sleep(0.5)
@@ -319,7 +326,7 @@ async def test_a_load_that_was_given_up_reports_nothing() -> None:
         each.watch.rest(sleeps=False)
         each.engine.board.clear()
         await asyncio.sleep(0.2)
-        assert not each.told(Loaded)
+        assert not each.told(ReplicaLoaded)
         assert not each.told(Failed)
 
 

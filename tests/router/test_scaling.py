@@ -8,7 +8,7 @@ import pytest
 from tests.router.scripts import Example, examples, pass_time
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.events import Added, Loaded, Measured, Mode, Sample, Tick
+from vllm_kvpool.router.control.events import Added, Measured, Mode, ReplicaLoaded, Sample, Tick
 from vllm_kvpool.router.control.planner import equations
 from vllm_kvpool.router.control.settings import OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import Cause, ReplicaId, Role, State
@@ -174,7 +174,7 @@ def calls_in_a_tick(replicas: int) -> int:
     for number in range(replicas):
         name = f"r{number}"
         controller.step(Added(spec=spec(name), role=P if number % 3 else D), 0.0)
-        controller.step(Loaded(ReplicaId(name)), 0.0)
+        controller.step(ReplicaLoaded(ReplicaId(name)), 0.0)
     sample = Sample(total_blocks=1000, used_blocks=900, block_size=16)
     for number in range(replicas):
         controller.step(Measured(ReplicaId(f"r{number}"), sample), 1.0)

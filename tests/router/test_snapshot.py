@@ -10,10 +10,10 @@ from vllm_kvpool.router.control.events import (
     Added,
     Drain,
     Failed,
-    Loaded,
     Measured,
     Mode,
     Remove,
+    ReplicaLoaded,
     ReplicaSpec,
     Sample,
     SetMode,
@@ -136,7 +136,7 @@ def test_failed_replica_says_when_it_is_tried_again_and_is_down_until_it_answers
     assert fleet[ReplicaId("d2")].is_retried
     assert_shown(replica(scene, "d2"), "state=failed retry_in_s=None")
     assert (health_of(fleet).down, health_of(fleet).loading) == (("d2",), ())
-    scene.step(Loaded(ReplicaId("d2")))
+    scene.step(ReplicaLoaded(ReplicaId("d2")))
     assert health_of(fleet).down == ()
 
 
@@ -186,7 +186,7 @@ def test_a_plan_without_measurements_says_why_it_holds() -> None:
     scene = Scene()
     spec = ReplicaSpec(replica_id=ReplicaId("d0"), url="http://x:1")
     scene.step(Added(spec=spec, role=Role.DECODE))
-    scene.step(Loaded(ReplicaId("d0")), 1.1)
+    scene.step(ReplicaLoaded(ReplicaId("d0")), 1.1)
     plan = plan_of(scene.controller)
     assert plan.held.startswith("hold: ")
     assert plan.why.startswith(plan.held)

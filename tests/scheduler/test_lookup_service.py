@@ -28,7 +28,7 @@ from vllm_kvpool.identity.keys import (
 from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler.lookup import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_core import MAX_KEYS_PER_ROUND
-from vllm_kvpool.scheduler.lookup_service import LookupService, Notices, OnLost, OnNotice
+from vllm_kvpool.scheduler.lookup_service import LookupService, NoticeReceiver, OnLost, OnNotice
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import HostCacheChange
@@ -57,7 +57,7 @@ class Pool:
         self,
         num_stores: int = 1,
         host_ranks: int = 0,
-        open_notices: Callable[[OnNotice, OnLost], Notices] | None = None,
+        open_notices: Callable[[OnNotice, OnLost], NoticeReceiver] | None = None,
     ) -> None:
         self.memories = [MemoryStore("", 1 << 20) for _ in range(num_stores)]
         self.stores = [FaultyStore(memory) for memory in self.memories]

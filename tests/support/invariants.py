@@ -222,7 +222,7 @@ def _(loans: Loans) -> None:
 
 @check.register
 def _(progress: SaveProgress) -> None:
-    for topic in progress._topics.values():
+    for topic in progress._hand_overs.values():
         assert topic.requests
         for request in topic.requests.values():
             assert not request.is_over

@@ -21,11 +21,11 @@ from vllm_kvpool.router.control.events import (
     Drain,
     Event,
     Failed,
-    Loaded,
     Measured,
     Outcome,
     PrefillEnded,
     Remove,
+    ReplicaLoaded,
     ReplicaSpec,
     Sample,
     SetRole,
@@ -114,7 +114,7 @@ class Steps:
             self.serve(replica_id, Role.DECODE)
 
     def loaded(self, replica_id: str) -> list[Action]:
-        return self.step(Loaded(ReplicaId(replica_id)))
+        return self.step(ReplicaLoaded(ReplicaId(replica_id)))
 
     def failed(self, replica_id: str, why: str = "does not answer") -> list[Action]:
         return self.step(Failed(ReplicaId(replica_id), why))

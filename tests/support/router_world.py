@@ -33,13 +33,13 @@ from vllm_kvpool.router.control.events import (
     Event,
     Failed,
     Load,
-    Loaded,
     Measured,
     Outcome,
     Prefill,
     PrefillEnded,
     Probe,
     Refuse,
+    ReplicaLoaded,
     ReplicaSpec,
     Retire,
     Tick,
@@ -432,7 +432,7 @@ class Watch:
             if self._timeline.chance.random() < self._habits.load_fails_share:
                 self._post(Failed(replica, "healthy, but does not answer"))
             else:
-                self._post(Loaded(replica))
+                self._post(ReplicaLoaded(replica))
         elif now >= loading.until:
             loading.is_over = True
             self._post(Failed(replica, "not loaded in time"))
@@ -447,7 +447,7 @@ class Watch:
         loading.is_over = True
         if self._timeline.chance.random() < self._habits.late_answer_share:
             is_loaded = self._timeline.chance.random() < 0.5
-            late = Loaded(replica) if is_loaded else Failed(replica, "not loaded")
+            late = ReplicaLoaded(replica) if is_loaded else Failed(replica, "not loaded")
             self._timeline.after(self._timeline.moment(), lambda: self._post(late))
 
     def warm(self, replica: ReplicaId) -> None:

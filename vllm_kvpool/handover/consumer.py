@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.handover.channel import POLL_S, Channel
 from vllm_kvpool.handover.messages import MAX_FRAME_BYTES, Message, Notice, encode
-from vllm_kvpool.handover.watches import Action, Lost, Progress, Send, Watches
+from vllm_kvpool.handover.watches import Action, Lost, Progress, SendTo, Watches
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.network.allowed_peers import (
     OPTION,
@@ -88,7 +88,7 @@ class NoticeClient(Channel):
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
-                case Send(endpoint, message):
+                case SendTo(endpoint, message):
                     self._send(endpoint, encode(message))
                 case Progress():
                     self._on_notice(*action)
@@ -135,7 +135,7 @@ class NoticeClient(Channel):
             return
         self._used_at[endpoint] = self._clock()
         for action in self._watches.connected(endpoint):
-            assert isinstance(action, Send)
+            assert isinstance(action, SendTo)
             self._sockets.send(link, encode(action.message))
 
     def _disconnect(self, endpoint: str) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from vllm_kvpool.handover.messages import Message, Notice, Unwatch, Watch
 
 
-class Send(NamedTuple):
+class SendTo(NamedTuple):
     """Send a message to an endpoint, if there is a connection to it."""
 
     endpoint: str
@@ -32,7 +32,7 @@ class Lost(NamedTuple):
     topic: bytes
 
 
-Action = Send | Progress | Lost
+Action = SendTo | Progress | Lost
 Group = tuple[str, ...]
 
 
@@ -121,9 +121,9 @@ class Watches:
 
     def connected(self, endpoint: str) -> list[Action]:
         """Watch anew what is waited for at an endpoint that is connected again."""
-        return [Send(endpoint, Watch(topic)) for topic in self.topics_at(endpoint)]
+        return [SendTo(endpoint, Watch(topic)) for topic in self.topics_at(endpoint)]
 
-    def _send_changes(self, topic: bytes, state: _Topic) -> list[Send]:
+    def _send_changes(self, topic: bytes, state: _Topic) -> list[SendTo]:
         """Watch where the topic's groups are now, and nowhere else."""
         before, wanted = state.at, {endpoint for group in state.groups for endpoint in group}
         state.at = wanted
@@ -135,8 +135,8 @@ class Watches:
         for endpoint in wanted - before:
             self._at.setdefault(endpoint, {})[topic] = None
         return [
-            *(Send(endpoint, Unwatch(topic)) for endpoint in sorted(before - wanted)),
-            *(Send(endpoint, Watch(topic)) for endpoint in sorted(wanted - before)),
+            *(SendTo(endpoint, Unwatch(topic)) for endpoint in sorted(before - wanted)),
+            *(SendTo(endpoint, Watch(topic)) for endpoint in sorted(wanted - before)),
         ]
 
     def _progress(self, topic: bytes, state: _Topic, *, is_new: bool = False) -> list[Action]:

@@ -76,7 +76,7 @@ class Aliases:
         self._free = {tier: [self._registered(tier)] for tier in self.tiers}
         self._reads = {tier: BoundedCalls(f"kvpool-alias-reads-{tier}") for tier in self.tiers}
         self._writers = [
-            _Writer(partial(self._perform, tier, self._registered(tier)), str(tier))
+            _StoreThread(partial(self._perform, tier, self._registered(tier)), str(tier))
             for tier in self.tiers
         ]
 
@@ -200,7 +200,7 @@ class Aliases:
                 yield _NewAlias(key, alias, ref)
 
 
-class _Writer(threading.Thread):
+class _StoreThread(threading.Thread):
     """The thread of one store; `perform` raises StoreError."""
 
     def __init__(self, perform: Callable[[_Task], None], name: str) -> None:

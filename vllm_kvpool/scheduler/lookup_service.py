@@ -46,7 +46,7 @@ class _Task(NamedTuple):
     is_lookup: bool = False
 
 
-class Notices(Protocol):
+class NoticeReceiver(Protocol):
     """Tells what other engines have stored of prompts (`NoticeClient`)."""
 
     def watch(self, endpoints: Sequence[str], topic: bytes) -> None:
@@ -84,7 +84,7 @@ class LookupService:
         registry: MetricsRegistry | None = None,
         *,
         loses_cells: bool = False,
-        open_notices: Callable[[OnNotice, OnLost], Notices] | None = None,
+        open_notices: Callable[[OnNotice, OnLost], NoticeReceiver] | None = None,
         aliases: Aliases | None = None,
     ) -> None:
         self._stores = stores
@@ -124,7 +124,7 @@ class LookupService:
         self._reading: set[int] = set()
         self._topics: dict[int, bytes] = {}  # of lookups that wait for notices; lookup thread
         self._open_notices = open_notices
-        self._notices: Notices | None = None  # from the first watch on; lookup thread
+        self._notices: NoticeReceiver | None = None  # from the first watch on; lookup thread
         for name in self._tier_names:
             self._registry.set("kvpool_lookup_tier_up", 1, tier=name)
         for thread in self._threads:

@@ -135,7 +135,7 @@ class Exchange(Protocol):
         """Neither lend nor borrow any more: the engine has failed."""
 
 
-class Notices(Protocol):
+class NoticeSender(Protocol):
     """Tells other engines how far prompts are stored. Never blocks."""
 
     def tell(self, topic: bytes, stored: int, ended: int | None) -> None:
@@ -165,7 +165,7 @@ class Executor:
         on_hung: Callable[[LaneName], None] = lambda lane: None,
         on_lane_start: Callable[[], None] = lambda: None,
         exchange: Exchange | None = None,
-        notices: Notices | None = None,
+        notices: NoticeSender | None = None,
         record_span: RecordSpan = no_span,
     ) -> None:
         self._exchange = exchange

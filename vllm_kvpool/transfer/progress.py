@@ -49,7 +49,7 @@ class _Request:
 
 
 @dataclass(slots=True)
-class _Topic:
+class _HandOver:
     requests: dict[str, _Request] = field(default_factory=dict)  # that are not over
     stored: int = 0
     ended: int = 0  # the best of those that are over
@@ -60,12 +60,12 @@ class SaveProgress:
     """The hand-overs of this rank whose saves are in progress."""
 
     def __init__(self) -> None:
-        self._topics: dict[bytes, _Topic] = {}
+        self._hand_overs: dict[bytes, _HandOver] = {}
 
     @property
     def num_open(self) -> int:
         """Hand-overs that have not ended."""
-        return len(self._topics)
+        return len(self._hand_overs)
 
     def planned(self, job: SaveJob) -> list[HandOverProgress]:
         """Take the begin of a save of a request that is handed over."""
@@ -83,8 +83,8 @@ class SaveProgress:
     def recorded(self, job: SaveJob, slab: Slab, *, is_stored: bool) -> list[HandOverProgress]:
         """Take a slab of a save that is in a store, or was given up."""
         plan, position = job.plan, slab.chunk.position
-        topic = self._topics.get(plan.topic)
-        request = None if topic is None else topic.requests.get(plan.request_id)
+        hand_over = self._hand_overs.get(plan.topic)
+        request = None if hand_over is None else hand_over.requests.get(plan.request_id)
         if request is None or not slab.stored:
             return []
         request.open[position] -= 1
@@ -102,26 +102,26 @@ class SaveProgress:
         return self._changes(end.topic)
 
     def _request(self, topic: bytes, request_id: str) -> _Request:
-        requests = self._topics.setdefault(topic, _Topic()).requests
+        requests = self._hand_overs.setdefault(topic, _HandOver()).requests
         return requests.setdefault(request_id, _Request())
 
     def _changes(self, name: bytes) -> list[HandOverProgress]:
-        topic = self._topics[name]
-        for request_id, request in list(topic.requests.items()):
-            topic.stored = max(topic.stored, request.stored)
+        hand_over = self._hand_overs[name]
+        for request_id, request in list(hand_over.requests.items()):
+            hand_over.stored = max(hand_over.stored, request.stored)
             if request.is_over:
                 assert request.ended is not None
-                topic.ended = max(topic.ended, request.ended)
-                del topic.requests[request_id]
-        ended = _latest(request.ended for request in topic.requests.values())
+                hand_over.ended = max(hand_over.ended, request.ended)
+                del hand_over.requests[request_id]
+        ended = _latest(request.ended for request in hand_over.requests.values())
         if ended is not None:
-            ended = max(ended, topic.ended, topic.stored)
-        if not topic.requests:
-            del self._topics[name]
-        now = topic.stored, ended
-        if now == topic.told:
+            ended = max(ended, hand_over.ended, hand_over.stored)
+        if not hand_over.requests:
+            del self._hand_overs[name]
+        now = hand_over.stored, ended
+        if now == hand_over.told:
             return []
-        topic.told = now
+        hand_over.told = now
         return [HandOverProgress(name, *now)]
 
 

@@ -75,7 +75,7 @@ class AdmissionQueue:
             self._by_producer.move_to_end(producer)
 
 
-class Admission:
+class ItemAdmission:
     """The queue of items for memory, and the admitted items that lack rows.
 
     `items` are the consumer's own.

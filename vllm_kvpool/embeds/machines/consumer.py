@@ -10,7 +10,7 @@ continues there if it has the same bytes. Effects wait for `take_effects`.
 from collections import Counter
 from collections.abc import Collection
 
-from vllm_kvpool.embeds.machines.admission import Admission
+from vllm_kvpool.embeds.machines.admission import ItemAdmission
 from vllm_kvpool.embeds.machines.discovery import ItemDiscovery
 from vllm_kvpool.embeds.machines.effects import (
     Allocate,
@@ -56,7 +56,7 @@ class Consumer:
         self._turn = Turn()
         self.counts = self._turn.counts
         self.items: dict[str, Item] = {}
-        self.admission = Admission(self.items, limits.max_landing_bytes)
+        self.admission = ItemAdmission(self.items, limits.max_landing_bytes)
         self.offers = Offers(self._turn)
         self.grants = RowGrants(
             arena_bytes, limits, self.items, self.admission, self.offers, self._turn

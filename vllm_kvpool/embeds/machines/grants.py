@@ -8,7 +8,7 @@ digests match.
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from vllm_kvpool.embeds.machines.admission import Admission
+from vllm_kvpool.embeds.machines.admission import ItemAdmission
 from vllm_kvpool.embeds.machines.effects import DrainRows, Turn
 from vllm_kvpool.embeds.machines.items import ConsumerLimits, Item
 from vllm_kvpool.embeds.machines.offers import Offers
@@ -52,7 +52,7 @@ class RowGrants:
         arena_bytes: int,
         limits: ConsumerLimits,
         items: Mapping[str, Item],
-        admission: Admission,
+        admission: ItemAdmission,
         offers: Offers,
         turn: Turn,
     ) -> None:

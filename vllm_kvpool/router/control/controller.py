@@ -20,11 +20,11 @@ from vllm_kvpool.router.control.events import (
     Drain,
     Event,
     Failed,
-    Loaded,
     Measured,
     ModelsListed,
     PrefillEnded,
     Remove,
+    ReplicaLoaded,
     SetMode,
     SetRole,
     SleepFailed,
@@ -50,7 +50,15 @@ if TYPE_CHECKING:
 
 LOCK_EVERY_S = 0.1
 ReplicaEvent = (
-    Loaded | Failed | Measured | ModelsListed | SleepFailed | Warmed | Drain | Remove | SetRole
+    ReplicaLoaded
+    | Failed
+    | Measured
+    | ModelsListed
+    | SleepFailed
+    | Warmed
+    | Drain
+    | Remove
+    | SetRole
 )
 
 
@@ -144,7 +152,7 @@ class Controller:
         if replica is None:
             return  # it has been removed meanwhile
         match event:
-            case Loaded():
+            case ReplicaLoaded():
                 self.lifecycle.loaded(replica)
             case Failed():
                 self.lifecycle.failed(event)

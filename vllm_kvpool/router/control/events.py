@@ -3,9 +3,9 @@
 `Controller.step(event) -> actions`: the router's loop performs actions and posts what comes of them
 as events. Every `Prefill` and `Decode` is answered by exactly one `PrefillEnded` or `DecodeEnded`,
 also when it was cancelled or its replica is gone. A request has one of each at a time, at two
-replicas. Every `Load` is answered by `Loaded` or `Failed`, unless another `Load` or a `Retire` of
-that replica comes before. Actions of a replica may come while it is dead. Two `Failed` for one end
-of an engine do no harm.
+replicas. Every `Load` is answered by `ReplicaLoaded` or `Failed`, unless another `Load` or a
+`Retire` of that replica comes before. Actions of a replica may come while it is dead. Two `Failed`
+for one end of an engine do no harm.
 """
 
 from collections.abc import Callable, Mapping
@@ -142,7 +142,7 @@ class Added:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class ReplicaLoaded:
     """A loading replica passed its health check and answered a test request."""
 
     replica: ReplicaId
@@ -242,7 +242,7 @@ Event = (
     | DecodeBegan
     | DecodeEnded
     | Added
-    | Loaded
+    | ReplicaLoaded
     | Failed
     | Measured
     | ModelsListed

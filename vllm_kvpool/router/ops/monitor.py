@@ -15,9 +15,9 @@ from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.events import (
     Event,
     Failed,
-    Loaded,
     Measured,
     ModelsListed,
+    ReplicaLoaded,
     SleepFailed,
     Warmed,
 )
@@ -86,7 +86,7 @@ class Monitor:
         self._asked.set()
 
     def load(self, *, start: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Wait until it is healthy and has answered a request; reports `Loaded` or `Failed`.
+        """Wait until it is healthy and has answered a request; reports `ReplicaLoaded` or `Failed`.
 
         `start`: starts its engine, or raises EngineLost. An engine that others start is woken, if
         it sleeps.
@@ -234,7 +234,7 @@ class Monitor:
             self._fail(f"healthy, but does not answer: {error}")
         else:
             self._is_loaded = True
-            self._post(Loaded(self.replica))
+            self._post(ReplicaLoaded(self.replica))
 
     async def is_healthy(self) -> bool:
         """Ask once; False if it does not say so."""

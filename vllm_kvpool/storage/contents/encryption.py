@@ -86,7 +86,7 @@ class CellCipher:
         if len(self._keys) != len(keys):
             raise ConfigError("encryption: two keys are equal or have one id; replace one")
         self._write_id = _key_id(keys[0])
-        self._writer = _Writer(keys[0])
+        self._process_key = _ProcessKey(keys[0])
         self._derived: dict[tuple[int, bytes], bytes] = {}
         self._unknown: set[int] = set()  # ids that were warned of
 
@@ -97,9 +97,9 @@ class CellCipher:
 
     def encrypt(self, key: str, plain: memoryview, encrypted: memoryview) -> None:
         """Write the encrypted form of the cell `plain`, whose own header does not count."""
-        writer, counter = self._next_nonce()
-        header = EncryptedHeader(self._write_id, plain.nbytes - HEADER_BYTES, writer.salt, counter)
-        encryptor = Cipher(algorithms.AES(writer.key), modes.GCM(_nonce(counter))).encryptor()
+        process, counter = self._next_nonce()
+        header = EncryptedHeader(self._write_id, plain.nbytes - HEADER_BYTES, process.salt, counter)
+        encryptor = Cipher(algorithms.AES(process.key), modes.GCM(_nonce(counter))).encryptor()
         encryptor.authenticate_additional_data(header.pack() + key.encode())
         encryptor.update_into(plain[HEADER_BYTES:], encrypted[HEADER_BYTES:])
         encryptor.finalize()
@@ -136,14 +136,14 @@ class CellCipher:
                 key_id,
             )
 
-    def _next_nonce(self) -> "tuple[_Writer, int]":
+    def _next_nonce(self) -> "tuple[_ProcessKey, int]":
         while True:
-            writer = self._writer
-            if writer.pid == os.getpid():  # a process that was forked draws its own salt
-                counter = next(writer.counter)
+            key = self._process_key
+            if key.pid == os.getpid():  # a process that was forked draws its own salt
+                counter = next(key.counter)
                 if counter < MAX_CELLS_PER_SALT:
-                    return writer, counter
-            self._writer = _Writer(self._keys[self._write_id])
+                    return key, counter
+            self._process_key = _ProcessKey(self._keys[self._write_id])
 
     def _derived_key(self, key_id: int, salt: bytes) -> bytes:
         derived = self._derived.get((key_id, salt))
@@ -205,7 +205,7 @@ class EncryptedCells:
                 store.unregister(free.pop())
 
 
-class _Writer:
+class _ProcessKey:
     """A process's salt, the key derived with it, and the count of its cells."""
 
     def __init__(self, key: bytes) -> None:
