@@ -338,6 +338,16 @@ def test_hand_over_without_pages_leaves_out_windows_that_host_memory_lacks() -> 
     assert bench.is_clean
 
 
+def test_hand_over_ends_where_a_window_has_left_host_memory_since_the_lookup() -> None:
+    bench = back()
+    bench.save(1, "a b c cw")
+    bench.run()
+    told = bench.hand_over(2, "a aw b bw c cw", without_pages="abc", host_windows="bc")
+    assert "told t2: 1 1" in [*told, *bench.run()]
+    assert bench.saved[-1].missed == (1,)
+    assert bench.is_clean
+
+
 def test_hand_over_ends_where_the_save_that_brings_its_cell_fails() -> None:
     bench = back()
     bench.save(1, "a")
