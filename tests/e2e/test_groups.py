@@ -1,6 +1,7 @@
 """Models with several kinds of attention, whose KV cache has several groups."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from tests.e2e.conftest import IS_NEWEST, EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Prompt
-from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
+from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens, unpooled
 from tests.support.models import HybridShape, LlamaShape, LoopedShape, UnevenShape, make_model
 
 pytestmark = pytest.mark.e2e
@@ -150,3 +151,66 @@ def test_a_load_that_fails_begins_again(
     same(fresh(damaged, prompt), expected)
     same(again := fresh(damaged, expecting(prompt, 4 * CHUNK)), expected)
     assert again.cached_tokens == found(4 * CHUNK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The first tokens of a prompt that prefill has before the prompt is handed over."""
+
+    tokens: int
+    in_host: bool  # host memory has saved them; no store has
+    in_own_cache: bool  # vLLM's prefix cache has them
+    loaded: int  # of them prefill computes nothing
+
+
+HANDED = 4 * CHUNK + 20  # the window of its last token begins in the chunk before
+SOURCES = {
+    "nowhere": Source(tokens=8, in_host=False, in_own_cache=False, loaded=0),
+    "host memory": Source(tokens=HANDED, in_host=True, in_own_cache=False, loaded=4 * CHUNK),
+    "host memory in part": Source(tokens=600, in_host=True, in_own_cache=False, loaded=2 * CHUNK),
+    "own cache in part": Source(tokens=700, in_host=False, in_own_cache=True, loaded=672),
+    "host memory and own cache": Source(
+        tokens=HANDED, in_host=True, in_own_cache=True, loaded=4 * CHUNK
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(
+    hybrid: Path, engines: EngineShelf, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Engine]:
+    """`pair(role)`: prefill writes back to the store that it shares with decode."""
+    store = files(tmp_path_factory.mktemp("pair"))
+    configs = {
+        "prefill": pool(["host://64MiB", store], role="kv_producer", write_policy="back"),
+        "decode": pool(store, role="kv_consumer"),
+    }
+
+    def get(role: str) -> Engine:
+        config, tp = configs[role], 1 if role == "prefill" else 2
+        spec = EngineSpec(model=hybrid, tp=tp, block_size=32 * tp, kv_transfer_config=config)
+        return engines.get(spec)
+
+    return get
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_prompt_that_is_handed_over_is_loaded_whole_wherever_prefill_had_it(
+    pair: Callable[[str], Engine], engine: Callable[..., Engine], name: str
+) -> None:
+    source = SOURCES[name]
+    prompt = Prompt(ids=tokens(seed=70 + list(SOURCES).index(name), count=HANDED), max_tokens=8)
+    prefill = pair("prefill")
+    known = Prompt(ids=prompt.ids[: source.tokens], max_tokens=1)
+    prefill.generate(known if source.in_host else unpooled(known))
+    if not source.in_own_cache:
+        assert prefill.reset_prefix_cache()
+    hand_over = {"kvpool": {"hand_over": True}}
+    (handed,) = prefill.generate(replace(prompt, max_tokens=1, kv_transfer_params=hand_over))
+    assert handed.cached_tokens == (source.loaded if source.in_own_cache else found(source.loaded))
+    params = handed.kv_transfer_params
+    assert params is not None
+    assert params["kvpool"]["tokens"] == HANDED
+    (decoded,) = pair("decode").generate(replace(prompt, kv_transfer_params=params))
+    assert decoded.cached_tokens == found(HANDED - 1)
+    same(decoded, engine().generate(prompt)[0])

@@ -3,7 +3,7 @@ it ends, whatever befalls it."""
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -22,6 +22,7 @@ from tests.support.server_process import free_ports
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.network.allowed_peers import Allowed, Refused
 from vllm_kvpool.storage.base import Store
+from vllm_kvpool.transfer.ops import DropSaves
 from vllm_kvpool.vllm_adapt.compat import offers_states, reports_failed_loads_by_request
 
 WHOLE_CHUNKS = 6
@@ -35,9 +36,11 @@ SPEC = RigSpec(max_batched_tokens=STEP_TOKENS)
 class Watcher:
     """A prefill engine, and a client that waits for `PROMPT` there and checks each notice."""
 
-    def __init__(self, workshop: Workshop, spec: RigSpec = SPEC) -> None:
+    def __init__(
+        self, workshop: Workshop, spec: RigSpec = SPEC, near_stores: Sequence[str] = ()
+    ) -> None:
         url = workshop.memory()
-        self.rig = workshop.rig(spec, url, "prefill")
+        self.rig = workshop.rig(spec, [*near_stores, url], "prefill")
         self.client = Client()
         self._store = workshop.plain_store(url)
         self._chain = ChunkChain(CHUNK, RequestIdentity())
@@ -324,6 +327,33 @@ def test_write_back_puts_a_prompt_that_is_handed_over_at_once(workshop: Workshop
         stored = [all(store.exists(names.of_chunk(each))) for each in chain.hashes]
         assert stored == [is_handed_over] * WHOLE_CHUNKS
     check_nothing_leaked(rig)
+
+
+@pytest.mark.skipif(not reports_failed_loads_by_request(), reason="loads no windows")
+@pytest.mark.parametrize("windows", [(), (40, 40)], ids=["full", "windows"])
+def test_chunks_that_leave_host_memory_after_the_lookup_end_the_hand_over_at_once(
+    workshop: Workshop, windows: tuple[int, ...]
+) -> None:
+    """vLLM's own cache has the prompt, so that only host memory's cells could be put."""
+    model = FakeModel(windows=windows)
+    spec = replace(SPEC, model=model, options={"write_policy": "back"})
+    with closing(Watcher(workshop, spec, ["host://1MiB"])) as watcher:
+        rig = watcher.rig
+        rig.add(PROMPT, 1)
+        watcher.run()
+        request = rig.add(PROMPT, 60, hand_over=True)
+        wait_for(lambda: bool(rig.pool._service._results))
+        (executor,) = rig.executors
+        executor.post(DropSaves(forget=True))
+        rig.run(LIMIT_S, until=lambda: rig.pool._requests[request].next_save == WHOLE_CHUNKS)
+        rig.settle()
+        heard = watcher.client.hears()
+        while heard[-1] is None:
+            heard = watcher.client.hears()
+        assert heard[1:] == (0, 0)
+        assert not rig.answers[request].ended
+        watcher.run()
+        check_nothing_leaked(rig)
 
 
 def test_models_with_windows_tell_the_whole_prompt(workshop: Workshop) -> None:

@@ -260,6 +260,20 @@ def test_what_stores_have_is_told_apart_from_what_host_memory_has(
     assert asks_nobody is not any(tier.num_calls for tier in world.tiers)
 
 
+def test_windows_that_no_store_was_asked_for_are_named_though_they_have_left_host_memory() -> None:
+    world = World([Tier()], WINDOWED, host_ranks=1)
+    window = [WINDOWED.chunk_id(each, 1) for each in HASHES]
+    added = [*(WINDOWED.chunk_id(each) for each in HASHES), window[10]]
+    world.host.apply(0, HostCacheChange(tuple(added), ()))
+    world.tiers[0].keys.update(WINDOWED.of_chunk(HASHES[11], 1))
+    world.ask(seeks_stored=True)
+    world.host.apply(0, HostCacheChange((), (window[10],)))
+    world.run(lambda: 1 in world.results)
+    result, _ = world.results[1]
+    assert result.found_chunks == NUM_CHUNKS
+    assert result.stored == StoredChunks(is_in_host=True, host_windows=frozenset({window[10]}))
+
+
 def test_a_store_that_does_not_answer_in_time_has_nothing_of_what_host_memory_has() -> None:
     world = World([Tier(delays=[10.0])], host_ranks=1)
     world.host.apply(0, HostCacheChange(tuple(map(PLAIN.chunk_id, HASHES)), ()))

@@ -266,10 +266,13 @@ class Bench:
     def save(self, job: int, cells: str, *, stored: bool = True) -> list[str]:
         return self.step(save_job(job, cells, stored=stored, apart=self.apart))
 
-    def hand_over(self, job: int, cells: str, without_pages: str = "") -> list[str]:
+    def hand_over(
+        self, job: int, cells: str, without_pages: str = "", host_windows: str = ""
+    ) -> list[str]:
         """A save of a prompt that another engine goes on with; of some chunks from host memory."""
         save = save_job(job, cells, apart=self.apart, topic=b"t%d" % job)
-        return self.step(from_host(save, without_pages))
+        plan = replace(save.plan, host_windows=frozenset(host_windows))
+        return self.step(from_host(save._replace(plan=plan), without_pages))
 
     def prefetch(self, job: int, cells: str) -> list[str]:
         slabs = tuple(slab._replace(pages=()) for slab in slabs_of(job, cells, apart=self.apart))

@@ -271,6 +271,15 @@ def test_hand_over_puts_a_dirty_cell_that_then_is_clean() -> None:
     assert bench.is_clean
 
 
+def test_hand_over_is_told_once_of_all_chunks_of_a_put() -> None:
+    bench = back()
+    told = [*bench.hand_over(1, "a b c"), *bench.run()]
+    assert "put-0 a b c" in told
+    assert [each for each in told if each.startswith("told")] == [
+        *("told t1: 0 None", "told t1: 3 None"),
+    ]
+
+
 def test_hand_over_whose_put_fails_leaves_the_cell_dirty() -> None:
     bench = back()
     bench.save(1, "a")
@@ -338,6 +347,16 @@ def test_hand_over_without_pages_leaves_out_windows_that_host_memory_lacks() -> 
     assert bench.is_clean
 
 
+def test_hand_over_ends_where_a_window_has_left_host_memory_since_the_lookup() -> None:
+    bench = back()
+    bench.save(1, "a b c cw")
+    bench.run()
+    told = bench.hand_over(2, "a aw b bw c cw", without_pages="abc", host_windows="bc")
+    assert "told t2: 1 1" in [*told, *bench.run()]
+    assert bench.saved[-1].missed == (1,)
+    assert bench.is_clean
+
+
 def test_hand_over_ends_where_the_save_that_brings_its_cell_fails() -> None:
     bench = back()
     bench.save(1, "a")
@@ -354,7 +373,7 @@ def test_hand_over_without_a_tier_to_write_to_keeps_the_cell_and_ends() -> None:
     bench.save(1, "a")
     bench.run()
     bench.health(0, up=False)
-    told = ["gathered 2", "saved 2: 1 done", "told t2: 0 None", "told t2: 0 0"]
+    told = ["gathered 2", "saved 2: 1 done", "told t2: 0 0"]
     assert bench.hand_over(2, "a") == told
     assert bench.cells() == "a*"
     assert bench.saved[-1].missed == (0,)

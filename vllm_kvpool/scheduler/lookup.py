@@ -14,11 +14,13 @@ class StoredChunks(NamedTuple):
 
     `attention`: the chunks that could be loaded from stores if there were no recurrent states.
     `is_in_host`: host memory has the other chunks found, but for windows that no hit there needs.
+    `host_windows`: ids of the chunks of windows that host memory had, so that no store was asked.
     """
 
     chunks: int = 0
     attention: int = 0
     is_in_host: bool = False
+    host_windows: frozenset[str] = frozenset()
 
 
 NOTHING_STORED = StoredChunks()

@@ -127,6 +127,7 @@ class _OpenLookup:
     began: float
     answer_by: float
     defer_at: float
+    host_windows: set[str]  # chunks of windows that host memory had when cells were asked for
     poll_at: float = math.inf  # when expected chunks are asked for again
     most: float = math.inf  # chunks that the producer stores
     looks_left: float = math.inf  # further searches, once the producer has ended
@@ -160,7 +161,8 @@ class _OpenLookup:
         chunks, attention = (search.found, stores.found), (search.attention, stores.attention)
         others = self.chain.hashes[min(attention) : search.attention]
         is_in_host = all(self.names.are_in(host, each) for each in others)
-        return StoredChunks(min(chunks), min(attention), is_in_host)
+        windows = frozenset(self.host_windows)
+        return StoredChunks(min(chunks), min(attention), is_in_host, windows)
 
     @property
     def has_stored(self) -> bool:
@@ -266,7 +268,10 @@ class LookupCore:
         names = self._names_of(lookup.weights_version)
         num_chunks, expected, attention = self._wanted_chunks(lookup, chain, end)
         has_host = self._host.num_ranks > 0
-        new_searches = partial(self._new_search, lookup, chain, end, names, num_chunks)
+        host_windows: set[str] = set()
+        new_searches = partial(
+            self._new_search, lookup, chain, end, names, num_chunks, host_windows
+        )
         new_search = new_searches(has_host=has_host)
         seeks_more = has_host and lookup.seeks_stored
         new_stores = new_searches(has_host=False) if seeks_more else None
@@ -280,6 +285,7 @@ class LookupCore:
             began=now,
             answer_by=lookup.answer_by,
             defer_at=now + self._timeout_s * PUT_OFF_SHARE,
+            host_windows=host_windows,
         )
         self._open[lookup.lookup_id] = opened
         self._try_tiers(opened, now)
@@ -450,12 +456,13 @@ class LookupCore:
         end: bytes | None,
         names: CellNames,
         chunks: int,
+        host_windows: set[str],
         *,
         has_host: bool,
     ) -> Callable[[Sequence[int]], TieredSearch]:
         """Return what makes a search of the given tiers for the first chunks of a lookup.
 
-        `has_host`: of host memory, too.
+        `has_host`: of host memory, too; it adds to `host_windows`.
         """
         hashes = chain.hashes if end is None else [*chain.hashes, end]
         # The producer puts cells of several chunks at once: a later one may come first.
@@ -463,20 +470,28 @@ class LookupCore:
         exact, num_tokens = self._exact_chunks if is_exact else 0, len(lookup.tokens)
         groups, sizes = names.layer_groups, (self._chunk_tokens, self._block)
         make_search = partial(HitSearch, chunks, groups, *sizes, exact, num_tokens=num_tokens)
-        keys_of = partial(self._keys_of, names, hashes)
+        keys_of = partial(self._keys_of, names, hashes, host_windows)
         if not has_host:
             keys_of = partial(names.of_questions, hashes=hashes)
         return partial(TieredSearch, chunks, make_search, keys_of, has_host=has_host)
 
     def _keys_of(
-        self, names: CellNames, hashes: Sequence[bytes], questions: Sequence[Question]
+        self,
+        names: CellNames,
+        hashes: Sequence[bytes],
+        host_windows: set[str],
+        questions: Sequence[Question],
     ) -> tuple[list[CellKey], list[int]]:
         """Return the cells of questions that are not in host memory; see `TieredSearch`."""
         host = self._host
         keys: list[CellKey] = []
         ends: list[int] = []
         for question in questions:
-            if not host.has(names.chunk_id(hashes[question.chunk], question.layer_group)):
+            chunk_id = names.chunk_id(hashes[question.chunk], question.layer_group)
+            if host.has(chunk_id):
+                if not names.layer_groups[question.layer_group].window.is_full:
+                    host_windows.add(chunk_id)
+            else:
                 keys += names.of_questions((question,), hashes)[0]
             ends.append(len(keys))
         return keys, ends
@@ -557,7 +572,7 @@ class LookupCore:
             tail.search = TieredSearch(
                 count,
                 lambda: TailSearch(count, groups),
-                partial(self._keys_of, opened.names, hashes),
+                partial(self._keys_of, opened.names, hashes, set()),
                 self._usable(now) if count else (),
                 has_host=self._host.num_ranks > 0,
             )

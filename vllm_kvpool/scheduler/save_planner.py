@@ -367,6 +367,7 @@ class SavePlanner:
             trace_headers=state.view.trace_headers,
             topic=topic,
             found=(state.first_save or 0) if topic else 0,
+            host_windows=state.answer.stored.host_windows,
             draft_stop=draft_stop,
         )
         is_aliased = self._shape.alias_step > 0 and not is_state

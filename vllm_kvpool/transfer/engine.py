@@ -179,8 +179,9 @@ class Engine:
         if context.host_cache.capacity:
             self._report_host_cache()
         reports, context.reports = context.reports, []
-        progress, context.progress = context.progress, []
-        return [*reports, *progress, *self.loans.take_messages(), *started]
+        progress = {each.topic: each for each in context.progress}  # the newest of each prompt
+        context.progress = []
+        return [*reports, *progress.values(), *self.loans.take_messages(), *started]
 
     def _take(self, event: Event) -> None:
         match event:

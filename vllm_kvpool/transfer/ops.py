@@ -67,6 +67,8 @@ class SavePlan:
     """Names the prompt where another engine goes on with it; empty where none does."""
     found: int = 0
     """For such a prompt: chunks before this one were in the pool before the request saved any."""
+    host_windows: frozenset[str] = frozenset()
+    """For such a prompt: ids of the chunks of windows that the lookup found in host memory."""
     draft_stop: int | None = None
     """From this chunk on a drafter's rows are not whole, and not saved; None: all are."""
 

@@ -131,7 +131,8 @@ class SaveManager:
         owner = Owner(Priority.SAVE, plan.request_id, plan.job_id)
         save = self._saves[plan.job_id] = _Save(job, owner, context.wait_for(job.fence))
         if plan.topic:
-            job = save.job = job._replace(slabs=tuple(filter(self._is_expected, job.slabs)))
+            expected = tuple(slab for slab in job.slabs if self._is_expected(plan, slab))
+            job = save.job = job._replace(slabs=expected)
             context.progress += self.progress.planned(job)
         self._gather(save, job.slabs)
         if job.rest is NO_SLABS:
@@ -139,12 +140,13 @@ class SaveManager:
         else:
             self._growing.append(save)
 
-    def _is_expected(self, slab: Slab) -> bool:
+    def _is_expected(self, plan: SavePlan, slab: Slab) -> bool:
         """Return False for a slab of a window that neither pages nor host memory have.
 
-        Most windows of a prompt are read by no later token.
+        Most windows of a prompt are read by no later token. A window that has left host memory
+        since the lookup is expected, so that it ends the hand-over.
         """
-        is_read = slab.kind.cells[0].window.is_full
+        is_read = slab.kind.cells[0].window.is_full or slab.chunk.id in plan.host_windows
         return bool(slab.pages) or is_read or self._context.host_cache.get(slab.id) is not None
 
     def go_on(self) -> None:
