@@ -99,6 +99,11 @@ class Context:
             self._states.append(state)
         self.tokens.extend(tokens)
 
+    def cut(self, count: int) -> None:
+        """Forget all tokens but the first `count`."""
+        del self.tokens[count:], self._states[count:]
+        self._rows_lhtc = self._rows_lhtc[:, :, :count]
+
     def rows(self) -> NDArray[np.floating]:
         """`[L, H, T, C]` of all tokens."""
         known = self._rows_lhtc.shape[2]
@@ -162,6 +167,10 @@ class Pages:
         self._has_states = [any(layer in model.states for layer in group) for group in groups]
         self._ring: dict[int, dict[int, NDArray[np.floating]]] = {}
         """Block -> the rows of its newest tokens, by what is left of their number."""
+
+    def fill(self, value: float) -> None:
+        """Fill all pages."""
+        self._all_lbhnc.fill_(value)
 
     def by_layer(self) -> dict[str, torch.Tensor]:
         """What vLLM hands to `register_kv_caches`."""

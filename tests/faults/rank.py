@@ -87,6 +87,7 @@ class Rank:
         )
         self.connector = connector
         make, drafts = RUNNERS[runner]
+        drafts |= vllm_config.speculative_config is not None
         self._runner = make(vllm_config, connector, drafts=drafts)
         WatchedExecutor.made = None
         real, worker_part.Executor = worker_part.Executor, WatchedExecutor  # type: ignore[misc]

@@ -14,7 +14,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,20 +28,24 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.faults.model import UNWRITTEN, Context, FakeModel, Pages
+from tests.faults.model import FIRST_TOKEN, UNWRITTEN, Context, FakeModel, Pages
 from tests.faults.rank import Rank, pool_in
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 
 BLOCK = 16
 CHUNK = 32
+NUM_DRAFTS = 3
 MAX_STEPS = 20_000
 PAUSE_S = 0.001
+RIGHT_DRAFTS = 0.7
 SETTLE_S = 30.0  # disks that others write to may hold a call up for ten
 HASH = get_hash_fn_by_name("sha256")
 init_none_hash(HASH)
@@ -63,6 +68,8 @@ class RigSpec:
     tp: int = 1
     plans_ahead: bool = False
     """vLLM's asynchronous scheduling: a step is planned before the results of the last one."""
+    drafter: str = ""
+    """vLLM's method of speculative decoding, with `NUM_DRAFTS` tokens; "" for none."""
     num_blocks: int = 96
     max_batched_tokens: int = 96
     retention_interval: int = 0
@@ -86,13 +93,19 @@ class Answer:
 
 
 class Share(NamedTuple):
-    """What a step computes of a request: the tokens [start, stop), as they were planned."""
+    """What a step computes of a request: the tokens [start, stop), as they were planned.
+
+    `known`: all tokens of a request that starts with the step, maybe again. `drafts`: the last
+    tokens, to be verified; -1 stands for a draft that the scheduler does not know.
+    """
 
     context: Context
     tables: list[NDArray[np.intp]]
     start: int
     stop: int
     samples: bool
+    known: int | None
+    drafts: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -200,6 +213,26 @@ class Rig:
             reset_running_requests=running, reset_connector=connector
         )
 
+    def sleep(self) -> None:
+        """Pause with all requests kept, and lose what the pages hold (`EngineCore.sleep`).
+
+        Raises RuntimeError, as vLLM does, if blocks are held by something else than running
+        requests; the pages are as they were then. `wake_up` ends the pause in both cases.
+        """
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self.run(SETTLE_S)
+        core = SimpleNamespace(
+            reset_prefix_cache=self.scheduler.reset_prefix_cache,
+            reset_mm_cache=lambda: None,
+            reset_encoder_cache=lambda: None,
+        )
+        EngineCore._reset_caches(cast("EngineCore", core))
+        for pages in self.pages:
+            pages.fill(UNWRITTEN)
+
+    def wake_up(self) -> None:
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
     def shutdown(self) -> None:
         """As an engine ends: the scheduler's side, then the ranks'."""
         if not self.closed:
@@ -243,6 +276,7 @@ class Rig:
         """The scheduler takes the results of the oldest step."""
         batch = self._planned.popleft()
         output, done = batch.output, self._execute(batch)
+        sampled = list(done.req_id_to_index)
         for answers in self.scheduler.update_from_output(output, done).values():
             for answer in answers.outputs:
                 known = self.answers[answer.request_id]
@@ -250,6 +284,10 @@ class Rig:
                 if answer.finish_reason is not None:
                     reason = str(answer.finish_reason)
                     self._ended(answer.request_id, reason, answer.kv_transfer_params)
+        if self.spec.drafter and not self.spec.plans_ahead:
+            drafted = [each for each in sampled if each in self._contexts]
+            drafts = [self._draft(self._contexts[each], NUM_DRAFTS) for each in drafted]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(drafted, drafts))
         if not output.total_num_scheduled_tokens and self.scheduler.has_requests():
             time.sleep(PAUSE_S)
         for tell in list(self.on_stepped):
@@ -297,7 +335,21 @@ class Rig:
         start = stop - output.num_scheduled_tokens[request_id]
         tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
         ids = [np.array(each, dtype=np.intp) for each in tables]
-        return Share(context, ids, start, stop, not request.is_prefill_chunk)
+        new = [each.req_id for each in output.scheduled_new_reqs]
+        starts = request_id in new or request_id in output.scheduled_cached_reqs.resumed_req_ids
+        known = request.num_tokens if starts else None
+        drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
+        return Share(context, ids, start, stop, not request.is_prefill_chunk, known, drafts)
+
+    def _draft(self, context: Context, count: int) -> list[int]:
+        """Return tokens that may follow the context; most of them do."""
+        known, next_token = len(context.tokens), self.spec.model.next_token
+        for _ in range(count):
+            is_right = self._chance.random() < RIGHT_DRAFTS
+            context.extend([next_token(context.rows()) if is_right else FIRST_TOKEN])
+        drafts = context.tokens[known:]
+        context.cut(known)
+        return drafts
 
     def _execute(self, batch: Batch) -> ModelRunnerOutput:
         """What the workers do of a step, once."""
@@ -334,6 +386,7 @@ class Rig:
         """
         for rank in self.ranks if shares else ():
             rank.wait_for_layers()
+        shares = {request_id: self._at_last(share) for request_id, share in shares.items()}
         for request_id, share in shares.items():
             rows, tables, start = share.context.rows(), share.tables, share.start
             if self.spec.sibling is not None and not self._is_right(tables, rows[:, :, :start]):
@@ -349,6 +402,22 @@ class Rig:
                 pages.write(tables, start, rows[:, :, start : share.stop])
         return {request_id: self._read(request_id, share) for request_id, share in shares.items()}
 
+    def _at_last(self, share: Share) -> Share:
+        """Return the share as its step computes it, once the results of all before it are known.
+
+        The scheduler plans ahead as if all drafts were accepted. The drafts end the context.
+        """
+        context, drafts = share.context, share.drafts
+        if share.known is not None:
+            context.cut(share.known)
+        if not share.samples:
+            return share
+        if self.spec.plans_ahead and share.known is None:
+            drafts = self._draft(context, len(drafts))
+        context.extend(drafts)
+        stop = len(context.tokens)
+        return share._replace(start=stop - (share.stop - share.start), stop=stop, drafts=drafts)
+
     def _is_right(self, tables: list[NDArray[np.intp]], rows: NDArray[np.floating]) -> bool:
         return all(
             np.array_equal(pages.read(tables, rows.shape[2]), rows[:, pages.heads])
@@ -356,7 +425,7 @@ class Rig:
         )
 
     def _read(self, request_id: str, share: Share) -> list[int]:
-        context, tables, start, stop, samples = share
+        context, tables, start, stop, samples, _, drafts = share
         read = np.concatenate([pages.read(tables, stop) for pages in self.pages], axis=1)
         rows = context.rows()[:, :, :stop]
         expected = np.concatenate([rows[:, pages.heads] for pages in self.pages], axis=1)
@@ -377,10 +446,15 @@ class Rig:
             )
         if not samples:
             return []
-        token = self.spec.model.next_token(read[:, : self.spec.model.heads])
-        if self.spec.plans_ahead and stop == len(context.tokens):
-            context.extend([token])  # the next step is planned before the scheduler has it
-        return [token]
+        known, sampled = stop - len(drafts), list[int]()
+        for draft in (*drafts, None):
+            rows = read[:, : self.spec.model.heads, : known + len(sampled)]
+            sampled.append(self.spec.model.next_token(rows))
+            if sampled[-1] != draft:
+                break
+        context.cut(known)
+        context.extend(sampled)  # the next step may be planned before the scheduler has them
+        return sampled
 
     def _ended(self, request_id: str, reason: str, params: dict[str, Any] | None) -> None:
         self.answers[request_id].ended = reason

@@ -12,10 +12,9 @@ from tests.faults.audit import check_nothing_leaked, check_tokens, serve
 from tests.faults.model import FakeModel
 from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.runners import RUNNERS
-from tests.faults.workshop import Workshop
+from tests.faults.workshop import WITH_STATES, WITH_WINDOWS, Workshop
 from tests.support.faults import Fault
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.vllm_adapt.compat import offers_states, reports_failed_loads_by_request
 
 CHANCE = random.Random(7)
 WHOLE_CHUNKS = 8
@@ -25,9 +24,9 @@ LIMIT_S = 60.0
 EVERYTHING = 1 << 30
 PLAIN = FakeModel()
 WINDOWS = FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0))  # full, then windows: three groups
-# Releases that cannot be told of failed loads by request load nothing of several groups.
-LOADED = {"plain": PLAIN} | ({"windows": WINDOWS} if reports_failed_loads_by_request() else {})
-MODELS = pytest.mark.parametrize("model", LOADED.values(), ids=LOADED)
+MODELS = pytest.mark.parametrize(
+    "model", [PLAIN, pytest.param(WINDOWS, marks=WITH_WINDOWS)], ids=["plain", "windows"]
+)
 PREFILL_STEP = 48  # tokens
 SOON_S = 10.0  # on a busy machine; requests here would wait for 60 s
 
@@ -129,7 +128,7 @@ def test_hand_over_works_under_every_runner(workshop: Workshop, runner: str) -> 
 STATES = FakeModel(layers=3, states=(0, 1))
 
 
-@pytest.mark.skipif(not offers_states(), reason="this release of vLLM offers no states")
+@WITH_STATES
 def test_model_with_states_waits_for_the_last_boundary(workshop: Workshop) -> None:
     """It is handed over when its last state is stored, and computes what lies behind."""
     pair = Pair(workshop, STATES)

@@ -10,10 +10,9 @@ import pytest
 from tests.faults.audit import check_nothing_leaked, serve
 from tests.faults.model import FakeModel
 from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
-from tests.faults.workshop import Workshop
+from tests.faults.workshop import WITH_STATES, WITH_WINDOWS, Workshop
 from tests.support.seeds import seeds
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.vllm_adapt.compat import offers_states, reports_failed_loads_by_request
 
 CHANCE = random.Random(11)
 PROMPT = CHANCE.choices(range(3, 1000), k=9 * CHUNK + 13)
@@ -21,15 +20,28 @@ CROWD = CHANCE.choices(range(3, 1000), k=200)
 STEP_TOKENS = 48
 FEW_BLOCKS, ENOUGH_BLOCKS = 64, 384  # of the few, saves may pin too few for a prompt at once
 LIMIT_S = 60.0
-MODELS = {"plain": FakeModel()}
-if reports_failed_loads_by_request():  # other releases load nothing of several groups
-    for window in (8, 40, 100):
-        windows = (window, window, 0, window, window, 0)
-        MODELS[f"windows of {window}"] = FakeModel(layers=6, windows=windows)
-    MODELS["windows alone"] = FakeModel(layers=2, windows=(40, 40))
-if offers_states():
-    MODELS["states"] = FakeModel(layers=4, states=(0, 2))
-    MODELS["states and windows"] = FakeModel(layers=6, states=(0, 1), windows=(0, 0, 0, 0, 40, 40))
+MODELS = {
+    "plain": FakeModel(),
+    "windows of 8": FakeModel(layers=6, windows=(8, 8, 0, 8, 8, 0)),
+    "windows of 40": FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0)),
+    "windows of 100": FakeModel(layers=6, windows=(100, 100, 0, 100, 100, 0)),
+    "windows alone": FakeModel(layers=2, windows=(40, 40)),
+    "states": FakeModel(layers=4, states=(0, 2)),
+    "states and windows": FakeModel(layers=6, states=(0, 1), windows=(0, 0, 0, 0, 40, 40)),
+}
+EACH_MODEL = pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(
+            name,
+            marks=[
+                *([WITH_WINDOWS] if model.windows else []),
+                *([WITH_STATES] if model.states else []),
+            ],
+        )
+        for name, model in MODELS.items()
+    ],
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +142,7 @@ def loadable(tokens: int, prompt: list[int]) -> int:
     return len(prompt) - 1 if tokens == len(prompt) else tokens - tokens % BLOCK
 
 
-@pytest.mark.parametrize("model", MODELS)
+@EACH_MODEL
 @pytest.mark.parametrize("case", [*KNOWN, *seeds(2, 40)])
 def test_decode_loads_what_prefill_promises_wherever_prefill_had_it(
     workshop: Workshop, model: str, case: str | int
@@ -145,7 +157,7 @@ def test_decode_loads_what_prefill_promises_wherever_prefill_had_it(
     assert handed.loaded(answer) >= loadable(answer["tokens"], handed.prompt)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@EACH_MODEL
 @pytest.mark.parametrize("keeps_own", [False, True])
 def test_prompt_in_host_memory_alone_is_handed_over_whole_with_few_blocks(
     workshop: Workshop, model: str, *, keeps_own: bool

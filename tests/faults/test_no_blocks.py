@@ -4,20 +4,23 @@ import time
 from dataclasses import replace
 
 import pytest
+import vllm
 
 from tests.faults.audit import end, serve
 from tests.faults.kinds import nothing
 from tests.faults.model import FakeModel
 from tests.faults.rig import CHUNK, RigSpec
-from tests.faults.scene import COUSIN, PREFIX, READER, SLACK_S, Library, Scene
-from tests.faults.workshop import Workshop
+from tests.faults.scene import COUSIN, PREFIX, READER, SLACK_S, Library, Scene, tokens
+from tests.faults.workshop import WITH_WINDOWS, Workshop
 from tests.support.faults import Fault
+from tests.support.releases import NEWEST
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.vllm_adapt import compat
 
 EXPECT_S = 0.2
 WINDOWS = FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0))  # three groups
 WINDOW_BLOCKS = 48  # for a request of 202 tokens, and not for its load besides
+ALIASED = {"alias_tokens": 8}
+FULL_TOKENS, FULL_BLOCKS = 125, 9  # tokens, and drafts besides, that fill all blocks but vLLM's own
 TINY_BLOCKS = 20  # for either request, and not for what the other holds while it waits
 
 
@@ -48,7 +51,7 @@ def test_the_first_in_line_gives_way_to_one_that_has_loaded(
     scene.close(exact=True)
 
 
-@pytest.mark.skipif(not compat.reports_failed_loads_by_request(), reason="such models load nothing")
+@WITH_WINDOWS
 @pytest.mark.parametrize("plans_ahead", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_request_with_most_blocks_whose_load_fails_is_computed(
@@ -66,4 +69,37 @@ def test_a_request_with_most_blocks_whose_load_fails_is_computed(
     workshop.faults.inject(Fault.MISSING, "get", chain.hashes[-1].hex())
     serve(reader, READER)
     workshop.faults.heal()
+    end(workshop, writer, reader)
+
+
+@pytest.mark.skipif(vllm.__version__ != NEWEST, reason="older vLLM keeps no block for drafts")
+@pytest.mark.parametrize("plans_ahead", [False, True])
+@pytest.mark.parametrize("drafter", ["eagle", "draft_model"])
+def test_a_request_that_fills_all_blocks_is_computed_where_drafts_leave_its_load_none(
+    workshop: Workshop, drafter: str, plans_ahead: bool
+) -> None:
+    """vLLM keeps a block free for drafts where it allocates a load, and not where the request is
+    computed."""
+    store = workshop.memory()
+    writer = workshop.rig(RigSpec(options=ALIASED), store)
+    serve(writer, READER[:FULL_TOKENS])
+    spec = RigSpec(drafter=drafter, plans_ahead=plans_ahead, options=ALIASED)
+    readers = [workshop.rig(replace(spec, num_blocks=FULL_BLOCKS + i), store) for i in range(2)]
+    hits = [serve(reader, READER[:FULL_TOKENS], max_tokens=1) for reader in readers]
+    assert hits == [0, FULL_TOKENS - 1]
+    end(workshop, writer, *readers)
+
+
+@pytest.mark.parametrize("plans_ahead", [False, True])
+def test_a_request_without_blocks_for_its_load_is_loaded_once_another_has_ended(
+    workshop: Workshop, plans_ahead: bool
+) -> None:
+    store = workshop.memory()
+    writer = workshop.rig(RigSpec(), store)
+    serve(writer, READER)
+    reader = workshop.rig(RigSpec(num_blocks=TINY_BLOCKS, plans_ahead=plans_ahead), store)
+    first = reader.add(tokens(9, len(READER)), max_tokens=20)
+    reader.run(SLACK_S, until=lambda: bool(reader.answers[first].tokens))
+    assert serve(reader, READER) == len(READER) // CHUNK * CHUNK
+    reader.expect([first])
     end(workshop, writer, reader)

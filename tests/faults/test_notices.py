@@ -14,7 +14,7 @@ from tests.faults.model import FakeModel
 from tests.faults.rank import pool_in
 from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.scene import tokens
-from tests.faults.workshop import Workshop
+from tests.faults.workshop import WITH_STATES, WITH_WINDOWS, Workshop
 from tests.handover.clients import LOST, Client, Heard, wait_for
 from tests.support.faults import Fault
 from tests.support.seeds import seeds
@@ -23,7 +23,6 @@ from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.network.allowed_peers import Allowed, Refused
 from vllm_kvpool.storage.base import Store
 from vllm_kvpool.transfer.ops import DropSaves
-from vllm_kvpool.vllm_adapt.compat import offers_states, reports_failed_loads_by_request
 
 WHOLE_CHUNKS = 6
 CHUNKS = WHOLE_CHUNKS + 1  # with the prompt's end
@@ -467,12 +466,6 @@ def test_requests_over_shared_prefixes_are_told_as_stored_only_with_what_the_sto
     check_nothing_leaked(rig)
 
 
-WITH_WINDOWS = pytest.mark.skipif(
-    not reports_failed_loads_by_request(), reason="this release loads no windows"
-)
-WITH_STATES = pytest.mark.skipif(
-    not offers_states(), reason="this release of vLLM offers no states"
-)
 ALL_MODELS = {**MODELS, "states": FakeModel(layers=4, states=(0, 2))}
 
 

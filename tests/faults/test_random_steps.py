@@ -8,10 +8,12 @@ choices, though threads may take their turns otherwise.
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import vllm
 
 from tests.faults.audit import check_nothing_leaked, check_saves_are_found, check_threads
 from tests.faults.model import FakeModel
@@ -21,12 +23,16 @@ from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
 from tests.support.invariants import check
 from tests.support.memory_store import LruTable, MemoryStore
+from tests.support.releases import NEWEST
 from tests.support.seeds import seeds
 from vllm_kvpool.storage.base import Buffer, ChunkRef
 
 pytestmark = pytest.mark.slow
 
 STEPS = 600
+DELAYS_FREES = vllm.__version__ == NEWEST
+"""Older releases mistake tokens of steps in flight after a preemption, and reuse their blocks."""
+DRAFTERS = ("", "eagle", "draft_model") if DELAYS_FREES else ("",)
 MOST_LIVE = 6
 MOST_DEATHS = 12  # fewer than threads that an executor starts anew
 END_S = 30.0
@@ -38,7 +44,7 @@ CALL_FAULTS = (Fault.ERROR, Fault.UNREACHABLE, Fault.CRASH)
 CALLS = ("exists", "get", "put", "remove", "remove_namespace")
 
 
-def spec_of(rng: random.Random, blocks: Sequence[int]) -> RigSpec:
+def spec_of(rng: random.Random, model: FakeModel, blocks: Sequence[int]) -> RigSpec:
     options: dict[str, Any] = {
         "write_policy": rng.choice(["back", "through"]),
         "save_decode": rng.random() < 0.5,
@@ -54,6 +60,8 @@ def spec_of(rng: random.Random, blocks: Sequence[int]) -> RigSpec:
         tp=rng.choice([1, 2]),
         num_blocks=rng.choice(blocks),
         plans_ahead=rng.random() < 0.5,
+        drafter="" if model.states else rng.choice(DRAFTERS),
+        model=model,
         options=options,
     )
 
@@ -98,8 +106,8 @@ class Driver:
         assert isinstance(store, MemoryStore)
         self.store: MemoryStore = store
         self.shelf: LruTable = store._table
-        spec = replace(spec_of(self.rng, blocks), runner=runner, model=model or FakeModel())
-        spec = replace(spec, options={**spec.options, **options})
+        spec = spec_of(self.rng, model or FakeModel(), blocks)
+        spec = replace(spec, runner=runner, options={**spec.options, **options})
         self.rig: Rig = workshop.rig(spec, [*host, url])
         self.prompts = Prompts(self.rng)
         self.dead_for = 0
@@ -118,6 +126,7 @@ class Driver:
             (0.05, self.forget),
             (0.03, self.preempt_all),
             (0.012, self.reset_pool),
+            (0.012, self.sleep),
         ]
 
     def live(self) -> list[str]:
@@ -193,18 +202,18 @@ class Driver:
         self.rig.reset()
 
     def preempt_all(self) -> None:
-        """vLLM raises if blocks are held by others than running requests, or by steps planned."""
-        self.rig.drain()
-        scheduler = self.rig.scheduler
-        others = (
-            scheduler.kv_holding_waiting
-            # Aborted while they were loaded: their blocks are freed when the load ends.
-            or any(request.is_finished() for request in scheduler.requests.values())
-            # What a request left to be saved when it ended is gathered in the next step.
-            or self.rig.pool.saves.has_pending
-        )
-        if not others:
-            self.rig.reset(running=True)
+        if not DELAYS_FREES or self.rng.random() < 0.5:
+            self.rig.drain()
+        with suppress(RuntimeError):  # blocks are held by loads, saves or steps that are planned
+            self.rig.reset(running=True, connector=self.rng.random() < 0.3)
+
+    def sleep(self) -> None:
+        with suppress(RuntimeError):  # likewise
+            self.rig.sleep()
+        for _ in range(self.rng.randrange(3)):
+            self.arrive()
+            self.rig.step()
+        self.rig.wake_up()
 
     def reset_pool(self) -> None:
         self.rig.reset(connector=True)

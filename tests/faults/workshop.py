@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
+import pytest
 import torch
 from vllm.config import KVTransferConfig
 from vllm.config.kv_events import KVEventsConfig
@@ -26,7 +27,8 @@ from vllm.v1.kv_cache_interface import (
 import tests.support.memory_store  # noqa: F401  (its scheme)
 from tests.cache_tensors import tensors_of
 from tests.faults.model import KEY_BYTES, KEY_TOKENS, SCALE_BYTES, VOCAB, FakeModel
-from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec, Sibling
+from tests.faults.rig import BLOCK, CHUNK, NUM_DRAFTS, Rig, RigSpec, Sibling
+from tests.support.drafters import speculation
 from tests.support.faults import Faults, FaultyStore
 from tests.support.models import DeepseekShape, LlamaShape, make_model
 from tests.support.store_hooks import wrap_stores
@@ -35,6 +37,7 @@ from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.health import StoreAccess
 from vllm_kvpool.storage.url import parse_store_url
+from vllm_kvpool.vllm_adapt import compat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,6 +50,12 @@ PATIENT: dict[str, Any] = {
     "load_timeout_s": 10.0,
     "shutdown_timeout_s": 2.0,
 }
+WITH_WINDOWS = pytest.mark.skipif(
+    not compat.reports_failed_loads_by_request(), reason="this release loads no windows"
+)
+WITH_STATES = pytest.mark.skipif(
+    not compat.offers_states(), reason="this release of vLLM offers no states"
+)
 _NUMBERS = itertools.count()  # of memory stores, which are the process's and not a workshop's
 
 
@@ -157,7 +166,7 @@ class Workshop:
         return FaultyStore(store, faults=self.faults, label=self._opening)
 
     def _config(self, spec: RigSpec, store: str | list[str]) -> Any:
-        base = self._base(spec.model, spec.max_batched_tokens)
+        base = self._base(spec.model, spec.max_batched_tokens, spec.drafter)
         config = copy.copy(base)
         config.parallel_config = copy.copy(base.parallel_config)
         config.parallel_config.tensor_parallel_size = spec.tp
@@ -187,9 +196,10 @@ class Workshop:
             config.kv_transfer_config = _beside(spec.sibling, config.kv_transfer_config)
         return config
 
-    def _make_base(self, model: FakeModel, max_batched_tokens: int) -> Any:
+    def _make_base(self, model: FakeModel, max_batched_tokens: int, drafter: str) -> Any:
+        weights = self._weights(model)
         config = EngineArgs(
-            model=str(self._weights(model)),
+            model=str(weights),
             dtype=model.dtype,
             skip_tokenizer_init=True,
             enforce_eager=True,
@@ -199,6 +209,7 @@ class Workshop:
             max_num_batched_tokens=max_batched_tokens,
             enable_chunked_prefill=True,
             async_scheduling=False,
+            speculative_config=dict(speculation(drafter, weights, NUM_DRAFTS)) if drafter else None,
         ).create_engine_config()
         # Of MLA, CPU engines want whole prefills without a cache of prefixes; rigs have no kernels.
         config.scheduler_config.enable_chunked_prefill = True

@@ -1226,6 +1226,28 @@ def test_a_preempted_request_is_offered_all_once_more_after_a_failed_load(bench:
         assert bench.match() == (64, True)
 
 
+@pytest.mark.parametrize(
+    ("all_blocks", "again"), [(0, (96, True)), (14, (96, True)), (13, NOTHING)]
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_offer_not_taken_is_made_again_unless_the_engine_may_lack_blocks_for_it(
+    bench: Bench, all_blocks: int, again: tuple[int, bool], fails: bool
+) -> None:
+    """vLLM takes no offer before a request's embeddings are there, however many blocks it has. Of
+    seven blocks that a request needs it may keep as many more free."""
+    view = bench.loading(3)
+    if fails:
+        bench.load_stops("a", 0)
+    else:
+        bench.load_stops("a", 96)
+    bench.gather(bench.step(a=100 - view.num_computed_tokens))
+    view.preempt()
+    bench.pins.all_blocks = all_blocks  # 0: other requests have some
+    assert bench.match() == (96, True)
+    bench.step()
+    assert bench.match() == again
+
+
 @pytest.mark.parametrize("missing", [0, 3, 7, 13])
 def test_after_a_failed_load_every_cell_is_asked_for(missing: int) -> None:
     """A cell that is missing in the middle costs one load that fails, not two."""

@@ -157,6 +157,7 @@ class FakePins:
     def __init__(self) -> None:
         self.references: Counter[int] = Counter()
         self.num_pins = 0
+        self.all_blocks = 0  # if all are free
         self.forgotten: list[int] = []
 
     def pin(self, block_ids: Sequence[int]) -> None:
@@ -170,6 +171,9 @@ class FakePins:
 
     def evict(self, block_ids: Sequence[int]) -> None:
         self.forgotten += block_ids
+
+    def num_if_all_free(self) -> int:
+        return self.all_blocks
 
     def check(self) -> None:
         assert NULL_BLOCK not in self.references

@@ -29,6 +29,9 @@ class BlockPins(Protocol):
     def evict(self, block_ids: Sequence[int]) -> None:
         """Take them out of the engine's own prefix cache."""
 
+    def num_if_all_free(self) -> int:
+        """Return the number of the engine's blocks if all of them are free; else 0."""
+
 
 class Place(NamedTuple):
     """The place of a block in a request's tables: KV cache group and index."""

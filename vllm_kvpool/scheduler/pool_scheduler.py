@@ -26,7 +26,13 @@ from vllm_kvpool.scheduler.loads import LoadCostModel, RequestLoad, RequestLoads
 from vllm_kvpool.scheduler.lookup import LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
-from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, ScheduledStep
+from vllm_kvpool.scheduler.request import (
+    Offer,
+    PoolShape,
+    RequestState,
+    RequestView,
+    ScheduledStep,
+)
 from vllm_kvpool.scheduler.request_lookups import RequestLookups
 from vllm_kvpool.scheduler.save_outcomes import EndedSave, SaveOutcomes
 from vllm_kvpool.scheduler.save_planner import SavePlanner
@@ -65,6 +71,7 @@ class PoolScheduler:
         has_arrivals: Callable[[], bool] | None = None,
     ) -> None:
         self._has_arrivals = has_arrivals
+        self._pins = pins
         self._config = config
         self._shape = shape
         self._service = lookups
@@ -312,7 +319,7 @@ class PoolScheduler:
             if num_computed and self._tables.has_states and self._stores_own(state, num_computed):
                 self._own_states[request_id] = num_computed
             return 0, False
-        state.offer = (num_computed, stop)
+        state.offer = Offer(num_computed, stop, self._pins.num_if_all_free())
         return count, not self._config.layerwise
 
     def _stores_own(self, state: RequestState, num_computed: int) -> bool:
@@ -342,16 +349,18 @@ class PoolScheduler:
         return next((boundary for boundary in wanted if boundary > found), 0)
 
     def _is_refused(self, state: RequestState) -> bool:
-        """Return True if vLLM has taken no offer of the request although no request has blocks.
+        """Return True if vLLM has no room for the request's load, although all blocks are free.
 
-        vLLM keeps blocks free for a request whose load has failed until it runs. It counts them
-        where it allocates blocks for loads, even for those of the same request, but not for steps.
+        For a load, but not for a step, vLLM keeps more blocks free: for drafts, and for each
+        request whose load has failed, the same one included. If the engine has as many blocks, the
+        offer was not taken because the request waits for embeddings.
         """
-        if state.offer is None or not self._idle or self.saves.has_pins:
+        if state.offer is None or not state.offer.all_blocks:
             return False
-        requests = self._requests.values()
-        has_failed = any(each.retry is not RetryState.NONE for each in requests)
-        return has_failed and not any(each.view.num_computed_tokens for each in requests)
+        sizes = [group.block_size for group in self._shape.groups]
+        requests = (state, *self._requests.values())  # its load, and blocks kept free
+        most = sum(-(-each.view.num_tokens // size) for each in requests for size in sizes)
+        return most > state.offer.all_blocks
 
     def _must_give_way(self, admission: AdmissionState) -> bool:
         """Return True if a request in this state has to wait for requests that have loaded.
@@ -389,13 +398,14 @@ class PoolScheduler:
         if state.lost_tokens > num_external:
             self._count_missed(request_id, [("load_failed", state.lost_tokens - num_external)])
         state.lost_tokens = 0
-        if num_external == 0 or state.offer is None or state.chain is None:
+        offer, state.offer = state.offer, None
+        if num_external == 0 or offer is None or state.chain is None:
             return
-        start, offered = state.offer
+        start, offered, _ = offer
         stop = start + num_external
         # vLLM 0.33 cuts some hits to whole blocks. It cuts none of models with recurrent states.
         assert stop == offered or (stop < offered and not self._tables.has_states), (start, stop)
-        state.offer, state.own_tokens = None, stop
+        state.own_tokens = stop
         state.lacks_drafts = False
         chunk, tail = self._shape.chunk_tokens, state.answer.tail
         first, last = start // chunk, -(-stop // chunk)

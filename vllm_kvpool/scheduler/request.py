@@ -37,6 +37,14 @@ class PoolShape:
     max_promised_blocks: int = 0  # allocated for chunks that another engine has not stored yet
 
 
+class Offer(NamedTuple):
+    """Tokens [start, stop) offered to the engine. `all_blocks`: its blocks if all were free."""
+
+    start: int
+    stop: int
+    all_blocks: int
+
+
 class OwnKV(NamedTuple):
     """Trust in the engine's own caches: True where their content has the request's identity."""
 
@@ -173,7 +181,7 @@ class RequestState:
     limit_tokens: int | None = None  # a load has failed here: ask for no more
     retry: RetryState = RetryState.NONE
     lost_tokens: int = 0  # of a failed load, until it is known what is loaded instead
-    offer: tuple[int, int] | None = None  # tokens [start, stop) offered, not yet allocated
+    offer: Offer | None = None  # not taken yet
     admission: AdmissionState = AdmissionState.QUEUED
     own_tokens: int = 0  # of the engine's own cache or of its load, when it was last admitted
     cached_tokens: int = 0  # of the engine's own cache, when it was last started
@@ -207,7 +215,7 @@ class RequestState:
         elif answer.outcome is not LookupOutcome.ANSWERED:
             missed = {answer.outcome.value: prompt - hit}
         else:
-            promised = -(-self.offer[1] // chunk_tokens) if hit and self.offer else 0
+            promised = -(-self.offer.stop // chunk_tokens) if hit and self.offer else 0
             chunks = max(answer.found_chunks, promised)
             found = min(prompt, answer.tokens_of(chunks, chunk_tokens))
             chunked = max(found, prompt // chunk_tokens * chunk_tokens)

@@ -425,6 +425,11 @@ class PoolPins:
         """Take blocks out of the prefix cache; requests that hold them keep them."""
         self._pool.evict_blocks(set(block_ids))
 
+    def num_if_all_free(self) -> int:
+        """Return the number of blocks besides the null block if all are free; else 0."""
+        usable = self._pool.num_gpu_blocks - 1
+        return usable if self._pool.get_num_free_blocks() == usable else 0
+
 
 # Ranks, devices and policies
 
