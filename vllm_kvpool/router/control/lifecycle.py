@@ -199,9 +199,10 @@ class Lifecycle:
             replica.health.retry_at = self._state.now
 
     def expire(self, replica: Replica, why: str) -> None:
-        """Unload a standby that is not needed any more."""
-        self._move(replica, Cause.EXPIRE, why)
-        self._retire(replica)
+        """Unload a standby that is not needed any more, unless it answers something."""
+        if replica.is_idle:
+            self._move(replica, Cause.EXPIRE, why)
+            self._retire(replica)
 
     def _retire(self, replica: Replica) -> None:
         """Retire an engine that is not needed: it sleeps, or its operator's command ends it."""
@@ -210,7 +211,7 @@ class Lifecycle:
 
     def idle(self, replica: Replica, why: str) -> None:
         """Make a decoder without work a standby at once."""
-        assert not replica.work
+        assert replica.is_idle
         replica.goal = Goal.STANDBY
         self._move(replica, Cause.IDLE, why)
 
@@ -248,7 +249,7 @@ class Lifecycle:
         drained_s = state.now - replica.since
         is_late = drained_s >= state.settings.drain_timeout_s
         source = replica.replica_id
-        if not replica.work and (is_late or all(each.source != source for each in state.migration)):
+        if replica.is_idle and (is_late or all(each.source != source for each in state.migration)):
             self._drained(replica)
         elif is_late and state.servers():
             # Each goes on elsewhere where it stopped, or ends; so no drain takes for ever.
@@ -286,7 +287,7 @@ class Lifecycle:
         self._emit(Load(replica.replica_id, role))
 
     def _leave(self, replica: Replica) -> None:
-        if replica.state is State.SHUTTING_NULL:
+        if replica.state is State.SHUTTING_NULL and replica.is_idle:
             self._move(replica, Cause.EXPIRE, "to be removed")
         if replica.state in (State.INACTIVE, *BROKEN) and not replica.work:
             self._emit(Retire(replica.replica_id, forget=True))

@@ -339,20 +339,23 @@ class DataPlane:
     ) -> EngineResponse | None:
         """Return the answer of an engine that serves a model; None where none has answered."""
         path, headers = http.path, self._engine_headers(http)
-        for url in self._control.forward_urls(model):
-            try:
-                if http.method != "POST":
-                    limit_s = self._config.health.timeout_s
-                    return await self._upstream.get(url + path, limit_s, headers)
-                most_bytes = most_forwarded_bytes(body, num_sequences)
-                if path == POOLING:
-                    most_bytes = MAX_ANSWER_BYTES  # it may have an embedding of each token
-                return await self._upstream.post(url + path, body, headers, most_bytes=most_bytes)
-            except EngineUnreached:
-                continue
-            except EngineLost as error:
-                log.info("%s: %s is lost: %s", path, url, error)
-                return None
+        most_bytes = most_forwarded_bytes(body, num_sequences)
+        if path == POOLING:
+            most_bytes = MAX_ANSWER_BYTES  # it may have an embedding of each token
+        for engine in self._control.forward_to(model):
+            with engine as url:
+                try:
+                    if http.method != "POST":
+                        limit_s = self._config.health.timeout_s
+                        return await self._upstream.get(url + path, limit_s, headers)
+                    return await self._upstream.post(
+                        url + path, body, headers, most_bytes=most_bytes
+                    )
+                except EngineUnreached:
+                    continue
+                except EngineLost as error:
+                    log.info("%s: %s is lost: %s", path, url, error)
+                    return None
         return None
 
     def _of_engine(self, answer: EngineResponse, path: str) -> Response:
