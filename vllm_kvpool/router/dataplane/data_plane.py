@@ -245,7 +245,7 @@ class DataPlane:
         front = self._front
         headers = self._engine_headers(http)
         if not headers.get(REQUEST_ID):
-            headers[REQUEST_ID] = f"{random.getrandbits(128):032x}"
+            headers[REQUEST_ID] = request.own_id or f"{random.getrandbits(128):032x}"
         control, now, tracing = self._control, self._clock(), self._tracing
         request_id = RequestId(f"{next(self._numbers)}:{headers[REQUEST_ID]}")
         ask = ask_of(request_id, request, control.tokens_per_byte, now + front.max_wait_s)
