@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 MAX_PRIORITY = 1 << 62
 _KINDS = {kind.value: kind for kind in ApiPath}
-POOLING = "/pooling"
+POOLING, EMBED = "/pooling", "/v2/embed"
 COUNT_TOKENS = f"{ApiPath.MESSAGES.value}/count_tokens"
 _SALTED = frozenset(
     {
@@ -70,7 +70,7 @@ _SALTED = frozenset(
 """The forwarded paths whose prompts engines cache, and which take a `cache_salt`."""
 _FORWARDED = {
     "/version": ("GET",),
-    **dict.fromkeys(("/tokenize", "/detokenize", COUNT_TOKENS, *_SALTED), ("POST",)),
+    **dict.fromkeys(("/tokenize", "/detokenize", COUNT_TOKENS, EMBED, *_SALTED), ("POST",)),
 }
 """An engine of the model answers these as they come, without admission: nothing is decoded."""
 METHODS = {
@@ -340,8 +340,8 @@ class DataPlane:
         """Return the answer of an engine that serves a model; None where none has answered."""
         path, headers = http.path, self._engine_headers(http)
         most_bytes = most_forwarded_bytes(body, num_sequences)
-        if path == POOLING:
-            most_bytes = MAX_ANSWER_BYTES  # it may have an embedding of each token
+        if path in (POOLING, EMBED):
+            most_bytes = MAX_ANSWER_BYTES  # embeddings of each token, or of objects
         for engine in self._control.forward_to(model):
             with engine as url:
                 try:

@@ -562,7 +562,10 @@ def _whole(fields: Mapping[str, Raw], name: str) -> int | None:
 _decode_single = msgspec.json.Decoder(tuple[Raw]).decode
 _SEVERAL = re.compile(rb'\[\s*(["\[])')
 _RENDERED = fields_with(Trait.RENDERED)
-_TEXTS = ("input", "documents", "items", "queries", "text_1", "text_2", "data_1", "data_2")
+_TEXTS = (
+    *("input", "texts", "images", "documents", "items", "queries"),
+    *("text_1", "text_2", "data_1", "data_2"),
+)
 """Fields whose texts an engine embeds, or scores against each other."""
 _KEPT_RESPONSE = fields_with(Trait.KEPT_RESPONSE)
 
