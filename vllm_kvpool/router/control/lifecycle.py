@@ -121,7 +121,10 @@ class Lifecycle:
         state, replica = self._state, self._state.fleet[event.replica]
         replica.measured(event.sample, state.now)
         if (expected := event.sample.expected) is not None:
-            more = state.fleet.handovers.measured(event.replica, expected, state.fleet, state.now)
+            fleet = state.fleet
+            more = fleet.handovers.measured(
+                event.replica, expected, fleet, lambda each: fleet[each].state in UP, state.now
+            )
             state.counts.events["handovers_found"] += more.found
             state.counts.events["handovers_missing"] += more.missing
         replica.health.is_doubted = False
