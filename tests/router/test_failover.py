@@ -261,6 +261,20 @@ async def test_a_sampled_stream_goes_on_without_a_token_lost_or_doubled() -> Non
             assert reply.finish_reason == "length"
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_sampled_answer_in_one_piece_of_unknown_text_is_begun_again(path: str) -> None:
+    """Engines sampled its last text anew, three times in vain: 502."""
+    async with RouterRig(0, 2) as rig:
+        for number in (0, 1):
+            rig.fail(number, K.CUT, after_tokens=40, times=1)
+            rig.fail(number, K.STATUS, paths=("/detokenize",))
+        asked = CHAT_STREAM if path == CHAT else STREAM
+        body = {**asked, "stream": False, "stop": ["zzzz"], "temperature": 1.0}
+        reply = await rig.complete(body, path)
+        assert reply.status == 200
+        assert reply.finish_reason == "length"
+
+
 async def test_what_all_engines_say_of_their_failure_reaches_the_client() -> None:
     async with RouterRig(1, 2) as rig:
         error = '{"error":{"message":"out of luck","type":"InternalServerError","code":500}}'

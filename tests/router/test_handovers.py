@@ -39,12 +39,16 @@ class Pairs:
     def tell(self, now: float = 0.0, source: str = "p", found: int = 0, missing: int = 0) -> None:
         before = self.counts.get(source, NONE_EXPECTED)
         self.counts[source] = ExpectedPrompts(before.found + found, before.missing + missing)
-        self.handovers.measured(D, dict(self.counts), KNOWN, now)
+        self.handovers.measured(D, dict(self.counts), KNOWN, lambda source: True, now)
 
     @property
     def is_apart(self) -> bool:
         assert self.handovers.is_any_apart == bool(list(self.handovers.apart()))
         return self.handovers.is_apart(P, D)
+
+
+def _measured(handovers: Handovers, counts: ExpectedPrompts) -> ExpectedPrompts:
+    return handovers.measured(D, {"p": counts}, KNOWN, lambda source: True, 0.0)
 
 
 def test_pair_that_misses_several_prompts_in_a_row_is_apart() -> None:
@@ -95,19 +99,15 @@ def test_try_whose_outcome_never_comes_is_followed_by_another() -> None:
 
 def test_what_was_counted_before_the_first_sample_says_nothing() -> None:
     handovers = Handovers()
-    handovers.measured(D, {"p": ExpectedPrompts(missing=9)}, KNOWN, 0.0)
+    assert _measured(handovers, ExpectedPrompts(missing=9)) == NONE_EXPECTED
     assert not handovers.is_any_apart
-    assert handovers.measured(D, {"p": ExpectedPrompts(missing=10)}, KNOWN, 0.0) == ExpectedPrompts(
-        missing=1
-    )
+    assert _measured(handovers, ExpectedPrompts(missing=10)) == ExpectedPrompts(missing=1)
 
 
 def test_counts_of_an_engine_that_was_started_anew_begin_again() -> None:
     pairs = Pairs()
     pairs.tell(found=10)
-    assert pairs.handovers.measured(D, {"p": ExpectedPrompts(0, 3)}, KNOWN, 0.0) == ExpectedPrompts(
-        0, 3
-    )
+    assert _measured(pairs.handovers, ExpectedPrompts(0, 3)) == ExpectedPrompts(0, 3)
     assert pairs.is_apart
 
 
@@ -172,6 +172,9 @@ prompt is computed anew rather than wait long for its group
 replica that no decoder shares with computes no prompts
     counted p q / d; measure d expected q 0 {APART_AFTER}
     each 0-5: ask r$ -> prefill r$ p
+prompts of an engine that has died do not tell that its store is another one
+    counted p / d; failed p; measure d expected p 0 {APART_AFTER}; tick 2; loaded p
+    count handovers_missing {APART_AFTER}; ask r -> prefill r p
 engine that is started anew is handed prompts again
     counted p / d; measure d expected p 0 {APART_AFTER}; failed d; tick 2; loaded d
     measure d expected; ask r -> prefill r p

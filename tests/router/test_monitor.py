@@ -1,6 +1,7 @@
 """What the watch of a replica reports, and when."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -122,6 +123,19 @@ async def test_health_is_not_enough() -> None:
         each.engine.board.clear()
         each.engine.fail(Fault(kind=FaultKind.BUSY))
         await each.load()
+
+
+async def test_engine_that_generates_nothing_is_loaded_once_it_has_pooled() -> None:
+    """vLLM has no completions of a pooling model, which therefore never served."""
+    async with bench() as each:
+        none = Fault(kind=FaultKind.STATUS, status=404)
+        each.engine.fail(none)
+        each.watch.load()
+        assert "answered 404" in str(await each.until(Failed)), "nor does it pool"
+        pools = Fault(kind=FaultKind.STATUS, status=200, body="{}", paths=("/pooling",))
+        each.engine.fail(pools)
+        await each.load()
+        assert json.loads(each.engine.counts.body_of["/pooling"])["model"] == FAST.model
 
 
 async def test_a_key_is_needed() -> None:

@@ -537,7 +537,7 @@ def test_reserved_field_is_taken_out_of_forwarded_body(field: str) -> None:
     ],
 )
 def test_forwarded_request_counts_each_text_of_its_longest_list(given: object, number: int) -> None:
-    for name in ("input", "documents", "items", "queries", "text_2", "data_1"):
+    for name in ("input", "texts", "documents", "items", "queries", "text_2", "data_1"):
         body = {"model": "m", "query": "q", "text_1": ["t"], name: given}
         assert parse_forwarded(json.dumps(body).encode())[2] == number
 

@@ -202,6 +202,25 @@ async def test_clients_steer_engines_where_they_are_trusted(trusts: bool) -> Non
                 assert got.asked["stop"] == ["zz"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("given", "headers", "expected"),
+    [
+        ("mine", {}, "cmpl-mine"),
+        ("mine", {"X-Request-Id": "header"}, "cmpl-header"),
+        ("no\nheader", {}, "cmpl-[0-9a-f]{32}"),
+    ],
+)
+async def test_answer_is_named_after_request_id_of_its_client(
+    given: str, headers: dict[str, str], expected: str, stream: bool
+) -> None:
+    """The router's own `X-Request-Id` replaced the client's `request_id`."""
+    async with RouterRig(1, 1) as rig:
+        body = {"model": "scripted", "prompt": "hello", "stream": stream, "request_id": given}
+        async with rig.session.post(rig.url + COMPLETIONS, json=body, headers=headers) as got:
+            assert re.search(f'"id": ?"{expected}"', await got.text())
+
+
 async def test_every_request_has_an_id() -> None:
     async with RouterRig(1, 1) as rig:
         ids = [(await rig.complete({"prompt": SHORT})).chunks[0]["id"] for _ in range(3)]

@@ -91,6 +91,22 @@ def test_fields_without_a_value_are_no_matter() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("details", "content"),
+    [(None, ""), ({"reasoning_tokens": 2}, None)],
+    ids=["tools", "reasoning"],
+)
+def test_chat_without_a_text_from_an_engine_with_a_parser_has_vllms_content(
+    details: dict[str, int] | None, content: str | None
+) -> None:
+    """An engine with a tool parser streams no empty text; a client that joins texts met null."""
+    whole = WholeAnswer(ApiPath.CHAT)
+    whole.add(chunk(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}]))
+    whole.add(chunk(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}]))
+    whole.add(chunk(usage=USAGE | {"completion_tokens_details": details}))
+    assert json.loads(whole.answer()[1])["choices"][0]["message"]["content"] == content
+
+
 def test_an_error_in_the_stream_is_the_answer() -> None:
     whole = WholeAnswer(ApiPath.COMPLETION)
     payload = json.dumps({"error": {"message": "no", "code": 422}}).encode()

@@ -292,7 +292,7 @@ class RouterRig:
         await self.until(lambda: not self.router._open, "no exchanges are left")
         check_controller(self.router.controller)
         assert not state.requests, self.describe()
-        assert not any(each.work for each in state.fleet), self.describe()
+        await self.until(lambda: all(each.is_idle for each in state.fleet), "replicas have no work")
         for engine in self.engines:
             core = engine.core
             if core is None:

@@ -13,7 +13,8 @@ import secrets
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ from vllm_kvpool.router.ops.snapshot import health_of
 from vllm_kvpool.router.ops.tenants import Tenants
 
 if TYPE_CHECKING:
-    from vllm_kvpool.router.control.fleet import Transition
+    from vllm_kvpool.router.control.fleet import Replica, Transition
 
 log = logging.getLogger(__name__)
 
@@ -269,19 +270,22 @@ class Router:
         up = self.controller.state.fleet.in_states(UP)
         return [each.spec.url for each in sorted(up, key=lambda each: each.replica_id == replica)]
 
-    def forward_urls(self, model: str) -> list[str]:
-        """Return the URLs of engines for what is only passed on, the least busy first."""
+    def forward_to(self, model: str) -> list[AbstractContextManager[str]]:
+        """Return engines for what is only passed on, the least busy first.
+
+        Each is entered while it is asked, and gives its URL.
+        """
         fleet = self.controller.state.fleet
         model = model if model in fleet.listed.names else ""
         serving = [each for each in fleet.in_states(UP) if each.serves(model)]
-        random.shuffle(serving)  # what is only passed on is no work that the fleet knows of
+        random.shuffle(serving)  # of equally busy ones, not always the first
         serving.sort(
             key=lambda each: (
-                each.state not in TAKES_PREFILL | TAKES_DECODE,  # it may be ended, or put to sleep
-                len(each.work.active) + len(each.work.prefills),
+                each.state not in TAKES_PREFILL | TAKES_DECODE,  # its drain or end would wait
+                len(each.work.active) + len(each.work.prefills) + each.num_forwarded,
             )
         )
-        return [each.spec.url for each in serving[:MAX_ASKED]]
+        return [_forwarding(each) for each in serving[:MAX_ASKED]]
 
     def model_length(self, model: str) -> int | None:
         """Return the longest `max_model_len` with which engines list a model; "" is any."""
@@ -315,6 +319,16 @@ class Router:
         Clients need not know replicas and tenants.
         """
         return self.telemetry.expose(with_names=False)
+
+
+@contextmanager
+def _forwarding(replica: "Replica") -> Iterator[str]:
+    """Count a request that is only passed on, so that its engine is not ended meanwhile."""
+    replica.num_forwarded += 1
+    try:
+        yield replica.spec.url
+    finally:
+        replica.num_forwarded -= 1
 
 
 def _url(listen: str, port: int) -> str:

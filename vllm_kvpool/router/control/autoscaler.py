@@ -243,7 +243,7 @@ class Autoscaler:
         if step.action is ScalingAction.RETIRE:
             self._lifecycle.expire(replica, why)
         elif step.action is ScalingAction.DRAIN:
-            if replica.state is State.DECODE and not replica.work:
+            if replica.state is State.DECODE and replica.is_idle:
                 self._lifecycle.idle(replica, why)
             else:
                 self._lifecycle.drain(replica, why)

@@ -78,6 +78,8 @@ class Replica:
     """By the names in METERED."""
     health: Health = field(default_factory=Health)
     last_work: float = 0.0
+    num_forwarded: int = 0
+    """Requests that its engine answers without admission, beside `work`."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Numbers of first samples, by rate, that are not counted: a new engine is slower."""
     shared: Shared = field(default_factory=Shared)
@@ -96,6 +98,11 @@ class Replica:
         self.work.measured(sample)
         for name, meter in self.meters.items():
             meter.read(now, getattr(sample, name))
+
+    @property
+    def is_idle(self) -> bool:
+        """True if it has no work and answers nothing that is only forwarded."""
+        return not (self.work or self.num_forwarded)
 
     @property
     def is_retried(self) -> bool:

@@ -67,12 +67,14 @@ class Handovers:
         decoder: ReplicaId,
         counts: Mapping[str, ExpectedPrompts],
         known: Container[ReplicaId],
+        is_up: Callable[[ReplicaId], bool],
         now: float,
     ) -> ExpectedPrompts:
         """Take in what a decoder's engine has counted since its start; returns the growth.
 
         `counts`: by source; those that are not `known` are another router's. What was counted
-        before the engine was first measured says nothing.
+        before the engine was first measured says nothing. Nor does a prompt whose source is not
+        up: the source may have ended before it had saved the prompt.
         """
         before = self._counted.get(decoder)
         self._counted[decoder] = counts
@@ -87,7 +89,8 @@ class Handovers:
                 last = NONE_EXPECTED  # its engine has been started anew
             more = ExpectedPrompts(each.found - last.found, each.missing - last.missing)
             found, missing = found + more.found, missing + more.missing
-            self._learn((source, decoder), more, now)
+            if is_up(source):
+                self._learn((source, decoder), more, now)
         return ExpectedPrompts(found, missing)
 
     def _learn(self, pair: tuple[ReplicaId, ReplicaId], more: ExpectedPrompts, now: float) -> None:

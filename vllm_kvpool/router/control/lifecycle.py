@@ -121,7 +121,10 @@ class Lifecycle:
         state, replica = self._state, self._state.fleet[event.replica]
         replica.measured(event.sample, state.now)
         if (expected := event.sample.expected) is not None:
-            more = state.fleet.handovers.measured(event.replica, expected, state.fleet, state.now)
+            fleet = state.fleet
+            more = fleet.handovers.measured(
+                event.replica, expected, fleet, lambda each: fleet[each].state in UP, state.now
+            )
             state.counts.events["handovers_found"] += more.found
             state.counts.events["handovers_missing"] += more.missing
         replica.health.is_doubted = False
@@ -199,9 +202,10 @@ class Lifecycle:
             replica.health.retry_at = self._state.now
 
     def expire(self, replica: Replica, why: str) -> None:
-        """Unload a standby that is not needed any more."""
-        self._move(replica, Cause.EXPIRE, why)
-        self._retire(replica)
+        """Unload a standby that is not needed any more, unless it answers something."""
+        if replica.is_idle:
+            self._move(replica, Cause.EXPIRE, why)
+            self._retire(replica)
 
     def _retire(self, replica: Replica) -> None:
         """Retire an engine that is not needed: it sleeps, or its operator's command ends it."""
@@ -210,7 +214,7 @@ class Lifecycle:
 
     def idle(self, replica: Replica, why: str) -> None:
         """Make a decoder without work a standby at once."""
-        assert not replica.work
+        assert replica.is_idle
         replica.goal = Goal.STANDBY
         self._move(replica, Cause.IDLE, why)
 
@@ -248,7 +252,7 @@ class Lifecycle:
         drained_s = state.now - replica.since
         is_late = drained_s >= state.settings.drain_timeout_s
         source = replica.replica_id
-        if not replica.work and (is_late or all(each.source != source for each in state.migration)):
+        if replica.is_idle and (is_late or all(each.source != source for each in state.migration)):
             self._drained(replica)
         elif is_late and state.servers():
             # Each goes on elsewhere where it stopped, or ends; so no drain takes for ever.
@@ -286,7 +290,7 @@ class Lifecycle:
         self._emit(Load(replica.replica_id, role))
 
     def _leave(self, replica: Replica) -> None:
-        if replica.state is State.SHUTTING_NULL:
+        if replica.state is State.SHUTTING_NULL and replica.is_idle:
             self._move(replica, Cause.EXPIRE, "to be removed")
         if replica.state in (State.INACTIVE, *BROKEN) and not replica.work:
             self._emit(Retire(replica.replica_id, forget=True))

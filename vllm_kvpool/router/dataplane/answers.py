@@ -344,12 +344,12 @@ class Resumed(OnePiece):
         counts = self._counted(call)
         if isinstance(step, Detokenize):
             step = await self._detokenize(step, call)
-        if isinstance(step, Resume):
-            self._resume = step
+        if self._has_to_begin_again(step):
+            self._begin()
             call.report(outcome, counts)
             return False
-        if self._is_whole and not self._completes(step):
-            self._begin()  # the client has nothing of the answer yet
+        if isinstance(step, Resume):
+            self._resume = step
             call.report(outcome, counts)
             return False
         if isinstance(step, Finish):
@@ -361,12 +361,18 @@ class Resumed(OnePiece):
         await self._exchange.send_error(SERVER_ERROR, step.payloads[0])
         return True
 
-    def _completes(self, step: Finish | Refusal) -> bool:
-        """Return True if a whole answer is complete with the resumer's last payloads."""
-        if isinstance(step, Refusal) or self._whole is None:
+    def _has_to_begin_again(self, step: Resume | Finish | Refusal) -> bool:
+        """Return True if a whole answer, of which the client has nothing, is to be begun again."""
+        if self._whole is None:
             return False
-        self._add_to_whole(step.payloads)
-        return self._whole.is_complete
+        match step:
+            case Resume():
+                return step.is_draw_repeated
+            case Finish():
+                self._add_to_whole(step.payloads)
+                return not self._whole.is_complete
+            case Refusal():
+                return True
 
     async def _detokenize(self, step: Detokenize, call: AnswerCall) -> Resume | Finish | Refusal:
         """Ask engines for the text of tokens, and return the resumer's next step.

@@ -1,5 +1,6 @@
 """The seam between what serves clients and what decides: `ControlPlane`, `Handler`, directives."""
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from vllm_kvpool.router.control.events import (
@@ -51,8 +52,11 @@ class ControlPlane(Protocol):
     def others(self, replica: ReplicaId) -> list[str]:
         """Return the URLs of engines that answer, that of `replica` last."""
 
-    def forward_urls(self, model: str) -> list[str]:
-        """Return the URLs of engines for what is only passed on, the least busy first."""
+    def forward_to(self, model: str) -> list[AbstractContextManager[str]]:
+        """Return engines for what is only passed on, the least busy first.
+
+        Each is entered while it is asked, and gives its URL.
+        """
 
     def models(self) -> list[dict[str, Any]]:
         """Return the models that engines list."""

@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 MAX_PRIORITY = 1 << 62
 _KINDS = {kind.value: kind for kind in ApiPath}
-POOLING = "/pooling"
+POOLING, EMBED = "/pooling", "/v2/embed"
 COUNT_TOKENS = f"{ApiPath.MESSAGES.value}/count_tokens"
 _SALTED = frozenset(
     {
@@ -70,7 +70,7 @@ _SALTED = frozenset(
 """The forwarded paths whose prompts engines cache, and which take a `cache_salt`."""
 _FORWARDED = {
     "/version": ("GET",),
-    **dict.fromkeys(("/tokenize", "/detokenize", COUNT_TOKENS, *_SALTED), ("POST",)),
+    **dict.fromkeys(("/tokenize", "/detokenize", COUNT_TOKENS, EMBED, *_SALTED), ("POST",)),
 }
 """An engine of the model answers these as they come, without admission: nothing is decoded."""
 METHODS = {
@@ -245,7 +245,7 @@ class DataPlane:
         front = self._front
         headers = self._engine_headers(http)
         if not headers.get(REQUEST_ID):
-            headers[REQUEST_ID] = f"{random.getrandbits(128):032x}"
+            headers[REQUEST_ID] = request.own_id or f"{random.getrandbits(128):032x}"
         control, now, tracing = self._control, self._clock(), self._tracing
         request_id = RequestId(f"{next(self._numbers)}:{headers[REQUEST_ID]}")
         ask = ask_of(request_id, request, control.tokens_per_byte, now + front.max_wait_s)
@@ -339,20 +339,23 @@ class DataPlane:
     ) -> EngineResponse | None:
         """Return the answer of an engine that serves a model; None where none has answered."""
         path, headers = http.path, self._engine_headers(http)
-        for url in self._control.forward_urls(model):
-            try:
-                if http.method != "POST":
-                    limit_s = self._config.health.timeout_s
-                    return await self._upstream.get(url + path, limit_s, headers)
-                most_bytes = most_forwarded_bytes(body, num_sequences)
-                if path == POOLING:
-                    most_bytes = MAX_ANSWER_BYTES  # it may have an embedding of each token
-                return await self._upstream.post(url + path, body, headers, most_bytes=most_bytes)
-            except EngineUnreached:
-                continue
-            except EngineLost as error:
-                log.info("%s: %s is lost: %s", path, url, error)
-                return None
+        most_bytes = most_forwarded_bytes(body, num_sequences)
+        if path in (POOLING, EMBED):
+            most_bytes = MAX_ANSWER_BYTES  # embeddings of each token, or of objects
+        for engine in self._control.forward_to(model):
+            with engine as url:
+                try:
+                    if http.method != "POST":
+                        limit_s = self._config.health.timeout_s
+                        return await self._upstream.get(url + path, limit_s, headers)
+                    return await self._upstream.post(
+                        url + path, body, headers, most_bytes=most_bytes
+                    )
+                except EngineUnreached:
+                    continue
+                except EngineLost as error:
+                    log.info("%s: %s is lost: %s", path, url, error)
+                    return None
         return None
 
     def _of_engine(self, answer: EngineResponse, path: str) -> Response:

@@ -185,6 +185,15 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         """True if the answer is not read, so that no other engine can go on with it."""
         return self.api_path not in READ
 
+    @property
+    def own_id(self) -> str:
+        """The client's `request_id`, after which vLLM names the answer unless a header has one.
+
+        Empty where there is none, or none that a header may have.
+        """
+        own = None if self.is_passed_on else self.value("request_id")
+        return own if isinstance(own, str) and _HEADER_ID.fullmatch(own) else ""
+
     def prompt_tokens(self, tokens_per_byte: float) -> int:
         """Return the tokens of the prompt: exact for token ids, else estimated.
 
@@ -279,6 +288,7 @@ MAX_LOGPROBS = 1 << 18
 _TRUE, _FALSE, _ZERO, _ONE = Raw(b"true"), Raw(b"false"), Raw(b"0"), Raw(b"1")
 _NULL = Raw(b"null")
 
+_HEADER_ID = re.compile("[!-~]{1,256}")
 _ANSWER_ONLY = fields_with(Trait.ANSWER_ONLY)
 _SHAPES_PREFIX = sorted(fields_with(Trait.PREFIX))
 _BASE64 = re.compile(rb";base64,[A-Za-z0-9+/=_\\-]*")
@@ -552,7 +562,10 @@ def _whole(fields: Mapping[str, Raw], name: str) -> int | None:
 _decode_single = msgspec.json.Decoder(tuple[Raw]).decode
 _SEVERAL = re.compile(rb'\[\s*(["\[])')
 _RENDERED = fields_with(Trait.RENDERED)
-_TEXTS = ("input", "documents", "items", "queries", "text_1", "text_2", "data_1", "data_2")
+_TEXTS = (
+    *("input", "texts", "images", "documents", "items", "queries"),
+    *("text_1", "text_2", "data_1", "data_2"),
+)
 """Fields whose texts an engine embeds, or scores against each other."""
 _KEPT_RESPONSE = fields_with(Trait.KEPT_RESPONSE)
 

@@ -12,7 +12,7 @@ from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.events import Outcome
 from vllm_kvpool.router.dataplane.request_body import RESERVED_FIELDS, error_body
 
-OK, BAD_REQUEST, SERVER_ERROR = 200, 400, 500
+OK, BAD_REQUEST, NOT_FOUND, SERVER_ERROR = 200, 400, 404, 500
 FIRST_STATUS, LAST_STATUS = 100, 599
 BUSY_STATUSES = (429, 503)
 MAX_WHY_BYTES = 1024

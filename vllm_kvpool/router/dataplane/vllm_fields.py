@@ -129,6 +129,7 @@ FIELDS: Mapping[str, Trait] = {
     "kv_transfer_params": _T.RESERVED | _T.HAND_OVER | _T.NOT_STREAMED,
     "previous_response_id": _T.KEPT_RESPONSE,
     "priority": _T.RESERVED | _T.WHOLE,
+    "request_id": _T(0),
 }
 
 

@@ -5,7 +5,7 @@ It sleeps until the next check is due, or `ask` wants one at once. An engine at 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,8 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.settings import HealthConfig
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.engine_metrics import sample
-from vllm_kvpool.router.dataplane.responses import BUSY_STATUSES, OK, EngineLost
-from vllm_kvpool.router.dataplane.upstream import EngineUnreached, Upstream
+from vllm_kvpool.router.dataplane.responses import BUSY_STATUSES, NOT_FOUND, OK, EngineLost
+from vllm_kvpool.router.dataplane.upstream import EngineResponse, EngineUnreached, Upstream
 from vllm_kvpool.router.ops.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -297,18 +297,20 @@ class Monitor:
     async def _one_token(self) -> None:
         if not self.models:
             raise EngineLost("serves no model")
+        model = next(iter(self.models))
         # Computed here and nowhere else: it shows that this engine works.
         own = {"kvpool": {"save": False, "load": False}}
-        body = {
-            **{"model": next(iter(self.models)), "prompt": "hello", "max_tokens": 1},
-            "kv_transfer_params": own,
-        }
-        answer = await self._engines.post(
-            f"{self.url}/v1/completions", msgspec.json.encode(body), timeout_s=WARM_TIMEOUT_S
-        )
+        completion = {"prompt": "hello", "max_tokens": 1, "kv_transfer_params": own}
+        answer = await self._post_small("/v1/completions", {"model": model, **completion})
+        if answer.status == NOT_FOUND:  # as of models that generate nothing
+            answer = await self._post_small("/pooling", {"model": model, "input": "hello"})
         # One that others have filled up answers, too.
         if answer.status != OK and answer.status not in BUSY_STATUSES:
             raise EngineLost(f"a request of one token is answered {answer.status}")
+
+    async def _post_small(self, path: str, body: Mapping[str, Any]) -> EngineResponse:
+        data = msgspec.json.encode(body)
+        return await self._engines.post(self.url + path, data, timeout_s=WARM_TIMEOUT_S)
 
 
 class _Models(msgspec.Struct):

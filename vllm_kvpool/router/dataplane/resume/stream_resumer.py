@@ -58,6 +58,7 @@ from vllm_kvpool.router.dataplane.resume.policy import (
     ResumeMode,
     ResumePlan,
     ResumePolicy,
+    is_greedy,
     joined_ids,
     resume_body,
     same_ids,
@@ -76,6 +77,8 @@ class Resume:
     mode: ResumeMode
     body: bytes
     num_tokens: int = 0
+    is_draw_repeated: bool = False
+    """True if the engine has to sample text again that is known: mostly it samples another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,7 +499,7 @@ class StreamResumer:
             return self._finish(point.pending_text)
         ids = self._stream.sent_ids = joined_ids(self.answer.prompt_ids, answer.ids[:num_tokens])
         body = resume_body(request, ids, num_tokens, self.num_resumes, most)
-        return Resume(point.mode, body, num_tokens)
+        return Resume(point.mode, body, num_tokens, bool(overlap) and not is_greedy(request))
 
     def _finish(self, pending_text: str | None = None) -> Finish | Refusal:
         """End the stream without an engine; `pending_text`: its last text, if it had no end.

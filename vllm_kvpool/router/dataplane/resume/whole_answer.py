@@ -154,6 +154,10 @@ class WholeAnswer:
             return self._error
         joined, is_chat = self._fields, self._is_chat
         choices = [self._choices[index] for index in sorted(self._choices)]
+        if is_chat and joined["usage"].get("completion_tokens_details") is None:
+            for each in choices:
+                # No reasoning is parsed: the content is a text. A tool parser tells no empty one.
+                each.setdefault("content", ())
         joined["object"] = "chat.completion" if is_chat else "text_completion"
         joined["choices"] = list(map(_chat_choice if is_chat else _completion_choice, choices))
         joined["usage"] = _usage(joined["usage"])
