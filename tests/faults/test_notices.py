@@ -328,7 +328,7 @@ def test_write_back_puts_a_prompt_that_is_handed_over_at_once(workshop: Workshop
     check_nothing_leaked(rig)
 
 
-@pytest.mark.skipif(not reports_failed_loads_by_request(), reason="loads no windows")
+@WITH_WINDOWS
 @pytest.mark.parametrize("windows", [(), (40, 40)], ids=["full", "windows"])
 def test_chunks_that_leave_host_memory_after_the_lookup_end_the_hand_over_at_once(
     workshop: Workshop, windows: tuple[int, ...]
