@@ -21,12 +21,14 @@ from typing import TypeVar
 
 import msgspec
 
+from vllm_kvpool.cli.common.stores import keeping_contents
 from vllm_kvpool.cli.common.tables import size_text
 from vllm_kvpool.config import KVPoolConfig, environment, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.host_memory import lockable_bytes, meminfo, memory_limits, text_of
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store, map_buffer
+from vllm_kvpool.storage.file.index import SOFT_SHARE
 from vllm_kvpool.storage.file.io import choose_disk
 from vllm_kvpool.storage.file.store import ReadOnlyFileStore
 from vllm_kvpool.storage.mooncake import MooncakeOptions
@@ -223,7 +225,7 @@ def examine_store(spec: StoreSpec) -> Iterator[Finding]:
     path = spec.options.path if isinstance(spec.options, FileOptions) else ""
     is_new = bool(path) and not os.path.isdir(path)
     try:
-        store = open_store(spec, segment=False)
+        store = open_store(keeping_contents(spec, 2 * CHECK_BYTES), segment=False)
     except (ConfigError, StoreError) as error:
         yield Finding(spec.url, Status.FAILED, str(error))
         return
@@ -286,9 +288,12 @@ def _directory(url: str, options: FileOptions) -> Iterator[Finding]:
     """Examine a directory: its I/O, its room, the file system's clock."""
     yield Finding(url, Status.OK, f"moved by {choose_disk(options.io, options.path).reason}")
     free = shutil.disk_usage(options.path).free
-    used = sum(usage.nbytes for usage in ReadOnlyFileStore(options.path).usage())
+    used = ReadOnlyFileStore(options.path).used_bytes()
     text = f"size={size_text(options.size_bytes)}, {size_text(used)} used, {size_text(free)} free"
-    if options.size_bytes - used > free:
+    if used > options.size_bytes * (1 + SOFT_SHARE):
+        text += "; an engine with this size= evicts the rest: give all engines the same"
+        yield Finding(url, Status.WARNING, text)
+    elif options.size_bytes - used > free:
         text += "; the disk is smaller than size=, so cells are evicted earlier"
         yield Finding(url, Status.WARNING, text)
     else:

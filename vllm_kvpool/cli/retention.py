@@ -1,14 +1,16 @@
 """`kvpool pin` and `kvpool purge`: protect stored prompts from eviction, and remove cells."""
 
+import itertools
 import re
 import time
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 import msgspec
 
 from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.identity.keys import chunk_id_of_key
+from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.file.store import DirectoryReader
 
 REMOVE_KEYS = 512  # of a call
@@ -45,11 +47,19 @@ def pin(stores: Sequence[NamedStore], keys: Sequence[str], seconds: float) -> li
     answers = []
     for url, store in ((each.url, each.store) for each in stores):
         if store.capabilities.pins:
+            stored = {chunk_id_of_key(key) for key in _stored(store, keys)} if seconds else set()
             count = store.pin(keys, until_ns)
-            answers.append(StoreAnswer(url, count, f"{count} chunks {done}"))
+            text = f"{count} chunks {done}"
+            if (more := len(stored) - count) > 0:
+                text += f", {more} that are stored were not: pins take at most half of size="
+            answers.append(StoreAnswer(url, count, text))
         else:
             answers.append(StoreAnswer(url, None, _no_pins(url)))
     return answers
+
+
+def _stored(store: Store, keys: Sequence[str]) -> Iterator[str]:
+    return itertools.compress(keys, store.exists(keys))
 
 
 def _no_pins(url: str) -> str:
@@ -110,7 +120,7 @@ def remove_namespaces(stores: Sequence[NamedStore], namespaces: Sequence[str]) -
 
 def _remove(named: NamedStore, keys: Iterator[str]) -> int:
     count = 0
-    while part := list(islice(keys, REMOVE_KEYS)):
+    while part := list(itertools.islice(keys, REMOVE_KEYS)):
         count += named.store.remove(part)
     return count
 

@@ -287,6 +287,36 @@ def test_pin_says_what_each_store_can_do(url: str, prompt: str) -> None:
     assert [each["count"] for each in found] == [None, 2]
 
 
+def test_pin_beyond_half_of_the_size_names_the_limit(tmp_path: Path, prompt: str) -> None:
+    """Of the size in its URL, or of what engines with a larger one have stored."""
+    url = f"file://{tmp_path}/small?size=1MiB"
+    store = FileStore(str(tmp_path / "small"), 100 << 20)
+    keys = prompt_keys()[:4]
+    store.put(keys, [make_buffer(150_000)] * 4, [ChunkRef(chunk_id_of_key(key)) for key in keys])
+    put_manifest(store, FIRST, VALUES)
+    arguments = ("pin", FIRST, "--tokens", prompt, "--for", "7d", "--store", url)
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert "1 that are stored were not: pins take at most half of size=" in result.output
+    store.put(["other"], [make_buffer(2 << 20)], [ChunkRef("other")])
+    store.close()
+    assert invoke(*arguments).output == f"{url}: 1 chunks pinned\n"
+
+
+def test_doctor_of_a_url_with_a_smaller_size_than_the_engines_evicts_nothing(
+    url: str, tmp_path: Path
+) -> None:
+    store = FileStore(str(tmp_path / "pool"), 100 << 20)
+    keys = [f"{SECOND}@dcp0of1@head:0@layers:0-4@{number:040x}" for number in range(3)]
+    for key in keys:
+        store.put([key], [make_buffer(1 << 20)], [ChunkRef(chunk_id_of_key(key))])
+    store.close()
+    result = invoke("doctor", "--store", f"file://{tmp_path}/pool?size=2MiB")
+    assert result.exit_code == 0, result.output
+    assert held(tmp_path, keys) == len(keys)
+    assert "an engine with this size= evicts the rest" in result.output
+
+
 def test_pin_of_a_prompt_that_is_not_stored_is_an_error(url: str, tmp_path: Path) -> None:
     """Also of one without a whole chunk; an end of pins that are not there is none."""
     for tokens in (list(range(1, 1000)), [1]):
@@ -295,7 +325,7 @@ def test_pin_of_a_prompt_that_is_not_stored_is_an_error(url: str, tmp_path: Path
         result = invoke(*arguments, "--for", "7d")
         assert result.exit_code == 1
         assert f"{url}: 0 chunks pinned\n" in result.output
-        assert f"no store has a whole chunk of these {len(tokens)} tokens" in result.output
+        assert f"nothing was pinned of these {len(tokens)} tokens" in result.output
         assert invoke(*arguments, "--end").exit_code == 0
 
 

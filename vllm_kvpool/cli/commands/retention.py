@@ -118,6 +118,6 @@ def pin_command(
     _print(answers, stores)
     if not (end or any(each.num for each in answers)):
         raise click.ClickException(
-            f"nothing was pinned: no store has a whole chunk of these {len(tokens)} tokens in "
-            f"{namespace}; `kvpool explain {namespace}` with the same prompt shows what is stored"
+            f"nothing was pinned of these {len(tokens)} tokens in {namespace}; `kvpool explain "
+            f"{namespace}` with the same prompt shows what is stored"
         )

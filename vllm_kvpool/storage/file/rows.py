@@ -664,6 +664,11 @@ def usage_in(path: str) -> list[NamespaceUsage]:
     return [NamespaceUsage(*row) for row in _read_only(path, query)]
 
 
+def used_in(path: str) -> int:
+    """Read what counts against the size: cells, reservations and recycled files. As `usage_in`."""
+    return sum(used for (used,) in _read_only(path, "SELECT used_bytes FROM store"))
+
+
 def owners_in(path: str) -> list[OwnerUsage]:
     """Read the usage of each owner, as `usage_in` does."""
     query = (
