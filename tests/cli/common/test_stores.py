@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -14,8 +15,10 @@ import tests.support.memory_store  # noqa: F401  (its scheme)
 from tests.support.buffers import make_buffer
 from tests.support.commands import all_commands
 from tests.support.models import add_tokenizer
-from vllm_kvpool.cli import main
+from vllm_kvpool.cli import main, retention
+from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.cli.main import COMMANDS
+from vllm_kvpool.cli.retention import StoreAnswer
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity, tenant_of
 from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, make_namespace, manifest_key
 from vllm_kvpool.layout.description import described
@@ -25,7 +28,7 @@ from vllm_kvpool.storage.base import ChunkRef, PutOutcome
 from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.eviction import Shares
 from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
-from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.storage.file.store import FileStore, ReadOnlyFileStore
 
 FIRST, SECOND = (make_namespace("model", digit * 12) for digit in "ab")
 TOPOLOGY = Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=2)
@@ -263,6 +266,43 @@ def test_purge_removes_one_prompt_of_one_salt(url: str, prompt: str, tmp_path: P
     assert "8 objects removed" in invoke(*arguments).output
     assert held(tmp_path, prompt_keys() + prompt_keys("salt")) == 0
     assert FIRST in invoke("inspect", "--store", url).output
+
+
+def test_purge_of_a_prompt_removes_its_end_and_its_aliases(
+    url: str, prompt: str, tmp_path: Path
+) -> None:
+    """An alias has the token ids of its chunk."""
+    chain = ChunkChain(256, RequestIdentity())
+    chain.extend(TOKENS)
+    end = chain.end(TOKENS)
+    assert end is not None
+    keys = [*CellNames(FIRST, [LayerGroup(TOPOLOGY, 64)]).of_chunk(end)]
+    for index, stop in ((0, 64), (1, 192), (3, 33)):
+        part = chain.hash_of_part(index, TOKENS[index * 256 :][:stop])
+        keys.append(f"{FIRST}@kind:alias@{part.hex()}")
+    store = FileStore(str(tmp_path / "pool"), 100 << 20)
+    store.put(keys, [make_buffer(100)] * len(keys), [ChunkRef("")] * len(keys))
+    store.close()
+    result = invoke("purge", FIRST, "--yes", "--store", url, "--tokens", prompt)
+    assert f"{8 + len(keys)} objects removed" in result.output
+    assert held(tmp_path, keys) == 0
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [
+        lambda stores: retention.remove(stores, prompt_keys()),
+        lambda stores: retention.remove_older(stores, [FIRST], 0.0),
+        lambda stores: retention.remove_tenant(stores, [FIRST], "-"),
+        lambda stores: retention.remove_namespaces(stores, [FIRST]),
+    ],
+)
+def test_purge_of_a_directory_that_may_not_be_written_is_no_success(
+    remove: Callable[[list[NamedStore]], list[StoreAnswer]], url: str, prompt: str, tmp_path: Path
+) -> None:
+    [answer] = remove([NamedStore(url, ReadOnlyFileStore(str(tmp_path / "pool")))])
+    assert answer.num is None
+    assert answer.text == "may not be written by this user; nothing removed"
 
 
 def test_purge_removes_what_is_older(url: str, prompt: str, tmp_path: Path) -> None:
