@@ -515,6 +515,17 @@ WRONG_INPUTS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "deep tokens": (("explain", "n", "--tokens", "DEEP"), "expected a JSON list of token ids"),
     "deep router": (("router", "--check", "--config", "DEEP"), "is not TOML"),
+    "log beside a namespace": (("explain", "n", "--request", "r", "--log", "TEXT"), "--log alone"),
+    "log beside a store": (
+        ("explain", "--request", "r", "--log", "TEXT", "--store", "memory://x"),
+        "--log alone",
+    ),
+    "salt of no prompt": (("explain", "n", "--cache-salt", "s"), "--cache-salt is for a prompt"),
+    "tokenizer of no text": (
+        ("purge", FIRST, "--yes", "--tokenizer", NO_ENGINE),
+        "--tokenizer is for --text and --messages",
+    ),
+    "host with a port": (("serve", "--allowed-host", "h:1"), "without scheme and port"),
     "no log": (("explain", "--request", "r", "--log", "BINARY"), "has nothing of a request"),
     "no tokenizer": (
         ("explain", "n", "--text", "TEXT", "--tokenizer", "/no/model"),

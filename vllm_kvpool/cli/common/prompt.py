@@ -173,9 +173,9 @@ def as_text(found: PromptPresence) -> str:
         *(f"{url}: {count} cells of it" for url, count in found.cells_by_store.items()),
     ]
     if not num_chunks:
-        lines.append("shorter than a chunk: nothing of it is stored or found")
+        lines.append("shorter than a chunk: stored and found with alias_tokens alone")
         return "\n".join(lines)
-    lines.append(f"an engine can load the first {found.usable_tokens} tokens")
+    lines.append(f"an engine can load the first {found.usable_tokens} tokens in whole chunks")
     if salted := found.usable_tokens_without_salt:
         lines.append(f"without --cache-salt the first {salted} are stored")
     elif not any(found.cells_by_store.values()):

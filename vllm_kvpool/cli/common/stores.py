@@ -46,6 +46,11 @@ class StoreOptions:
     urls: Sequence[str]
     as_json: bool
 
+    @property
+    def are_named(self) -> bool:
+        """True if the command line names stores."""
+        return bool(self.urls) or self.kv_transfer_config is not None
+
     def config(self) -> KVPoolConfig:
         """Return the options of an engine that has these stores.
 
