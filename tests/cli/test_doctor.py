@@ -77,7 +77,7 @@ def test_memory_that_only_passes_through_needs_no_huge_pages(tmp_path: Path) -> 
     ("files", "status", "words"),
     [
         ({}, Status.OK, "takes 8.25 GiB; 19.07 GiB are available"),
-        (GROUP, Status.FAILED, "takes 8.25 GiB; 4 GiB are available; lower host:// in store"),
+        (GROUP, Status.FAILED, "takes 8.25 GiB; 4 GiB are available; lower host://"),
         (
             GROUP
             | {"sys/fs/cgroup/memory.current": f"{3 << 30}\n"}
@@ -91,9 +91,40 @@ def test_memory_that_only_passes_through_needs_no_huge_pages(tmp_path: Path) -> 
 def test_host_memory_fits_into_the_machine_and_its_container(
     tmp_path: Path, files: Mapping[str, str], status: Status, words: str
 ) -> None:
-    [each] = [each for each in found(tmp_path, files, HOST) if each.check == "host memory"]
+    [each] = [each for each in found(tmp_path, files, HOST) if each.check == "memory"]
     assert each.status is status
     assert words in each.text
+
+
+@pytest.mark.parametrize(
+    ("files", "url", "options", "status", "words"),
+    [
+        (GROUP, "memory://x", {"staging_bytes": "5GiB"}, Status.FAILED, "lower staging_bytes"),
+        (GROUP, RDMA.replace("1GiB", "5GiB"), {}, Status.FAILED, "lower segment= of mooncake"),
+        (GROUP, RDMA, {}, Status.OK, "takes 1.266 GiB; 4 GiB are available"),
+        (GROUP | pages(9000, 9000), HOST, {}, Status.OK, "takes 0 B; 4 GiB are available"),
+    ],
+)
+def test_memory_of_a_worker_is_what_its_engine_compares(
+    tmp_path: Path,
+    files: Mapping[str, str],
+    url: str,
+    options: Mapping[str, object],
+    status: Status,
+    words: str,
+) -> None:
+    """Staging and the stores' clients count without host memory, reserved huge pages do not."""
+    [each] = [each for each in found(tmp_path, files, url, **options) if each.check == "memory"]
+    assert each.status is status
+    assert words in each.text
+
+
+def test_peers_that_are_no_hosts_are_a_failure(tmp_path: Path) -> None:
+    told = [
+        each for each in found(tmp_path, {}, HOST, allowed_peers=["!!"]) if each.check == "options"
+    ]
+    assert [each.status for each in told] == [Status.FAILED]
+    assert "allowed_peers: '!!' is not a host" in told[0].text
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+import tests.support.memory_store  # noqa: F401  (its scheme)
 from vllm_kvpool.config import json_named_by
 from vllm_kvpool.errors import ConfigError, StoreUnreachable
 from vllm_kvpool.storage.backends import open_store

@@ -25,7 +25,14 @@ from vllm_kvpool.cli.common.stores import keeping_contents
 from vllm_kvpool.cli.common.tables import size_text
 from vllm_kvpool.config import KVPoolConfig, environment, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.host_memory import lockable_bytes, meminfo, memory_limits, text_of
+from vllm_kvpool.host_memory import (
+    lockable_bytes,
+    meminfo,
+    memory_limits,
+    text_of,
+    worker_needs,
+)
+from vllm_kvpool.network.allowed_peers import AllowedPeers
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store, map_buffer
 from vllm_kvpool.storage.file.index import SOFT_SHARE
@@ -71,6 +78,10 @@ def examine_machine(
     yield from _memory(config, specs, root)
     for note in without_effect(config, specs):
         yield Finding("options", Status.WARNING, note)
+    try:
+        AllowedPeers(config.allowed_peers)
+    except ConfigError as error:
+        yield Finding("options", Status.FAILED, str(error))
     if config.encrypts_cells:
         yield _keys(config)
 
@@ -142,17 +153,20 @@ def _gpus(root: Path) -> Iterator[Finding]:
 
 
 def _memory(config: KVPoolConfig, specs: TierSpecs, root: Path) -> Iterator[Finding]:
-    """Yield the room for host memory, its huge pages, and what may be locked of it."""
+    """Yield the room for a worker's memory, its huge pages, and what may be locked of it."""
     known = meminfo(root)
-    host = specs.host.nbytes
-    needed = config.staging_nbytes + host
-    if host:
-        available = min(each.left_bytes for each in memory_limits(root))
-        text = f"each worker takes {size_text(needed)}; {size_text(available)} are available"
-        if needed > available:
-            yield Finding("host memory", Status.FAILED, f"{text}; lower host:// in store")
-        else:
-            yield Finding("host memory", Status.OK, text)
+    arena = {"staging_bytes": config.staging_nbytes, "host://": specs.host.nbytes}
+    needed, has_host = sum(arena.values()), specs.host.nbytes > 0
+    needs = worker_needs(arena, specs.client_bytes, has_host=has_host, root=root)
+    taken = sum(needs.values())
+    available = min((each.left_bytes for each in memory_limits(root)), default=taken)
+    text = f"each worker takes {size_text(taken)}; {size_text(available)} are available"
+    if taken > available:
+        largest = max(needs, key=lambda name: needs[name])
+        yield Finding("memory", Status.FAILED, f"{text}; lower {largest}")
+    else:
+        yield Finding("memory", Status.OK, text)
+    if has_host:
         yield _huge_pages(needed, known, root)
     for spec in specs.stores:
         if isinstance(spec.options, MooncakeOptions):

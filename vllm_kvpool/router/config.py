@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 import msgspec
 from msgspec.structs import replace
 
-from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS
+from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS, MAX_PORT
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.private_files import read_secret, secret_error
@@ -37,7 +37,6 @@ from vllm_kvpool.router.dataplane.origins import is_host
 log = logging.getLogger(__name__)
 
 MAX_TIME_S = 86_400.0
-MAX_PORT = 65_535
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _URL = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/@\s]+)(:\d{1,5})?(/[^\s?#]*)?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

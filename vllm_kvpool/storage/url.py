@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
+from vllm_kvpool.config import MAX_PORT
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.sizes import parse_size
 from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, Shares
@@ -32,7 +33,6 @@ DEFAULT_SEGMENT_BYTES = 4 << 30
 DEFAULT_LOCAL_BUFFER_BYTES = 16 << 20  # cells do not pass through it
 ASCEND_SEGMENT_BYTES = 1 << 30  # segments on an NPU's host are multiples of it
 FABRIC_ENV = "ASCEND_ENABLE_USE_FABRIC_MEM"  # Mooncake's own, for Ascend A3
-MAX_PORT = 65535
 MAX_LANES = 16  # of a tier, for gets and for puts
 
 MAX_URL_SHOWN = 500
