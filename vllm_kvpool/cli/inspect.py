@@ -133,8 +133,9 @@ def _described(manifest: Manifest | None, num_chunks: int) -> dict[str, Any]:
     if manifest is None:
         return {"weights": None, "tokens": None}
     values = manifest.values
-    num_groups = max(1, len(values.get("kinds") or ()))
-    tokens = num_chunks // num_groups * int(values.get("chunk_tokens") or 0)
+    kinds = values.get("kinds")
+    num_groups = len(kinds) if isinstance(kinds, list) and kinds else 1
+    tokens = num_chunks // num_groups * manifest.chunk_tokens
     return {
         "weights": str(values.get("weights", ""))
         + (f" ({manifest.weights_version})" * bool(manifest.weights_version)),
@@ -151,8 +152,7 @@ def details(named: NamedStore, progress: Callable[[], object] = lambda: None) ->
     if not isinstance(store, DirectoryReader):
         return {"details": "this kind of store does not say what it holds in detail"}
     tokens: dict[str, int] = {
-        name: int(manifest.values.get("chunk_tokens") or 0)
-        for name, manifest in manifests([named]).items()
+        name: manifest.chunk_tokens for name, manifest in manifests([named]).items()
     }
 
     def chunks() -> Iterator[ChunkUsage]:

@@ -576,6 +576,18 @@ def test_output_that_cannot_be_written_is_no_traceback(
     assert (done.returncode, done.stderr) == (status, says)
 
 
+def test_purge_without_stdin_says_what_to_give(url: str) -> None:
+    command = '"$0" -m vllm_kvpool purge "$2" --store "$1" <&-'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, url, FIRST],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "there is no stdin to ask; give --yes" in done.stderr
+
+
 def test_a_line_with_an_empty_value_is_completed() -> None:
     """By the shell's TAB, before the value is there."""
     line = {"COMP_WORDS": 'kvpool inspect --store "" --', "COMP_CWORD": "4"}

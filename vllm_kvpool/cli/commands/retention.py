@@ -1,5 +1,6 @@
 """`kvpool purge` and `kvpool pin`."""
 
+import sys
 from collections.abc import Sequence
 
 import click
@@ -69,6 +70,8 @@ def purge_command(
         raise click.UsageError("give a prompt or --tenant")
     age_s = None if age is None else retention.parse_duration_s(age)
     specs = stores.stores()
+    if not yes and sys.stdin is None:
+        raise click.UsageError("there is no stdin to ask; give --yes")
     if not yes:
         what = ", ".join(namespaces)
         what = what if tokens is None else f"a prompt of {what}"

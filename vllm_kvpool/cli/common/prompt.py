@@ -112,12 +112,12 @@ class PromptNames:
 
 def names_of(manifest: Manifest, tokens: Sequence[int], cache_salt: str = "") -> PromptNames:
     """Return the names in the namespace of a manifest; ConfigError if that does not say."""
+    chunk_tokens = manifest.chunk_tokens
     try:
         layer_groups = from_description(manifest.cells)
-        chunk_tokens = int(manifest.values["chunk_tokens"])
-    except (KeyError, TypeError, ValueError):
+    except ValueError:  # heads, ranks and stages that do not fit together
         layer_groups = []
-    if not layer_groups:
+    if not layer_groups or not chunk_tokens:
         raise ConfigError(f"the manifest of {manifest.namespace} does not name its cells")
     chain = ChunkChain(chunk_tokens, RequestIdentity(cache_salt=cache_salt))
     chain.extend(list(tokens))
