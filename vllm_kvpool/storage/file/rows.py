@@ -657,7 +657,8 @@ def usage_in(path: str) -> list[NamespaceUsage]:
     """Read the usage of each namespace; changes nothing. Raises StoreError."""
     query = (
         f"SELECT name, sum(is_cells), sum(is_cells * length(cells)) / {CELL_ENTRY.size}, "
-        "sum(bytes), sum(is_cells * hits) FROM (SELECT namespace.name AS name, cells, bytes, hits, "
+        f"sum(bytes), sum(is_cells * hits), sum(is_cells * (length(cells) = {CELL_ENTRY.size})) "
+        "FROM (SELECT namespace.name AS name, cells, bytes, hits, "
         f"{_NO_MANIFEST} AS is_cells FROM chunk JOIN namespace "
         "ON namespace.id = chunk.namespace WHERE bytes > 0) GROUP BY name"
     )
