@@ -31,6 +31,7 @@ GROUP = {
 }
 NVIDIA = {"proc/driver/nvidia/version": "NVRM version: 580\n"}
 RDMA = "mooncake://127.0.0.1:1?protocol=rdma&segment=1GiB"
+DEVICES = {"sys/class/infiniband/mlx5_0/node_type": "1: CA\n", "dev/infiniband/uverbs0": ""}
 HOST = "host://8GiB"
 NUM_PAGES = 4096 + 128  # for host memory and 256 MiB of staging
 
@@ -128,18 +129,19 @@ def test_peers_that_are_no_hosts_are_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "limit", "is_named"),
+    ("url", "devices", "limit", "is_named"),
     [
-        (RDMA, f"{8 << 20}", True),
-        (RDMA, f"{2 << 30}", False),
-        (RDMA, "unlimited", False),
-        (RDMA.replace("rdma", "tcp"), f"{8 << 20}", False),
+        (RDMA, DEVICES, f"{8 << 20}", True),
+        (RDMA, DEVICES, f"{2 << 30}", False),
+        (RDMA, DEVICES, "unlimited", False),
+        (RDMA, {}, f"{8 << 20}", False),  # Mooncake goes over TCP
+        (RDMA.replace("rdma", "tcp"), DEVICES, f"{8 << 20}", False),
     ],
 )
 def test_rdma_locks_what_mooncake_registers(
-    tmp_path: Path, url: str, limit: str, is_named: bool
+    tmp_path: Path, url: str, devices: Mapping[str, str], limit: str, is_named: bool
 ) -> None:
-    files = {"proc/self/limits": LOCKED.format(limit)}
+    files = {"proc/self/limits": LOCKED.format(limit), **devices}
     told = [each.text for each in found(tmp_path, files, url) if "may lock" in each.text]
     assert bool(told) is is_named
     for text in told:

@@ -39,7 +39,7 @@ from vllm_kvpool.storage.file.index import SOFT_SHARE
 from vllm_kvpool.storage.file.io import choose_disk
 from vllm_kvpool.storage.file.store import ReadOnlyFileStore
 from vllm_kvpool.storage.mooncake import MooncakeOptions
-from vllm_kvpool.storage.mooncake_wheel import transport
+from vllm_kvpool.storage.mooncake_wheel import transport, uses_rdma
 from vllm_kvpool.storage.start_notes import without_effect
 from vllm_kvpool.storage.tiers import TierSpecs
 from vllm_kvpool.storage.url import FileOptions, StoreSpec, environment_for
@@ -214,7 +214,7 @@ def _registered_memory(
     """Examine the memory that Mooncake registers: a worker's arena, and the memory it gives."""
     lockable = lockable_bytes(root)
     total = needed + options.segment_bytes
-    if options.protocol == "rdma" and lockable < total:
+    if uses_rdma(options.protocol, options.device, root) and lockable < total:
         yield Finding(
             url,
             Status.FAILED,

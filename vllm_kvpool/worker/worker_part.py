@@ -34,7 +34,7 @@ from vllm_kvpool.storage.contents.manifest_writer import ManifestWriter
 from vllm_kvpool.storage.eviction import POLICIES, Shares
 from vllm_kvpool.storage.guarded import CallTimeouts
 from vllm_kvpool.storage.mooncake import MooncakeOptions
-from vllm_kvpool.storage.mooncake_wheel import transport
+from vllm_kvpool.storage.mooncake_wheel import uses_rdma
 from vllm_kvpool.storage.open_tiers import OpenTiers, encrypted_cells, open_tiers
 from vllm_kvpool.storage.tiers import HostTier, TierSpecs, tier_specs
 from vllm_kvpool.storage.url import StoreSpec, check_capacity, uses_device
@@ -339,7 +339,7 @@ def _check_memory(config: KVPoolConfig, specs: TierSpecs, ranks: int) -> None:
         for spec in specs.stores
         if isinstance(options := spec.options, MooncakeOptions)
         and not options.fabric
-        and transport(options.protocol, options.device)[0] == "rdma"
+        and uses_rdma(options.protocol, options.device)
     }
     check_memory(
         worker_needs(arena, specs.client_bytes, has_host=_has_host(specs)),
