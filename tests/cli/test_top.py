@@ -109,6 +109,21 @@ def test_engines_are_watched_and_one_that_is_gone_is_named(engine: Engine) -> No
     show_live([tables(states)])
 
 
+def test_an_engine_that_comes_is_no_error_and_has_not_grown(engine: Engine) -> None:
+    now = itertools.count()
+
+    def read(url: str) -> Samples:
+        if next(reads) == 0:
+            raise ConfigError("refused")
+        engine.series("kvpool_hit_tokens").inc(8)
+        return engine.samples()
+
+    reads = itertools.count()
+    watched = watch(["e"], 1.0, read, lambda: float(next(now)), lambda s: None)
+    states = [state for [state] in itertools.islice(watched, 2)]
+    assert [(each.error, each.hit_tokens_per_s) for each in states] == [("", 0), ("", 8)]
+
+
 @pytest.fixture
 def url(engine: Engine) -> Iterator[str]:
     with served(engine, on_scrape=work) as url:
