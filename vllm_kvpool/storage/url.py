@@ -85,6 +85,7 @@ class StoreSpec:
     """A parsed store url."""
 
     url: str
+    """For messages: without the users of URLs among its options."""
     scheme: str
     required: bool
     options: StoreOptions
@@ -208,7 +209,9 @@ def parse_store_url(
     query.finish()
     if isinstance(options, MooncakeOptions) and options.protocol == "ascend":
         options = _on_ascend(shown, options, environ or {})
-    return StoreSpec(url, parts.scheme, required, options, get_lanes, put_lanes)
+    head, mark, options_text = url.partition("?")
+    named = head + mark + _without_user(options_text)  # of metadata=
+    return StoreSpec(named, parts.scheme, required, options, get_lanes, put_lanes)
 
 
 _DROPPED = frozenset("\t\r\n")  # which `urlsplit` drops silently
@@ -218,8 +221,12 @@ def _shown(url: str) -> str:
     """Return the url for messages, without a user and without options that may hold a secret."""
     if not url.lower().startswith(("file:", "mooncake:")):
         url = url.partition("?")[0]
-    shown = re.sub("//[^/?#]*@", "//***@", url)
+    shown = _without_user(url)
     return shown if len(shown) <= MAX_URL_SHOWN else f"{shown[:MAX_URL_SHOWN]}..."
+
+
+def _without_user(text: str) -> str:
+    return re.sub("//[^/?#]*@", "//***@", text)
 
 
 def names_no_master(url: str) -> bool:
