@@ -21,6 +21,7 @@ from vllm_kvpool.config import (
     json_named_by,
     pool_options,
     read_config,
+    read_engine_config,
     read_request_options,
 )
 from vllm_kvpool.errors import ConfigError, nearest
@@ -99,6 +100,8 @@ BAD: dict[str, list[tuple[object, str | None]]] = {
         ("10.0.0.1:7000", "10.0.0.1:7000"),
         ("tcp://10.0.0.1", "tcp://10.0.0.1"),
         ("ipc:///tmp/x", "ipc:///tmp/x"),
+        ("tcp://10.0.0.1:65536", "tcp://10.0.0.1:65536"),
+        ("tcp://10.0.0.1:0", "tcp://10.0.0.1:0"),
         (7000, None),
     ],
     "allowed_peers": [("10.0.0.0/8", None), ([1], "[1]"), (None, None)],
@@ -402,6 +405,19 @@ OURS = '{"kv_connector":"KVPoolConnector","kv_role":"kv_both"'
 )
 def test_the_pools_options_among_connectors(given: str, options: object) -> None:
     assert pool_options(given) == options
+
+
+@pytest.mark.parametrize(
+    ("role", "says"),
+    [
+        ("", "kv_role=''; known are: kv_both, kv_consumer, kv_producer"),
+        (',"kv_role":"kv_bth"', "kv_role='kv_bth'; did you mean 'kv_both'?"),
+        (',"kv_role":null', "kv_role=''; known are"),
+    ],
+)
+def test_a_configuration_that_vllm_refuses_for_its_role_is_refused(role: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"--kv-transfer-config: {says}")):
+        read_engine_config(f'{{"kv_connector":"KVPoolConnector"{role}}}')
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,11 @@ def test_every_metric_is_documented() -> None:
         [f"`{m.name}`", m.kind.value, ", ".join(m.labels), m.help] for m in METRICS.values()
     ]
     assert table("metrics.md", 4) == expected
+    [lowest] = re.findall(
+        r"lowest value is that of the gauges ([^.]*)\.", (ROOT / "docs/metrics.md").read_text()
+    )
+    found = re.findall(r"`(\w+)`", lowest)
+    assert found == [name for name, metric in METRICS.items() if metric.lowest]
 
 
 def test_every_metric_of_the_router_is_documented() -> None:

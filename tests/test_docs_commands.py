@@ -34,7 +34,7 @@ from tests.support.models import add_tokenizer
 from vllm_kvpool.cli import main
 from vllm_kvpool.cli.common.command import HELP_OPTIONS
 from vllm_kvpool.cli.common.start_line import option_of
-from vllm_kvpool.config import read_config, read_embeds_config
+from vllm_kvpool.config import KVRole, read_config, read_embeds_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity, tenant_of
 from vllm_kvpool.identity.keys import make_namespace, manifest_key
 from vllm_kvpool.layout.description import described
@@ -182,6 +182,7 @@ def connector_of(transfer: Mapping[str, Any]) -> str:
     if "ec_connector" in transfer:
         read_embeds_config(transfer.get("ec_connector_extra_config", {}), env={})
         return str(transfer["ec_connector"])
+    assert transfer["kv_role"] in [role.value for role in KVRole]
     if transfer["kv_connector"] == "KVPoolConnector":
         tier_specs(read_config(options, env={}))
     return str(transfer["kv_connector"])

@@ -93,6 +93,8 @@ MAY_IMPORT: dict[str, set[str]] = {
             "host_memory",
             "identity",
             "layout",
+            "metrics",
+            "network",  # `kvpool doctor` reads allowed_peers
             "parsing",
             "prefetch",
             "router",

@@ -32,6 +32,7 @@ MAX_EXPECT_TIMEOUT_MS = 600_000
 MAX_ENGINE_CHARS = 128  # of the name by which a router knows an engine
 MAX_NOTICES = 64  # endpoints in a request, one of each rank
 MAX_ENDPOINT_CHARS = 300
+MAX_PORT = 65_535
 NO_NOTICES = "off"
 MAX_RETENTION_S = 366 * 86_400.0
 MAX_HEARTBEAT_S = 86_400  # peers refuse more
@@ -258,23 +259,28 @@ def environment() -> Mapping[str, str]:
 
 class _Connector(msgspec.Struct):
     kv_connector: str = ""
+    kv_role: str | None = None
     kv_connector_extra_config: dict[str, Any] = {}
 
 
 def pool_options(kv_transfer_config: str) -> Mapping[str, Any] | None:
     """Return the options of KVPoolConnector in an engine's `--kv-transfer-config`.
 
-    The result is None without one.
-    It may be one of several connectors. ValueError if the text is no such configuration.
+    The result is None without one. ValueError if the text is no such configuration.
     """
+    found = _pool_connector(kv_transfer_config)
+    return None if found is None else found.kv_connector_extra_config
+
+
+def _pool_connector(kv_transfer_config: str) -> _Connector | None:
+    """Return KVPoolConnector, which may be one of several connectors. ValueError."""
     try:
         given = msgspec.json.decode(kv_transfer_config, type=_Connector)
         inside = given.kv_connector_extra_config.get("connectors", [])
         every = [given, *msgspec.convert(inside, list[_Connector])]
     except UNREADABLE as error:
         raise ValueError(f"no configuration of a connector: {error}") from None
-    ours = (each for each in every if each.kv_connector == CONNECTOR)
-    return next((each.kv_connector_extra_config for each in ours), None)
+    return next((each for each in every if each.kv_connector == CONNECTOR), None)
 
 
 def set_where_unset(variables: Mapping[str, str]) -> None:
@@ -325,16 +331,19 @@ _NOT_JSON = '; it takes the JSON itself, of a file "$(cat FILE)"'
 def read_engine_config(kv_transfer_config: str) -> KVPoolConfig:
     """Return the configuration of the pool in an engine's `--kv-transfer-config`; ConfigError."""
     try:
-        options = pool_options(kv_transfer_config)
+        connector = _pool_connector(kv_transfer_config)
     except ValueError as error:
         hint = "" if kv_transfer_config.lstrip().startswith("{") else _NOT_JSON
         raise ConfigError(f"--kv-transfer-config: {error}{hint}") from None
-    if options is None:
+    if connector is None:
         raise ConfigError(
             '--kv-transfer-config names no KVPoolConnector; write {"kv_connector": '
             '"KVPoolConnector", "kv_role": "kv_both"}'
         )
-    return read_config(options)
+    role, roles = connector.kv_role or "", [each.value for each in KVRole]
+    if role not in roles:
+        raise ConfigError(f"--kv-transfer-config: kv_role={role!r}; {nearest(role, roles)}")
+    return read_config(connector.kv_connector_extra_config)
 
 
 def read_embeds_config(
@@ -506,12 +515,13 @@ def _check_embeds(config: EmbedsConfig) -> None:
 def _check_endpoints(name: str, endpoints: Sequence[str], other: str = "") -> None:
     """Raise ConfigError for a text that is not the endpoint of a socket."""
     for endpoint in endpoints:
-        if len(endpoint) > MAX_ENDPOINT_CHARS or not _ENDPOINT.fullmatch(endpoint):
+        match = _ENDPOINT.fullmatch(endpoint) if len(endpoint) <= MAX_ENDPOINT_CHARS else None
+        if match is None or not 0 < int(match[2]) <= MAX_PORT:
             given = _short(endpoint)
             raise ConfigError(f"{name}: {given!r} is no endpoint; tcp://host:port{other}")
 
 
-_ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+):(\d{1,5})")
+_ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+):([0-9]{1,5})")
 
 
 def _can_name_a_file(text: str) -> bool:

@@ -66,6 +66,24 @@ def huge_pages_left(root: Path = ROOT) -> int:
     return left
 
 
+def worker_needs(
+    arena: Mapping[str, int], stores: Mapping[str, int], *, has_host: bool, root: Path = ROOT
+) -> dict[str, int]:
+    """Return what a worker takes of the memory that is available, by option.
+
+    Args:
+        arena: parts of the arena, which lies in reserved huge pages if it has a host tier and they
+            suffice. Such pages are not of the memory that is available.
+        stores: memory of the stores' clients.
+        has_host: True if the arena has a host tier.
+        root: the root of the kernel's files.
+    """
+    pages = meminfo(root)
+    huge = (pages["HugePages_Free"] - pages["HugePages_Rsvd"]) * pages["Hugepagesize"]
+    is_aside = has_host and min(huge, huge_pages_left(root)) >= sum(arena.values())
+    return dict(stores) if is_aside else {**arena, **stores}
+
+
 def lockable_bytes(root: Path = ROOT) -> int:
     """Return what this process may lock (RLIMIT_MEMLOCK); `sys.maxsize` if any amount."""
     capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", text_of(root / "proc/self/status"), re.M)

@@ -31,6 +31,7 @@ GROUP = {
 }
 NVIDIA = {"proc/driver/nvidia/version": "NVRM version: 580\n"}
 RDMA = "mooncake://127.0.0.1:1?protocol=rdma&segment=1GiB"
+DEVICES = {"sys/class/infiniband/mlx5_0/node_type": "1: CA\n", "dev/infiniband/uverbs0": ""}
 HOST = "host://8GiB"
 NUM_PAGES = 4096 + 128  # for host memory and 256 MiB of staging
 
@@ -77,7 +78,7 @@ def test_memory_that_only_passes_through_needs_no_huge_pages(tmp_path: Path) -> 
     ("files", "status", "words"),
     [
         ({}, Status.OK, "takes 8.25 GiB; 19.07 GiB are available"),
-        (GROUP, Status.FAILED, "takes 8.25 GiB; 4 GiB are available; lower host:// in store"),
+        (GROUP, Status.FAILED, "takes 8.25 GiB; 4 GiB are available; lower host://"),
         (
             GROUP
             | {"sys/fs/cgroup/memory.current": f"{3 << 30}\n"}
@@ -91,24 +92,56 @@ def test_memory_that_only_passes_through_needs_no_huge_pages(tmp_path: Path) -> 
 def test_host_memory_fits_into_the_machine_and_its_container(
     tmp_path: Path, files: Mapping[str, str], status: Status, words: str
 ) -> None:
-    [each] = [each for each in found(tmp_path, files, HOST) if each.check == "host memory"]
+    [each] = [each for each in found(tmp_path, files, HOST) if each.check == "memory"]
     assert each.status is status
     assert words in each.text
 
 
 @pytest.mark.parametrize(
-    ("url", "limit", "is_named"),
+    ("files", "url", "options", "status", "words"),
     [
-        (RDMA, f"{8 << 20}", True),
-        (RDMA, f"{2 << 30}", False),
-        (RDMA, "unlimited", False),
-        (RDMA.replace("rdma", "tcp"), f"{8 << 20}", False),
+        (GROUP, "memory://x", {"staging_bytes": "5GiB"}, Status.FAILED, "lower staging_bytes"),
+        (GROUP, RDMA.replace("1GiB", "5GiB"), {}, Status.FAILED, "lower segment= of mooncake"),
+        (GROUP, RDMA, {}, Status.OK, "takes 1.266 GiB; 4 GiB are available"),
+        (GROUP | pages(9000, 9000), HOST, {}, Status.OK, "takes 0 B; 4 GiB are available"),
+    ],
+)
+def test_memory_of_a_worker_is_what_its_engine_compares(
+    tmp_path: Path,
+    files: Mapping[str, str],
+    url: str,
+    options: Mapping[str, object],
+    status: Status,
+    words: str,
+) -> None:
+    """Staging and the stores' clients count without host memory, reserved huge pages do not."""
+    [each] = [each for each in found(tmp_path, files, url, **options) if each.check == "memory"]
+    assert each.status is status
+    assert words in each.text
+
+
+def test_peers_that_are_no_hosts_are_a_failure(tmp_path: Path) -> None:
+    told = [
+        each for each in found(tmp_path, {}, HOST, allowed_peers=["!!"]) if each.check == "options"
+    ]
+    assert [each.status for each in told] == [Status.FAILED]
+    assert "allowed_peers: '!!' is not a host" in told[0].text
+
+
+@pytest.mark.parametrize(
+    ("url", "devices", "limit", "is_named"),
+    [
+        (RDMA, DEVICES, f"{8 << 20}", True),
+        (RDMA, DEVICES, f"{2 << 30}", False),
+        (RDMA, DEVICES, "unlimited", False),
+        (RDMA, {}, f"{8 << 20}", False),  # Mooncake goes over TCP
+        (RDMA.replace("rdma", "tcp"), DEVICES, f"{8 << 20}", False),
     ],
 )
 def test_rdma_locks_what_mooncake_registers(
-    tmp_path: Path, url: str, limit: str, is_named: bool
+    tmp_path: Path, url: str, devices: Mapping[str, str], limit: str, is_named: bool
 ) -> None:
-    files = {"proc/self/limits": LOCKED.format(limit)}
+    files = {"proc/self/limits": LOCKED.format(limit), **devices}
     told = [each.text for each in found(tmp_path, files, url) if "may lock" in each.text]
     assert bool(told) is is_named
     for text in told:

@@ -23,8 +23,12 @@ from vllm_kvpool.identity.keys import (
     make_namespace,
     manifest_key,
 )
+from vllm_kvpool.layout.description import described
+from vllm_kvpool.layout.topology import LayerGroup, Topology
+from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef, ChunkUsage
-from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
+from vllm_kvpool.storage.file.store import FileStore, ReadOnlyFileStore
 
 NAMESPACE = make_namespace("model", "a" * 12)
 KEYS = KeyMaker(NAMESPACE, ContextRank())
@@ -125,6 +129,27 @@ def an_engine() -> Engine:
     for state, nbytes in (("clean", 1 << 20), ("dirty", 1 << 19), ("pinned", 0)):
         engine.series("kvpool_host_bytes", state=state).set(nbytes)
     return engine
+
+
+def test_aliases_are_cells_and_no_chunks_or_tokens(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path), 100 << 20)
+    group = LayerGroup(Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=2), 64)
+    values = {"chunk_tokens": 256, "kinds": [{"kind": ""}]}
+    content = write_manifest(Manifest(NAMESPACE, NAMESPACE, "", values, described([group])))
+    manifest = make_buffer(len(content))
+    manifest.view[:] = content
+    key = manifest_key(NAMESPACE)
+    store.put([key], [manifest], [ChunkRef(key)])
+    cells = CellNames(NAMESPACE, [group]).of_chunk(bytes(20))
+    store.put(cells, [make_buffer(100)] * 4, [ChunkRef(chunk_id_of_key(each)) for each in cells])
+    for number in range(3):
+        alias = f"{NAMESPACE}@kind:alias@{number:040x}"
+        ref = ChunkRef(chunk_id_of_key(alias), chunk_id_of_key(cells[0]), 1)
+        store.put([alias], [make_buffer(100)], [ref])
+    store.close()
+    [found] = contents([NamedStore("", ReadOnlyFileStore(str(tmp_path)))])
+    [shown] = found["namespaces"]
+    assert (shown["chunks"], shown["tokens"], shown["cells"]) == (1, 256, 7)
 
 
 def test_tiers_without_a_record_have_the_hits_of_running_engines() -> None:

@@ -83,8 +83,11 @@ def test_an_engine_that_began_anew_and_one_that_rests(engine: Engine) -> None:
 def test_data_parallel_ranks_add_up_and_one_bad_tier_counts(engine: Engine) -> None:
     engine.series("kvpool_hit_tokens", rank="1").inc(5)
     engine.series("kvpool_tier_up", rank="1", tier="file").set(0)
+    for rank in "01":
+        engine.series("kvpool_page_locked_share", rank=rank).set(0.5)
     values = {series.name: value for series, value in engine.samples().items()}
     assert (values["hit_tokens_total"], values["tier_up"]) == (1005, 0)
+    assert values["page_locked_share"] == 0.5
 
 
 def test_engines_are_watched_and_one_that_is_gone_is_named(engine: Engine) -> None:
@@ -104,6 +107,21 @@ def test_engines_are_watched_and_one_that_is_gone_is_named(engine: Engine) -> No
         assert [each.error for each in states][1] == "refused"
         assert "KVPoolConnector" in states[2].error
     show_live([tables(states)])
+
+
+def test_an_engine_that_comes_is_no_error_and_has_not_grown(engine: Engine) -> None:
+    now = itertools.count()
+
+    def read(url: str) -> Samples:
+        if next(reads) == 0:
+            raise ConfigError("refused")
+        engine.series("kvpool_hit_tokens").inc(8)
+        return engine.samples()
+
+    reads = itertools.count()
+    watched = watch(["e"], 1.0, read, lambda: float(next(now)), lambda s: None)
+    states = [state for [state] in itertools.islice(watched, 2)]
+    assert [(each.error, each.hit_tokens_per_s) for each in states] == [("", 0), ("", 8)]
 
 
 @pytest.fixture
@@ -135,6 +153,41 @@ def test_what_is_no_url_of_an_engine_is_named_at_once(given: str, command: tuple
     result = CliRunner().invoke(main, [*command, given])
     assert result.exit_code == 1
     assert f"{given}: write the URL of an engine's server, http://HOST:PORT" in result.output
+
+
+FOREIGN = "\n".join(
+    f"vllm:kvpool_{sample}"
+    for sample in (
+        "queue_cells{lane='get'} 5",
+        "queue_cells{lane='get',tier='file'} +Inf",
+        "hit_tokens_total NaN",
+        "miss_tokens_total{cause='absent'} 5",
+        "failures_total 5",
+        "tier_up 0",
+        "hit_cells_total 5",
+        "host_bytes{state='clean'} NaN",
+        "cells_total{store='file'} 5",
+        "info{namespace='m@fmt:aaaaaaaaaaaa'} 1",
+        "of_a_later_release_total 7",
+    )
+).replace("'", '"')
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("top", "--every", "0.1", "--count", "1"), "no metrics of the pool"),
+        (("inspect", "--store", "host://1GiB", "--engine"), "no metric kvpool_info"),
+        (("doctor", "--store", "host://1MiB"), "no metric kvpool_info"),
+    ],
+)
+def test_metrics_of_another_release_and_no_numbers_are_left_out(
+    command: tuple[str, ...], says: str
+) -> None:
+    with http_server(lambda path, body: (200, f"{FOREIGN}\n".encode())) as url:
+        result = CliRunner().invoke(main, [*command, url])
+    assert isinstance(result.exception, SystemExit) or result.exit_code == 0, result.exception
+    assert says in result.output
 
 
 def test_what_answers_with_no_metrics_is_no_engine() -> None:

@@ -46,7 +46,8 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-se
 
 def transfer_config(stores: list[str], **options: object) -> str:
     extra = {"store": stores, **options}
-    return json.dumps({"kv_connector": "KVPoolConnector", "kv_connector_extra_config": extra})
+    role = {"kv_connector": "KVPoolConnector", "kv_role": "kv_both"}
+    return json.dumps({**role, "kv_connector_extra_config": extra})
 
 
 def started(stores: list[str], *arguments: str, **options: object) -> "subprocess.Popen[bytes]":

@@ -46,6 +46,7 @@ url without scheme => @ a:1 decode => number 1; http://host:port
 url with port 0 => @ http://a:0 decode => http://host:port
 url of the API below the engine => @ http://a:1/v1/ decode => number 1; without /v1
 url with a large port => @ http://a:70000 decode => http://host:port
+url with a user => [[replicas]] | url = "http://me\\u0040a:1" | role = "both" => http://host:port
 url with a query => @ http://a:1/?x=1 decode => http://host:port
 one engine twice => @ | @ http://A:1/ prefill => number 2; twice; take one out
 one id twice => @ | id = "x" | @ http://a:2 decode | id = "x" => number 2; 'x'; twice
@@ -53,6 +54,14 @@ an id of two words => @ | id = "my engine" => 'my engine'; letters
 no port to listen at => [front] | listen = 'localhost' | @ => [front]; host:port
 a large port => [admin] | listen = 'localhost:99999' | @ => [admin]; host:port
 one address for both => [front] | listen = '127.0.0.1:8001' | @ => [front] and [admin]; another
+a key that no header can have => api_key = "a\\nb" | @ => api_key; blanks
+a token that no header can have => [admin] | token = "tök" | @ => [admin] token; beyond ASCII
+a name with a port => [front] | hosts = ["router:8000"] | @ => [front] hosts; 'router:8000'
+a URL for a name => [admin] | hosts = ["http://router"] | @ => [admin] hosts; without scheme
+a collector without a host => [front] | otlp_traces_endpoint = "http://" | @
+    => [front] otlp_traces_endpoint; http://collector
+a name with a large port => [discovery] | prefill_dns = "a:99999" | @
+    => [discovery] prefill_dns; host:port
 no time => [front] | read_timeout_s = 0 | @ => [front] read_timeout_s; choose
 negative => [flow] | max_attempts = -1 | @ => [flow] max_attempts; choose 1 or
 years => [health] | timeout_s = 1e9 | @ => [health] timeout_s; at most 86400
@@ -212,7 +221,7 @@ def test_every_default_passes_its_own_checks() -> None:
 
 def test_variables_stand_in_any_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOST_OF", "engine")
-    monkeypatch.setenv("KEY", "${HOST_OF}")
+    monkeypatch.setenv("KEY", "${HOST_OF}\n")  # of a file, as secrets are
     engine: dict[str, Any] = {"url": "http://${HOST_OF}-0:1", "role": "both", "stop": ["halt"]}
     engine["start"] = ["go", "$HOST_OF ${HOST_OF}"]
     config = read_config({"api_key": "a-${KEY}-b", "replicas": [engine]})

@@ -306,6 +306,8 @@ async def test_a_file_is_watched_and_one_that_is_wrong_changes_nothing(
             (entry("http://b:1", "decoder"), "choose one of prefill, decode, both"),
             (entry("http://b:1/v1"), "without /v1"),
             (entry("http://b:1", name="b c"), "id is 'b c'"),
+            (entry("http://b:1", "spare"), "write how to start it (start)"),
+            (entry("http://b:1") + 'start = ["go"]\n', "start without stop"),
         ):
             write(wrong)
             await until(lambda said=said: said in caplog.text)

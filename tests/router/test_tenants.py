@@ -116,6 +116,8 @@ def test_request_of_many_sequences_counts_as_so_many() -> None:
 
 
 ENTRY = f'[[tenants]]\nname = "a"\nkey = "{KEY}"\n'
+DIGEST = hashlib.sha256(KEY.encode()).hexdigest()
+DIGEST_ENTRY = f'[[tenants]]\nname = "b"\nkey = "sha256:{DIGEST.upper()}"\n'
 
 
 @pytest.mark.parametrize(
@@ -129,6 +131,9 @@ ENTRY = f'[[tenants]]\nname = "a"\nkey = "{KEY}"\n'
         (ENTRY.replace('"a"', '""'), 0o600, "not ''"),
         (ENTRY.replace('"a"', '"-"'), 0o600, "not '-'"),
         (ENTRY * 2, 0o600, "one name"),
+        (ENTRY + DIGEST_ENTRY, 0o600, "one key"),
+        (f"{ENTRY}requests_per_s = nan\n", 0o600, "limits are 0"),
+        (f"{ENTRY}burst = nan\n", 0o600, "burst 1 or more"),
         ('[tenants]\nname = "a"\n', 0o600, "two brackets"),
         ("[[tenant]]\n", 0o600, "did you mean 'tenants'"),
     ],

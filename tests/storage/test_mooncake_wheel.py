@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvpool.storage.mooncake_wheel import advice, installed_wheels, transport
+from vllm_kvpool.storage.mooncake_wheel import advice, installed_wheels, transport, uses_rdma
 
 EXTRAS = {
     "mooncake": "mooncake-transfer-engine",
@@ -92,8 +92,10 @@ def host(root: Path, devices: tuple[str, ...] = (), *, opens: bool = True) -> Pa
 def test_rdma_is_used_where_there_is_a_device_that_can_be_opened(
     devices: tuple[str, ...], opens: bool, device: str, used: str, words: str, tmp_path: Path
 ) -> None:
-    found, problem = transport("rdma", device, host(tmp_path, devices, opens=opens))
+    root = host(tmp_path, devices, opens=opens)
+    found, problem = transport("rdma", device, root)
     assert found == used
+    assert uses_rdma("rdma", device, root) is (used != "tcp")
     assert words in problem
     assert bool(words) == bool(problem)
 
@@ -108,4 +110,5 @@ def test_a_variable_that_forces_tcp_is_named(
 
 def test_other_protocols_are_what_they_are_called(tmp_path: Path) -> None:
     assert transport("tcp", "", tmp_path) == ("tcp", "")
+    assert not uses_rdma("tcp", "", tmp_path)
     assert transport("ascend", "", tmp_path) == ("ascend", "")

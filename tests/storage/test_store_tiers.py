@@ -2,6 +2,7 @@
 
 import pytest
 
+import tests.support.memory_store  # noqa: F401  (its scheme)
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.eviction import Shares
 from vllm_kvpool.storage.tiers import MAX_TIERS, HostTier, parse_tiers

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+import tests.support.memory_store  # noqa: F401  (its scheme)
 from vllm_kvpool.config import json_named_by
 from vllm_kvpool.errors import ConfigError, StoreUnreachable
 from vllm_kvpool.storage.backends import open_store
@@ -395,3 +396,12 @@ def test_the_lanes_of_a_tier_are_the_stores_choice_or_the_urls() -> None:
 def test_a_senseless_number_of_lanes_is_refused_by_name(option: str) -> None:
     with pytest.raises(ConfigError, match=rf"{option.partition('=')[0]}=.*from 1 to 16"):
         parse_store_url(f"file:///x?{option}")
+
+
+def test_a_parsed_url_has_no_user_of_its_metadata_server() -> None:
+    """Commands, logs and `kvpool serve` show it."""
+    spec = parse_store_url("mooncake://m:1?metadata=http://me:secret@host/x&segment=0")
+    assert spec.url == "mooncake://m:1?metadata=http://***@host/x&segment=0"
+    assert isinstance(spec.options, MooncakeOptions)
+    assert spec.options.metadata == "http://me:secret@host/x"
+    assert parse_store_url("file:///data@host/x?size=1GiB").url == "file:///data@host/x?size=1GiB"

@@ -61,6 +61,12 @@ def test_a_line_that_shares_nothing_is_named(model: Path, words: list[str], said
         read_start_line(["--model", str(model), "--skip-tokenizer-init", *words])
 
 
+def test_a_line_whose_layerwise_the_engine_refuses_is_refused(model: Path) -> None:
+    words = engine_arguments(line(model, "--pipeline-parallel-size", "2", layerwise=True))
+    with pytest.raises(ConfigError, match="layerwise needs "):
+        read_start_line(words)
+
+
 def test_the_command_compares_a_line_with_what_is_stored(model: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/pool?size=100MiB"
     values = {**read_start_line(engine_arguments(line(model))).values, "kinds": []}

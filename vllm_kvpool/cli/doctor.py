@@ -21,16 +21,25 @@ from typing import TypeVar
 
 import msgspec
 
+from vllm_kvpool.cli.common.stores import keeping_contents
 from vllm_kvpool.cli.common.tables import size_text
 from vllm_kvpool.config import KVPoolConfig, environment, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.host_memory import lockable_bytes, meminfo, memory_limits, text_of
+from vllm_kvpool.host_memory import (
+    lockable_bytes,
+    meminfo,
+    memory_limits,
+    text_of,
+    worker_needs,
+)
+from vllm_kvpool.network.allowed_peers import AllowedPeers
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store, map_buffer
+from vllm_kvpool.storage.file.index import SOFT_SHARE
 from vllm_kvpool.storage.file.io import choose_disk
 from vllm_kvpool.storage.file.store import ReadOnlyFileStore
 from vllm_kvpool.storage.mooncake import MooncakeOptions
-from vllm_kvpool.storage.mooncake_wheel import transport
+from vllm_kvpool.storage.mooncake_wheel import transport, uses_rdma
 from vllm_kvpool.storage.start_notes import without_effect
 from vllm_kvpool.storage.tiers import TierSpecs
 from vllm_kvpool.storage.url import FileOptions, StoreSpec, environment_for
@@ -69,6 +78,10 @@ def examine_machine(
     yield from _memory(config, specs, root)
     for note in without_effect(config, specs):
         yield Finding("options", Status.WARNING, note)
+    try:
+        AllowedPeers(config.allowed_peers)
+    except ConfigError as error:
+        yield Finding("options", Status.FAILED, str(error))
     if config.encrypts_cells:
         yield _keys(config)
 
@@ -140,17 +153,20 @@ def _gpus(root: Path) -> Iterator[Finding]:
 
 
 def _memory(config: KVPoolConfig, specs: TierSpecs, root: Path) -> Iterator[Finding]:
-    """Yield the room for host memory, its huge pages, and what may be locked of it."""
+    """Yield the room for a worker's memory, its huge pages, and what may be locked of it."""
     known = meminfo(root)
-    host = specs.host.nbytes
-    needed = config.staging_nbytes + host
-    if host:
-        available = min(each.left_bytes for each in memory_limits(root))
-        text = f"each worker takes {size_text(needed)}; {size_text(available)} are available"
-        if needed > available:
-            yield Finding("host memory", Status.FAILED, f"{text}; lower host:// in store")
-        else:
-            yield Finding("host memory", Status.OK, text)
+    arena = {"staging_bytes": config.staging_nbytes, "host://": specs.host.nbytes}
+    needed, has_host = sum(arena.values()), specs.host.nbytes > 0
+    needs = worker_needs(arena, specs.client_bytes, has_host=has_host, root=root)
+    taken = sum(needs.values())
+    available = min((each.left_bytes for each in memory_limits(root)), default=taken)
+    text = f"each worker takes {size_text(taken)}; {size_text(available)} are available"
+    if taken > available:
+        largest = max(needs, key=lambda name: needs[name])
+        yield Finding("memory", Status.FAILED, f"{text}; lower {largest}")
+    else:
+        yield Finding("memory", Status.OK, text)
+    if has_host:
         yield _huge_pages(needed, known, root)
     for spec in specs.stores:
         if isinstance(spec.options, MooncakeOptions):
@@ -198,7 +214,7 @@ def _registered_memory(
     """Examine the memory that Mooncake registers: a worker's arena, and the memory it gives."""
     lockable = lockable_bytes(root)
     total = needed + options.segment_bytes
-    if options.protocol == "rdma" and lockable < total:
+    if uses_rdma(options.protocol, options.device, root) and lockable < total:
         yield Finding(
             url,
             Status.FAILED,
@@ -223,7 +239,7 @@ def examine_store(spec: StoreSpec) -> Iterator[Finding]:
     path = spec.options.path if isinstance(spec.options, FileOptions) else ""
     is_new = bool(path) and not os.path.isdir(path)
     try:
-        store = open_store(spec, segment=False)
+        store = open_store(keeping_contents(spec, 2 * CHECK_BYTES), segment=False)
     except (ConfigError, StoreError) as error:
         yield Finding(spec.url, Status.FAILED, str(error))
         return
@@ -286,9 +302,12 @@ def _directory(url: str, options: FileOptions) -> Iterator[Finding]:
     """Examine a directory: its I/O, its room, the file system's clock."""
     yield Finding(url, Status.OK, f"moved by {choose_disk(options.io, options.path).reason}")
     free = shutil.disk_usage(options.path).free
-    used = sum(usage.nbytes for usage in ReadOnlyFileStore(options.path).usage())
+    used = ReadOnlyFileStore(options.path).used_bytes()
     text = f"size={size_text(options.size_bytes)}, {size_text(used)} used, {size_text(free)} free"
-    if options.size_bytes - used > free:
+    if used > options.size_bytes * (1 + SOFT_SHARE):
+        text += "; an engine with this size= evicts the rest: give all engines the same"
+        yield Finding(url, Status.WARNING, text)
+    elif options.size_bytes - used > free:
         text += "; the disk is smaller than size=, so cells are evicted earlier"
         yield Finding(url, Status.WARNING, text)
     else:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvpool.cli.common.prompt import names_of
 from vllm_kvpool.cli.common.stores import NamedStore, manifests
 from vllm_kvpool.cli.common.tables import TextTable, age_text, size_text, texts
+from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import Namespace, ParsedKey
-from vllm_kvpool.storage.base import ChunkUsage, Listing, Store
+from vllm_kvpool.storage.base import ChunkUsage, Listing, NamespaceUsage, Store
 from vllm_kvpool.storage.contents.manifest import Manifest, manifest_in
 from vllm_kvpool.storage.file.store import DirectoryReader
 
@@ -46,16 +48,7 @@ def _content(store: Store) -> dict[str, Any]:
     usage = sorted(store.usage(), key=lambda each: -each.nbytes)
     return {
         "namespaces": [
-            {
-                "namespace": each.namespace,
-                "model": each.namespace.partition("@")[0],
-                **_described(manifest_in(store, Namespace(each.namespace)), each.num_chunks),
-                "chunks": each.num_chunks or (None if each.num_cells else 0),
-                "cells": each.num_cells,
-                "bytes": each.nbytes,
-                "hits": each.num_hits,
-            }
-            for each in usage
+            _namespace_shown(each, manifest_in(store, Namespace(each.namespace))) for each in usage
         ],
         **_shares(store),
         **(
@@ -64,6 +57,31 @@ def _content(store: Store) -> dict[str, Any]:
             else {}
         ),
     }
+
+
+def _namespace_shown(usage: NamespaceUsage, manifest: Manifest | None) -> dict[str, Any]:
+    num_chunks = _num_chunks(usage, manifest)
+    return {
+        "namespace": usage.namespace,
+        "model": usage.namespace.partition("@")[0],
+        **_described(manifest, num_chunks),
+        "chunks": num_chunks or (None if usage.num_cells else 0),
+        "cells": usage.num_cells,
+        "bytes": usage.nbytes,
+        "hits": usage.num_hits,
+    }
+
+
+def _num_chunks(usage: NamespaceUsage, manifest: Manifest | None) -> int:
+    """Return the number of chunks without aliases, where chunks are known to have several cells."""
+    if manifest is None:
+        return usage.num_chunks
+    try:
+        names = names_of(manifest, ())
+    except ConfigError:
+        return usage.num_chunks
+    of_groups = (names.of_chunk(b"", group) for group in range(len(names.layer_groups)))
+    return usage.num_chunks - (usage.num_single if min(map(len, of_groups)) > 1 else 0)
 
 
 def host_memory() -> dict[str, Any]:
@@ -133,8 +151,9 @@ def _described(manifest: Manifest | None, num_chunks: int) -> dict[str, Any]:
     if manifest is None:
         return {"weights": None, "tokens": None}
     values = manifest.values
-    num_groups = max(1, len(values.get("kinds") or ()))
-    tokens = num_chunks // num_groups * int(values.get("chunk_tokens") or 0)
+    kinds = values.get("kinds")
+    num_groups = len(kinds) if isinstance(kinds, list) and kinds else 1
+    tokens = num_chunks // num_groups * manifest.chunk_tokens
     return {
         "weights": str(values.get("weights", ""))
         + (f" ({manifest.weights_version})" * bool(manifest.weights_version)),
@@ -151,8 +170,7 @@ def details(named: NamedStore, progress: Callable[[], object] = lambda: None) ->
     if not isinstance(store, DirectoryReader):
         return {"details": "this kind of store does not say what it holds in detail"}
     tokens: dict[str, int] = {
-        name: int(manifest.values.get("chunk_tokens") or 0)
-        for name, manifest in manifests([named]).items()
+        name: manifest.chunk_tokens for name, manifest in manifests([named]).items()
     }
 
     def chunks() -> Iterator[ChunkUsage]:

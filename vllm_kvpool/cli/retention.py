@@ -1,14 +1,16 @@
 """`kvpool pin` and `kvpool purge`: protect stored prompts from eviction, and remove cells."""
 
+import itertools
 import re
 import time
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
 from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.identity.keys import chunk_id_of_key
+from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.file.store import DirectoryReader
 
 REMOVE_KEYS = 512  # of a call
@@ -45,11 +47,19 @@ def pin(stores: Sequence[NamedStore], keys: Sequence[str], seconds: float) -> li
     answers = []
     for url, store in ((each.url, each.store) for each in stores):
         if store.capabilities.pins:
+            stored = {chunk_id_of_key(key) for key in _stored(store, keys)} if seconds else set()
             count = store.pin(keys, until_ns)
-            answers.append(StoreAnswer(url, count, f"{count} chunks {done}"))
+            text = f"{count} chunks {done}"
+            if (more := len(stored) - count) > 0:
+                text += f", {more} that are stored were not: pins take at most half of size="
+            answers.append(StoreAnswer(url, count, text))
         else:
             answers.append(StoreAnswer(url, None, _no_pins(url)))
     return answers
+
+
+def _stored(store: Store, keys: Sequence[str]) -> Iterator[str]:
+    return itertools.compress(keys, store.exists(keys))
 
 
 def _no_pins(url: str) -> str:
@@ -64,7 +74,7 @@ def _no_pins(url: str) -> str:
 
 def remove(stores: Sequence[NamedStore], keys: Sequence[str]) -> list[StoreAnswer]:
     """Remove these cells."""
-    return [_removed(each, _remove(each, iter(keys))) for each in stores]
+    return [_removed(each, lambda store: _remove(store, keys)) for each in stores]
 
 
 def remove_older(
@@ -72,51 +82,52 @@ def remove_older(
 ) -> list[StoreAnswer]:
     """Remove the cells of namespaces that were written longer ago."""
     before_ns = time.time_ns() - int(seconds * 1e9)
-    answers = []
-    for each in stores:
-        if isinstance(each.store, DirectoryReader):
-            found = (each.store.keys_written_before(name, before_ns) for name in namespaces)
-            count = sum(_remove(each, keys) for keys in found)
-            answers.append(_removed(each, count))
-        else:
-            answers.append(
-                StoreAnswer(each.url, None, "cannot say when cells were written; nothing removed")
-            )
-    return answers
+
+    def remove_found(store: Store) -> int | str:
+        if not isinstance(store, DirectoryReader):
+            return "cannot say when cells were written"
+        found = (store.keys_written_before(name, before_ns) for name in namespaces)
+        return sum(_remove(store, keys) for keys in found)
+
+    return [_removed(each, remove_found) for each in stores]
 
 
 def remove_tenant(
     stores: Sequence[NamedStore], namespaces: Sequence[str], tenant: str
 ) -> list[StoreAnswer]:
     """Remove the cells of namespaces that are a tenant's, as `tenant_of` names that of a salt."""
-    answers = []
-    for each in stores:
-        if isinstance(each.store, DirectoryReader) and each.store.owners():
-            found = (each.store.keys_of_owner(name, tenant) for name in namespaces)
-            answers.append(_removed(each, sum(_remove(each, keys) for keys in found)))
-        else:
-            text = "does not know whose cells it has (file:// does with shares=tenant)"
-            answers.append(StoreAnswer(each.url, None, f"{text}; nothing removed"))
-    return answers
+
+    def remove_found(store: Store) -> int | str:
+        if not isinstance(store, DirectoryReader) or not store.owners():
+            return "does not know whose cells it has (file:// does with shares=tenant)"
+        found = (store.keys_of_owner(name, tenant) for name in namespaces)
+        return sum(_remove(store, keys) for keys in found)
+
+    return [_removed(each, remove_found) for each in stores]
 
 
 def remove_namespaces(stores: Sequence[NamedStore], namespaces: Sequence[str]) -> list[StoreAnswer]:
     """Remove all cells of namespaces."""
     return [
-        _removed(each, sum(each.store.remove_namespace(name) for name in namespaces))
+        _removed(each, lambda store: sum(map(store.remove_namespace, namespaces)))
         for each in stores
     ]
 
 
-def _remove(named: NamedStore, keys: Iterator[str]) -> int:
-    count = 0
-    while part := list(islice(keys, REMOVE_KEYS)):
-        count += named.store.remove(part)
+def _remove(store: Store, keys: Iterable[str]) -> int:
+    count, rest = 0, iter(keys)
+    while part := list(itertools.islice(rest, REMOVE_KEYS)):
+        count += store.remove(part)
     return count
 
 
-def _removed(named: NamedStore, count: int) -> StoreAnswer:
-    return StoreAnswer(named.url, count, f"{count} objects removed")
+def _removed(named: NamedStore, remove: Callable[[Store], int | str]) -> StoreAnswer:
+    """Return the answer of a store: how much `remove` has removed, or why it cannot."""
+    is_writable = named.store.capabilities.writable
+    done = remove(named.store) if is_writable else "may not be written by this user"
+    if isinstance(done, str):
+        return StoreAnswer(named.url, None, f"{done}; nothing removed")
+    return StoreAnswer(named.url, done, f"{done} objects removed")
 
 
 def as_text(answers: Sequence[StoreAnswer]) -> str:

@@ -228,8 +228,9 @@ def _read_all(
 
 
 def _state_of(url: str, before: _Reading, now: _Reading) -> EngineState:
-    if error := now.error or before.error:
-        return EngineState(url, error=error)
+    if now.error:
+        return EngineState(url, error=now.error)
     if not now.samples:
         return EngineState(url, error="no metrics of the pool: has it KVPoolConnector?")
-    return engine_state(url, before.samples, now.samples, now.time_s - before.time_s)
+    first = now.samples if before.error else before.samples  # of one that has come: no growth yet
+    return engine_state(url, first, now.samples, now.time_s - before.time_s)

@@ -37,7 +37,7 @@ from vllm_kvpool.metrics import open_stats_file
 from vllm_kvpool.network.allowed_peers import AllowedPeers
 from vllm_kvpool.network.log_limit import LogLimit
 from vllm_kvpool.network.transport_zmq import ZmqTransport, read_keys
-from vllm_kvpool.storage.mooncake_wheel import transport
+from vllm_kvpool.storage.mooncake_wheel import uses_rdma
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +243,7 @@ def _check_memory(config: EmbedsConfig, identity: WorkerIdentity) -> None:
         )
         if is_used
     }
-    is_locked = is_network and transport(config.protocol, config.device)[0] == "rdma"
+    is_locked = is_network and uses_rdma(config.protocol, config.device)
     check_memory(
         arena,
         ranks=1 if identity.sends else identity.ranks_on_host,  # only the first rank sends, too

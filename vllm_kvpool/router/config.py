@@ -5,6 +5,7 @@ string stands for a variable of the environment, so that secrets need not be in 
 paths are below the file's own directory.
 """
 
+import hashlib
 import logging
 import os
 import re
@@ -16,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 import msgspec
 from msgspec.structs import replace
 
-from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS
+from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS, MAX_PORT
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.private_files import read_secret, secret_error
@@ -31,13 +32,13 @@ from vllm_kvpool.router.control.settings import (
     Settings,
 )
 from vllm_kvpool.router.control.states import MAX_REPLICAS
+from vllm_kvpool.router.dataplane.origins import is_host
 
 log = logging.getLogger(__name__)
 
 MAX_TIME_S = 86_400.0
-MAX_PORT = 65_535
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-_URL = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+)(:\d{1,5})?(/[^\s?#]*)?")
+_URL = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/@\s]+)(:\d{1,5})?(/[^\s?#]*)?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PATHS = {
     "front": ("keys_file", "salt_file"),
@@ -50,7 +51,9 @@ HASHED = "sha256:"
 MIN_KEY_CHARS = 16
 MIN_SALT_BYTES = 32
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
-_DNS = re.compile(r"[A-Za-z0-9._-]+:[1-9]\d{0,4}")
+_DNS = re.compile(r"[A-Za-z0-9._-]+:([1-9]\d{0,4})")
+_ENDPOINT = re.compile(r"https?://[^/?#\s]+\S*")
+_VISIBLE = re.compile(r"[!-~]*")
 _LISTEN = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]*):(\d{1,5})")
 
 RoleName = Literal["prefill", "decode", "both", "spare"]
@@ -135,6 +138,13 @@ class TenantConfig(Section, frozen=True, kw_only=True):
     max_running: int = 0
     """At a time. A request of several sequences counts as so many, also in the rate."""
 
+    @property
+    def key_digest(self) -> str:
+        """The key's SHA-256 in hexadecimal digits."""
+        if self.key.startswith(HASHED):
+            return self.key.removeprefix(HASHED).lower()
+        return hashlib.sha256(self.key.encode()).hexdigest()
+
 
 class DiscoveryConfig(Section, frozen=True, kw_only=True):
     """Sources of running engines, beside `[[replicas]]`."""
@@ -197,9 +207,7 @@ def reload_config(path: Path) -> RouterConfig:
 def read_replicas(path: Path) -> tuple[ReplicaConfig, ...]:
     """Return the engines that a file of `discovery.file` names; ConfigError."""
     found = _read(_read_toml(path), _ReplicasFile, path).replicas
-    errors = [wrong for each in found if (wrong := url_error(each.url))]
-    errors += [wrong for each in found if each.id and (wrong := _id_error(each.id))]
-    _raise(errors, path)
+    _raise([*_replica_mistakes(found)], path)
     return found
 
 
@@ -209,8 +217,11 @@ def read_tenants(path: Path) -> tuple[TenantConfig, ...]:
     found = _read(_parse_toml(text, path), _TenantsFile, path).tenants
     errors = [
         f"two [[tenants]] have one {name}"
-        for name in ("name", "key")
-        if len({getattr(each, name) for each in found}) < len(found)
+        for name, values in (
+            ("name", {each.name for each in found}),
+            ("key", {each.key_digest for each in found}),
+        )
+        if len(values) < len(found)
     ]
     for each in found:
         if not _NAME.fullmatch(each.name):
@@ -223,7 +234,7 @@ def read_tenants(path: Path) -> tuple[TenantConfig, ...]:
             errors.append(f"{each.name}: key has fewer than {MIN_KEY_CHARS} characters")
         if is_plain and (error := secret_error(path)):
             errors.append(f"{each.name}: the key is in the clear, and {error}, or write {HASHED}")
-        if each.requests_per_s < 0 or each.max_running < 0 or not each.burst >= 1:
+        if not (each.requests_per_s >= 0 and each.max_running >= 0 and each.burst >= 1):
             errors.append(f"{each.name}: limits are 0 (none) or more, burst 1 or more")
     _raise(errors, path)
     return found
@@ -296,7 +307,7 @@ def _expand(value: Any, place: str, errors: list[str]) -> Any:
     def variable(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
             errors.append(f"{place}: the environment has no {match[1]}; set it")
-        return os.environ.get(match[1], "")
+        return os.environ.get(match[1], "").strip()  # those made of files end in a newline
 
     if isinstance(value, str):
         return _VARIABLE.sub(variable, value)
@@ -376,15 +387,27 @@ def _mistakes(config: RouterConfig) -> Iterator[str]:
         match = _LISTEN.fullmatch(listen)
         if match is None or int(match[2]) > MAX_PORT:
             yield f"[{name}] listen is {listen!r}; write host:port"
+        for host in getattr(config, name).hosts:
+            if not is_host(host):
+                yield f"[{name}] hosts has {host!r}; write a name, without scheme and port"
+    for name, secret in (("api_key", config.api_key), ("[admin] token", config.admin.token)):
+        if not _VISIBLE.fullmatch(secret):
+            yield f"{name} has blanks or characters beyond ASCII, which no header can have"
     if config.flow.headroom >= LOCK_AT:
         yield f"[flow] headroom is {config.flow.headroom}; choose less than {LOCK_AT}"
     endpoint = config.front.otlp_traces_endpoint
-    if endpoint and not endpoint.startswith(("http://", "https://")):
+    if endpoint and not _ENDPOINT.fullmatch(endpoint):
         yield f"[front] otlp_traces_endpoint is {endpoint!r}; write http://collector:4318/v1/traces"
     for name in ("prefill_dns", "decode_dns"):
-        if (value := getattr(config.discovery, name)) and not _DNS.fullmatch(value):
-            yield f"[discovery] {name} is {value!r}; write host:port"
-    for number, replica in enumerate(config.replicas, 1):
+        if value := getattr(config.discovery, name):
+            match = _DNS.fullmatch(value)
+            if match is None or int(match[1]) > MAX_PORT:
+                yield f"[discovery] {name} is {value!r}; write host:port"
+    yield from _replica_mistakes(config.replicas)
+
+
+def _replica_mistakes(replicas: Sequence[ReplicaConfig]) -> Iterator[str]:
+    for number, replica in enumerate(replicas, 1):
         if error := url_error(replica.url):
             yield f"[[replicas]] number {number}: {error}"
         if replica.id and (error := _id_error(replica.id)):

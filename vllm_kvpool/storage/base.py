@@ -200,6 +200,8 @@ class NamespaceUsage(NamedTuple):
     nbytes: int
     num_hits: int | None = None
     """Cells that were read of what is stored; None if the store does not count them."""
+    num_single: int = 0
+    """Chunks of one cell: aliases, and all where a chunk has one cell."""
 
 
 @runtime_checkable

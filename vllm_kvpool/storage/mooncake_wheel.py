@@ -102,6 +102,11 @@ def transport(protocol: str, device: str, root: Path = Path("/")) -> tuple[str, 
     return f"rdma over {', '.join(wanted or names)}", ""
 
 
+def uses_rdma(protocol: str, device: str, root: Path = Path("/")) -> bool:
+    """Return True if Mooncake goes over RDMA on this host, and so locks the memory it registers."""
+    return transport(protocol, device, root)[0].startswith("rdma")
+
+
 def _entries(directory: Path) -> list[Path]:
     try:
         return list(directory.iterdir())

@@ -14,6 +14,7 @@ from vllm_kvpool.config import KVPoolConfig, default_store_url, environment, jso
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.sizes import parse_size
 from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, Shares
+from vllm_kvpool.storage.mooncake import MooncakeOptions
 from vllm_kvpool.storage.url import (
     MAX_STORE_BYTES,
     MIN_STORE_BYTES,
@@ -46,6 +47,16 @@ class TierSpecs:
 
     host: HostTier
     stores: tuple[StoreSpec, ...]
+
+    @property
+    def client_bytes(self) -> dict[str, int]:
+        """The memory that clients of the stores take in each worker, by option."""
+        found = {}
+        for spec in self.stores:
+            if isinstance(spec.options, MooncakeOptions) and not spec.options.fabric:
+                found[f"segment= of {spec.url}"] = spec.options.segment_bytes
+                found[f"local_buffer= of {spec.url}"] = spec.options.local_buffer_bytes
+        return found
 
 
 def parse_tiers(

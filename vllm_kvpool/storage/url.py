@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
+from vllm_kvpool.config import MAX_PORT
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.sizes import parse_size
 from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, Shares
@@ -32,7 +33,6 @@ DEFAULT_SEGMENT_BYTES = 4 << 30
 DEFAULT_LOCAL_BUFFER_BYTES = 16 << 20  # cells do not pass through it
 ASCEND_SEGMENT_BYTES = 1 << 30  # segments on an NPU's host are multiples of it
 FABRIC_ENV = "ASCEND_ENABLE_USE_FABRIC_MEM"  # Mooncake's own, for Ascend A3
-MAX_PORT = 65535
 MAX_LANES = 16  # of a tier, for gets and for puts
 
 MAX_URL_SHOWN = 500
@@ -85,6 +85,7 @@ class StoreSpec:
     """A parsed store url."""
 
     url: str
+    """For messages: without the users of URLs among its options."""
     scheme: str
     required: bool
     options: StoreOptions
@@ -208,7 +209,9 @@ def parse_store_url(
     query.finish()
     if isinstance(options, MooncakeOptions) and options.protocol == "ascend":
         options = _on_ascend(shown, options, environ or {})
-    return StoreSpec(url, parts.scheme, required, options, get_lanes, put_lanes)
+    head, mark, options_text = url.partition("?")
+    named = head + mark + _without_user(options_text)  # of metadata=
+    return StoreSpec(named, parts.scheme, required, options, get_lanes, put_lanes)
 
 
 _DROPPED = frozenset("\t\r\n")  # which `urlsplit` drops silently
@@ -218,8 +221,12 @@ def _shown(url: str) -> str:
     """Return the url for messages, without a user and without options that may hold a secret."""
     if not url.lower().startswith(("file:", "mooncake:")):
         url = url.partition("?")[0]
-    shown = re.sub("//[^/?#]*@", "//***@", url)
+    shown = _without_user(url)
     return shown if len(shown) <= MAX_URL_SHOWN else f"{shown[:MAX_URL_SHOWN]}..."
+
+
+def _without_user(text: str) -> str:
+    return re.sub("//[^/?#]*@", "//***@", text)
 
 
 def names_no_master(url: str) -> bool:

@@ -257,6 +257,11 @@ def refuse_layerwise(
             "layerwise needs a model with one KV cache group, whose layers have one form and "
             "attend to the whole prompt: vLLM cannot take a step back in others; leave it out"
         )
+    refuse_layerwise_options(vllm_config)
+
+
+def refuse_layerwise_options(vllm_config: "VllmConfig") -> None:
+    """Raise ConfigError for options of vLLM beside which layerwise does not work."""
     # Both plan a request's next step before it is known that its load has failed.
     if vllm_config.scheduler_config.async_scheduling:
         raise ConfigError(

@@ -10,7 +10,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_kvpool.config import pool_options, read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.vllm_adapt import compat
-from vllm_kvpool.vllm_adapt.engine_config import refuse_options
+from vllm_kvpool.vllm_adapt.engine_config import refuse_layerwise_options, refuse_options
 from vllm_kvpool.vllm_adapt.identity.namespace import engine_namespace
 
 
@@ -48,8 +48,11 @@ def read_start_line(arguments: Sequence[str]) -> PlannedEngine:
         options = pool_options(json.dumps(connector))
     if options is None:
         raise ConfigError("it names no KVPoolConnector; add --kv-transfer-config")
+    config = read_config(options)
     refuse_options(vllm_config)
-    identity = engine_namespace(vllm_config, read_config(options), [], [])
+    if config.layerwise:
+        refuse_layerwise_options(vllm_config)
+    identity = engine_namespace(vllm_config, config, [], [])
     values = {name: value for name, value in identity.values.items() if name != "kinds"}
     warnings = tuple(defect.warning for defect in compat.known_defects(vllm_config))
     return PlannedEngine(identity.namespace.partition("@")[0], values, warnings)

@@ -16,7 +16,7 @@ import numpy as np
 
 from vllm_kvpool.config import KVPoolConfig, Verify, WritePolicy
 from vllm_kvpool.handover.producer import NoticePlace, open_server
-from vllm_kvpool.host_memory import check_memory, huge_pages_left, meminfo
+from vllm_kvpool.host_memory import check_memory, worker_needs
 from vllm_kvpool.identity.keys import KeyMaker, Namespace
 from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
 from vllm_kvpool.layout.pages import LayerPages
@@ -34,7 +34,7 @@ from vllm_kvpool.storage.contents.manifest_writer import ManifestWriter
 from vllm_kvpool.storage.eviction import POLICIES, Shares
 from vllm_kvpool.storage.guarded import CallTimeouts
 from vllm_kvpool.storage.mooncake import MooncakeOptions
-from vllm_kvpool.storage.mooncake_wheel import transport
+from vllm_kvpool.storage.mooncake_wheel import uses_rdma
 from vllm_kvpool.storage.open_tiers import OpenTiers, encrypted_cells, open_tiers
 from vllm_kvpool.storage.tiers import HostTier, TierSpecs, tier_specs
 from vllm_kvpool.storage.url import StoreSpec, check_capacity, uses_device
@@ -334,24 +334,17 @@ def _zeros(planner: Planner) -> Buffer | None:
 def _check_memory(config: KVPoolConfig, specs: TierSpecs, ranks: int) -> None:
     """Raise ConfigError if the host lacks the memory that options set, for one worker or all."""
     arena = {"staging_bytes": config.staging_nbytes, "host://": specs.host.nbytes}
-    locked, given = dict(arena), dict[str, int]()
-    has_rdma = False
-    for spec in specs.stores:
-        if isinstance(spec.options, MooncakeOptions) and not spec.options.fabric:
-            given[f"segment= of {spec.url}"] = spec.options.segment_bytes
-            given[f"local_buffer= of {spec.url}"] = spec.options.local_buffer_bytes
-            if transport(spec.options.protocol, spec.options.device)[0] == "rdma":
-                has_rdma = True
-                locked[f"segment= of {spec.url}"] = spec.options.segment_bytes
-    nbytes = sum(arena.values())
-    pages = meminfo()
-    huge = (pages["HugePages_Free"] - pages["HugePages_Rsvd"]) * pages["Hugepagesize"]
-    # Pages that are set aside are not of the memory that is available.
-    is_aside = specs.host.nbytes > 0 and min(huge, huge_pages_left()) >= nbytes
+    locked = {
+        f"segment= of {spec.url}": options.segment_bytes
+        for spec in specs.stores
+        if isinstance(options := spec.options, MooncakeOptions)
+        and not options.fabric
+        and uses_rdma(options.protocol, options.device)
+    }
     check_memory(
-        given if is_aside else arena | given,
+        worker_needs(arena, specs.client_bytes, has_host=_has_host(specs)),
         ranks=ranks,
-        locked=locked if has_rdma else None,
+        locked={**arena, **locked} if locked else None,
     )
 
 

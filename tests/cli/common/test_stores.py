@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -14,8 +15,10 @@ import tests.support.memory_store  # noqa: F401  (its scheme)
 from tests.support.buffers import make_buffer
 from tests.support.commands import all_commands
 from tests.support.models import add_tokenizer
-from vllm_kvpool.cli import main
+from vllm_kvpool.cli import main, retention
+from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.cli.main import COMMANDS
+from vllm_kvpool.cli.retention import StoreAnswer
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity, tenant_of
 from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, make_namespace, manifest_key
 from vllm_kvpool.layout.description import described
@@ -25,7 +28,7 @@ from vllm_kvpool.storage.base import ChunkRef, PutOutcome
 from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.eviction import Shares
 from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
-from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.storage.file.store import FileStore, ReadOnlyFileStore
 
 FIRST, SECOND = (make_namespace("model", digit * 12) for digit in "ab")
 TOPOLOGY = Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=2)
@@ -134,7 +137,7 @@ def test_doctor_says_what_works(url: str) -> None:
     result = invoke("doctor", "--store", "host://1MiB", "--store", url, "--json")
     assert result.exit_code == 0, result.output
     found = {(each["check"], each["status"]) for each in json.loads(result.output)}
-    assert ("host memory", "ok") in found
+    assert ("memory", "ok") in found
     assert (url, "ok") in found
     assert "1 MiB put in" in invoke("doctor", "--store", url).output
     assert invoke("inspect", "--store", url, "--json").output.count('namespace"') == 2
@@ -265,6 +268,43 @@ def test_purge_removes_one_prompt_of_one_salt(url: str, prompt: str, tmp_path: P
     assert FIRST in invoke("inspect", "--store", url).output
 
 
+def test_purge_of_a_prompt_removes_its_end_and_its_aliases(
+    url: str, prompt: str, tmp_path: Path
+) -> None:
+    """An alias has the token ids of its chunk."""
+    chain = ChunkChain(256, RequestIdentity())
+    chain.extend(TOKENS)
+    end = chain.end(TOKENS)
+    assert end is not None
+    keys = [*CellNames(FIRST, [LayerGroup(TOPOLOGY, 64)]).of_chunk(end)]
+    for index, stop in ((0, 64), (1, 192), (3, 33)):
+        part = chain.hash_of_part(index, TOKENS[index * 256 :][:stop])
+        keys.append(f"{FIRST}@kind:alias@{part.hex()}")
+    store = FileStore(str(tmp_path / "pool"), 100 << 20)
+    store.put(keys, [make_buffer(100)] * len(keys), [ChunkRef("")] * len(keys))
+    store.close()
+    result = invoke("purge", FIRST, "--yes", "--store", url, "--tokens", prompt)
+    assert f"{8 + len(keys)} objects removed" in result.output
+    assert held(tmp_path, keys) == 0
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [
+        lambda stores: retention.remove(stores, prompt_keys()),
+        lambda stores: retention.remove_older(stores, [FIRST], 0.0),
+        lambda stores: retention.remove_tenant(stores, [FIRST], "-"),
+        lambda stores: retention.remove_namespaces(stores, [FIRST]),
+    ],
+)
+def test_purge_of_a_directory_that_may_not_be_written_is_no_success(
+    remove: Callable[[list[NamedStore]], list[StoreAnswer]], url: str, prompt: str, tmp_path: Path
+) -> None:
+    [answer] = remove([NamedStore(url, ReadOnlyFileStore(str(tmp_path / "pool")))])
+    assert answer.num is None
+    assert answer.text == "may not be written by this user; nothing removed"
+
+
 def test_purge_removes_what_is_older(url: str, prompt: str, tmp_path: Path) -> None:
     old, new = prompt_keys()[:4], prompt_keys()[4:8]
     for key in old:
@@ -287,6 +327,36 @@ def test_pin_says_what_each_store_can_do(url: str, prompt: str) -> None:
     assert [each["count"] for each in found] == [None, 2]
 
 
+def test_pin_beyond_half_of_the_size_names_the_limit(tmp_path: Path, prompt: str) -> None:
+    """Of the size in its URL, or of what engines with a larger one have stored."""
+    url = f"file://{tmp_path}/small?size=1MiB"
+    store = FileStore(str(tmp_path / "small"), 100 << 20)
+    keys = prompt_keys()[:4]
+    store.put(keys, [make_buffer(150_000)] * 4, [ChunkRef(chunk_id_of_key(key)) for key in keys])
+    put_manifest(store, FIRST, VALUES)
+    arguments = ("pin", FIRST, "--tokens", prompt, "--for", "7d", "--store", url)
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert "1 that are stored were not: pins take at most half of size=" in result.output
+    store.put(["other"], [make_buffer(2 << 20)], [ChunkRef("other")])
+    store.close()
+    assert invoke(*arguments).output == f"{url}: 1 chunks pinned\n"
+
+
+def test_doctor_of_a_url_with_a_smaller_size_than_the_engines_evicts_nothing(
+    url: str, tmp_path: Path
+) -> None:
+    store = FileStore(str(tmp_path / "pool"), 100 << 20)
+    keys = [f"{SECOND}@dcp0of1@head:0@layers:0-4@{number:040x}" for number in range(3)]
+    for key in keys:
+        store.put([key], [make_buffer(1 << 20)], [ChunkRef(chunk_id_of_key(key))])
+    store.close()
+    result = invoke("doctor", "--store", f"file://{tmp_path}/pool?size=2MiB")
+    assert result.exit_code == 0, result.output
+    assert held(tmp_path, keys) == len(keys)
+    assert "an engine with this size= evicts the rest" in result.output
+
+
 def test_pin_of_a_prompt_that_is_not_stored_is_an_error(url: str, tmp_path: Path) -> None:
     """Also of one without a whole chunk; an end of pins that are not there is none."""
     for tokens in (list(range(1, 1000)), [1]):
@@ -295,7 +365,7 @@ def test_pin_of_a_prompt_that_is_not_stored_is_an_error(url: str, tmp_path: Path
         result = invoke(*arguments, "--for", "7d")
         assert result.exit_code == 1
         assert f"{url}: 0 chunks pinned\n" in result.output
-        assert f"no store has a whole chunk of these {len(tokens)} tokens" in result.output
+        assert f"nothing was pinned of these {len(tokens)} tokens" in result.output
         assert invoke(*arguments, "--end").exit_code == 0
 
 
@@ -445,6 +515,17 @@ WRONG_INPUTS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "deep tokens": (("explain", "n", "--tokens", "DEEP"), "expected a JSON list of token ids"),
     "deep router": (("router", "--check", "--config", "DEEP"), "is not TOML"),
+    "log beside a namespace": (("explain", "n", "--request", "r", "--log", "TEXT"), "--log alone"),
+    "log beside a store": (
+        ("explain", "--request", "r", "--log", "TEXT", "--store", "memory://x"),
+        "--log alone",
+    ),
+    "salt of no prompt": (("explain", "n", "--cache-salt", "s"), "--cache-salt is for a prompt"),
+    "tokenizer of no text": (
+        ("purge", FIRST, "--yes", "--tokenizer", NO_ENGINE),
+        "--tokenizer is for --text and --messages",
+    ),
+    "host with a port": (("serve", "--allowed-host", "h:1"), "without scheme and port"),
     "no log": (("explain", "--request", "r", "--log", "BINARY"), "has nothing of a request"),
     "no tokenizer": (
         ("explain", "n", "--text", "TEXT", "--tokenizer", "/no/model"),
@@ -493,6 +574,18 @@ def test_output_that_cannot_be_written_is_no_traceback(
         ["sh", "-c", command, sys.executable, url], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (status, says)
+
+
+def test_purge_without_stdin_says_what_to_give(url: str) -> None:
+    command = '"$0" -m vllm_kvpool purge "$2" --store "$1" <&-'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, url, FIRST],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "there is no stdin to ask; give --yes" in done.stderr
 
 
 def test_a_line_with_an_empty_value_is_completed() -> None:

@@ -2,14 +2,17 @@
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.buffers import make_buffer
 from tests.support.memory_store import MemoryStore
-from vllm_kvpool.identity.keys import make_namespace, manifest_key, namespace_of
+from vllm_kvpool.identity.keys import key_digest, make_namespace, manifest_key, namespace_of
+from vllm_kvpool.layout.description import described
+from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, write_header
 from vllm_kvpool.storage.contents.manifest import (
     HIDDEN,
     MANIFEST_BYTES,
@@ -105,3 +108,41 @@ def test_cells_of_very_many_groups_of_layers_are_left_out() -> None:
     cells = tuple({"name": f"group {number}", "layers": "x" * 100} for number in range(200))
     written = manifest(**VALUES)._replace(cells=cells)
     assert read_manifest(write_manifest(written), written.namespace) == written._replace(cells=())
+
+
+def read_with(**fields: object) -> Manifest | None:
+    """Read a manifest some of whose JSON others have written."""
+    content = bytearray(write_manifest(manifest(**VALUES)))
+    stored = {**json.loads(content[HEADER_BYTES:]), **fields}
+    content[HEADER_BYTES:] = json.dumps(stored).encode().ljust(MANIFEST_BYTES - HEADER_BYTES)
+    write_header(memoryview(content), key_digest(manifest_key(NAMESPACE)))
+    return read_manifest(content, NAMESPACE)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"values": []}, {"values": None}, {"first": 3}, {"weights_version": [1]}]
+)
+def test_a_manifest_of_another_form_is_none(fields: dict[str, object]) -> None:
+    assert read_with(**fields) is None
+
+
+@pytest.mark.parametrize(
+    "group",
+    [5, {}, {"span": 0}, {"stages": []}, {"stages": [[1, 4]]}, {"heads": 1 << 15}, {"dcp": 0}],
+)
+def test_cells_that_name_none_or_a_flood_are_left_out(group: object) -> None:
+    """A reader makes a key for each of them."""
+    [cells] = described([LayerGroup(Topology(64, 1, ((0, 64),), 1), 64)])
+    whole = read_with(cells=[cells])
+    assert whole is not None
+    assert whole.cells == (cells,)
+    changed = {**cells, **group} if isinstance(group, dict) and group else group
+    read = read_with(cells=[changed])
+    assert read is not None
+    assert read.cells == ()
+
+
+@pytest.mark.parametrize("value", ["x", [1], None, 0, -1, 1 << 40, 2.5])
+def test_chunk_tokens_that_no_engine_has_are_0(value: object) -> None:
+    assert manifest(chunk_tokens=256).chunk_tokens == 256
+    assert manifest(chunk_tokens=value).chunk_tokens == 0

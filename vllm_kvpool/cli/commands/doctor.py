@@ -32,7 +32,7 @@ def doctor_command(engine: tuple[str, ...], stores: StoreOptions) -> None:
             f"{engine[0]!r} is neither http://HOST:PORT nor a start line such as vllm serve MODEL"
         )
     arguments = engine_arguments(engine) if is_line else ()
-    if is_line and not stores.urls and stores.kv_transfer_config is None:
+    if is_line and not stores.are_named:
         stores = replace(stores, kv_transfer_config=transfer_config(arguments))
     found = []
     for finding in _findings(stores, () if is_line else engine, arguments):

@@ -46,11 +46,15 @@ def explain_command(
         raise click.UsageError("give at most two namespaces, and one with a prompt")
     if (request_id is None) != (log is None):
         raise click.UsageError("--request and --log belong together")
+    if given.cache_salt and not given.is_given:
+        raise click.UsageError("--cache-salt is for a prompt: --tokens, --text or --messages")
+    tokens = given.tokens()
     if request_id is not None and log is not None:
+        if namespaces or tokens is not None or stores.are_named:
+            raise click.UsageError("--request is explained by --log alone; leave the rest out")
         logged = explain.reports(log, request_id)
         stores.print(logged, explain.requests_text(logged))
         return
-    tokens = given.tokens()
     with opened(stores.stores()) as each:
         if tokens is None:
             found = explain.explanations(each, namespaces)

@@ -1,5 +1,6 @@
 """`kvpool purge` and `kvpool pin`."""
 
+import sys
 from collections.abc import Sequence
 
 import click
@@ -20,11 +21,10 @@ from vllm_kvpool.identity.chunk_hash import tenant_of
 from vllm_kvpool.identity.keys import is_namespace
 
 
-def _keys_of(
+def _names_of(
     stores: Sequence[NamedStore], namespace: str, tokens: Sequence[int], cache_salt: str
-) -> list[str]:
-    manifest = manifest_named(stores, namespace)
-    return prompt.names_of(manifest, tokens, cache_salt).keys()
+) -> prompt.PromptNames:
+    return prompt.names_of(manifest_named(stores, namespace), tokens, cache_salt)
 
 
 def _print(answers: Sequence[StoreAnswer], stores: StoreOptions) -> None:
@@ -54,8 +54,9 @@ def purge_command(
     """Remove the cells of NAMESPACES from stores.
 
     NAMESPACES are whole names. Without other options all of their cells are removed; with a prompt
-    those of it, with --cache-salt or --tenant alone those of its requests, with --older-than those
-    written longer ago. Engines that run may save new ones; what they have in host memory stays.
+    those of it, its end and its aliases, with --cache-salt or --tenant alone those of its requests,
+    with --older-than those written longer ago. Engines that run may save new ones; what they have
+    in host memory stays.
     """
     for name in namespaces:
         if not is_namespace(name):
@@ -69,6 +70,8 @@ def purge_command(
         raise click.UsageError("give a prompt or --tenant")
     age_s = None if age is None else retention.parse_duration_s(age)
     specs = stores.stores()
+    if not yes and sys.stdin is None:
+        raise click.UsageError("there is no stdin to ask; give --yes")
     if not yes:
         what = ", ".join(namespaces)
         what = what if tokens is None else f"a prompt of {what}"
@@ -79,7 +82,9 @@ def purge_command(
         click.confirm(f"remove {what} from {where}?", abort=True, err=True)
     with opened(specs, writable=True) as each:
         if tokens is not None:
-            answers = retention.remove(each, _keys_of(each, namespaces[0], tokens, salt))
+            names = _names_of(each, namespaces[0], tokens, salt)
+            keys = [*names.keys(), *names.end_keys(), *names.alias_keys()]
+            answers = retention.remove(each, keys)
         elif salt or tenant:
             answers = retention.remove_tenant(each, namespaces, tenant or tenant_of(salt))
         elif age_s is not None:
@@ -114,10 +119,11 @@ def pin_command(
         raise click.UsageError("give a prompt: --tokens, --text or --messages")
     seconds = 0.0 if duration is None else retention.parse_duration_s(duration)
     with opened(stores.stores(), writable=True) as each:
-        answers = retention.pin(each, _keys_of(each, namespace, tokens, given.cache_salt), seconds)
+        names = _names_of(each, namespace, tokens, given.cache_salt)
+        answers = retention.pin(each, names.keys(), seconds)
     _print(answers, stores)
     if not (end or any(each.num for each in answers)):
         raise click.ClickException(
-            f"nothing was pinned: no store has a whole chunk of these {len(tokens)} tokens in "
-            f"{namespace}; `kvpool explain {namespace}` with the same prompt shows what is stored"
+            f"nothing was pinned of these {len(tokens)} tokens in {namespace}; `kvpool explain "
+            f"{namespace}` with the same prompt shows what is stored"
         )

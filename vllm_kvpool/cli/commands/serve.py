@@ -50,6 +50,10 @@ def serve_command(
     """
     with extra("serve"):
         from vllm_kvpool.cli import serve
+        from vllm_kvpool.router.dataplane.origins import is_host
+    for name in hosts:
+        if not is_host(name):
+            raise click.UsageError(f"--allowed-host {name}: write a name, without scheme and port")
     by_model: dict[str, list[str]] = {}
     for given in models:
         name, equals, namespace = given.partition("=")

@@ -1,5 +1,6 @@
 """The pool's metrics of a running engine, from its `/metrics`."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from http.client import HTTPException
@@ -10,13 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_kvpool.direct_http import open_directly, read_whole
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.metrics import METRICS, POOL_PREFIX, PREFIX
 
-PREFIX = "vllm:kvpool_"
 SCRAPE_TIMEOUT_S = 5.0
 
 
 class Series(NamedTuple):
-    """The name of a sample without `PREFIX`, and its labels but for those of the engine."""
+    """The name of a sample without its prefixes, and its labels but for those of the engine."""
 
     name: str
     labels: tuple[tuple[str, str], ...]
@@ -28,17 +29,20 @@ Samples = Mapping[Series, float]
 def parse_metrics(text: str) -> Samples:
     """Return the pool's samples of an engine, summed over its data-parallel ranks.
 
-    Of gauges that are 1 for well, the lowest rank's value counts.
+    Of gauges that are 1 for well, the lowest rank's value counts. Left out are samples that
+    `METRICS` does not have, or not with these labels (another release's), and NaN and infinity.
     """
     samples: dict[Series, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name.startswith(PREFIX):
+            name = sample.name.removeprefix(PREFIX)
+            metric = METRICS.get(name) or METRICS.get(name.rpartition("_")[0])  # _total, _sum, ...
+            if metric and sample.labels.keys() >= {*metric.labels} and math.isfinite(sample.value):
                 labels = {k: v for k, v in sample.labels.items() if k not in _OF_ENGINE}
-                series = Series(sample.name.removeprefix(PREFIX), tuple(sorted(labels.items())))
+                series = Series(name.removeprefix(POOL_PREFIX), tuple(sorted(labels.items())))
                 if series not in samples:
                     samples[series] = sample.value
-                elif series.name.endswith(("tier_up", "tier_writable")):
+                elif metric.lowest:
                     samples[series] = min(samples[series], sample.value)
                 else:
                     samples[series] += sample.value

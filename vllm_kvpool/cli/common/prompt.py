@@ -10,11 +10,13 @@ import msgspec
 from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.keys import alias_prefix
 from vllm_kvpool.layout.description import from_description
 from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.prefetch import PromptCells
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch
+from vllm_kvpool.storage.contents.alias import alias_step
 from vllm_kvpool.storage.contents.manifest import Manifest
 
 MOST_NAMED = 4  # missing cells of a chunk
@@ -59,14 +61,35 @@ class PromptNames:
     """Names of the cells of a prompt without media or adapter."""
 
     chunk_tokens: int
-    hashes: tuple[bytes, ...]
+    tokens: Sequence[int]
+    chain: ChunkChain
     layer_groups: tuple[LayerGroup, ...]
     names: CellNames
+
+    @property
+    def hashes(self) -> Sequence[bytes]:
+        """The hashes of the whole chunks."""
+        return self.chain.hashes
 
     def keys(self) -> list[str]:
         """Return the keys of all cells, chunk by chunk."""
         groups = range(len(self.layer_groups))
         return [key for h in self.hashes for group in groups for key in self.of_chunk(h, group)]
+
+    def end_keys(self) -> list[str]:
+        """Return the keys that the prompt's end may have, a chunk of fewer tokens."""
+        end = self.chain.end(self.tokens)
+        groups = range(len(self.layer_groups)) if end is not None else ()
+        return [key for group in groups for key in self.of_chunk(end or b"", group)]
+
+    def alias_keys(self) -> Iterator[str]:
+        """Yield the keys that aliases of the prompt may have, whatever an engine's step is."""
+        size, prefix = self.chunk_tokens, alias_prefix(self.names.namespace)
+        least = alias_step(1, size) or size
+        for index in range(-(-len(self.tokens) // size)):
+            tokens = self.tokens[index * size : (index + 1) * size]
+            for stop in range(least, min(len(tokens), size - 1) + 1):
+                yield prefix + self.chain.hash_of_part(index, tokens[:stop]).hex()
 
     def of_chunk(self, chunk_hash: bytes, group: int) -> Sequence[str]:
         """Return the keys of one chunk's cells in one layer group."""
@@ -89,17 +112,17 @@ class PromptNames:
 
 def names_of(manifest: Manifest, tokens: Sequence[int], cache_salt: str = "") -> PromptNames:
     """Return the names in the namespace of a manifest; ConfigError if that does not say."""
+    chunk_tokens = manifest.chunk_tokens
     try:
         layer_groups = from_description(manifest.cells)
-        chunk_tokens = int(manifest.values["chunk_tokens"])
-    except (KeyError, TypeError, ValueError):
+    except ValueError:  # heads, ranks and stages that do not fit together
         layer_groups = []
-    if not layer_groups:
+    if not layer_groups or not chunk_tokens:
         raise ConfigError(f"the manifest of {manifest.namespace} does not name its cells")
     chain = ChunkChain(chunk_tokens, RequestIdentity(cache_salt=cache_salt))
     chain.extend(list(tokens))
     names = CellNames(manifest.namespace, layer_groups)
-    return PromptNames(chunk_tokens, tuple(chain.hashes), tuple(layer_groups), names)
+    return PromptNames(chunk_tokens, tokens, chain, tuple(layer_groups), names)
 
 
 def presence(
@@ -150,9 +173,9 @@ def as_text(found: PromptPresence) -> str:
         *(f"{url}: {count} cells of it" for url, count in found.cells_by_store.items()),
     ]
     if not num_chunks:
-        lines.append("shorter than a chunk: nothing of it is stored or found")
+        lines.append("shorter than a chunk: stored and found with alias_tokens alone")
         return "\n".join(lines)
-    lines.append(f"an engine can load the first {found.usable_tokens} tokens")
+    lines.append(f"an engine can load the first {found.usable_tokens} tokens in whole chunks")
     if salted := found.usable_tokens_without_salt:
         lines.append(f"without --cache-salt the first {salted} are stored")
     elif not any(found.cells_by_store.values()):

@@ -5,7 +5,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import click
@@ -45,6 +45,11 @@ class StoreOptions:
     kv_transfer_config: str | None
     urls: Sequence[str]
     as_json: bool
+
+    @property
+    def are_named(self) -> bool:
+        """True if the command line names stores."""
+        return bool(self.urls) or self.kv_transfer_config is not None
 
     def config(self) -> KVPoolConfig:
         """Return the options of an engine that has these stores.
@@ -106,6 +111,22 @@ def store_options(command: Any) -> Any:
     return with_stores
 
 
+def keeping_contents(spec: StoreSpec, put_bytes: int = 0) -> StoreSpec:
+    """Return the spec of a store in which a put of `put_bytes` evicts nothing for the size.
+
+    Engines may have a directory with a larger `size=` than a command's URL, which may have none.
+    """
+    options = spec.options
+    if isinstance(options, FileOptions) and os.path.isdir(options.path):
+        from vllm_kvpool.storage.file.store import ReadOnlyFileStore
+
+        with contextlib.suppress(ConfigError, StoreError):  # opening the store says what is wrong
+            if used_bytes := ReadOnlyFileStore(options.path).used_bytes():
+                size_bytes = max(options.size_bytes, used_bytes + put_bytes)
+                return replace(spec, options=replace(options, size_bytes=size_bytes))
+    return spec
+
+
 def open_spec(spec: StoreSpec, writable: bool) -> Store:
     """Open a store without giving memory to it; only a `writable` one may change a disk.
 
@@ -122,7 +143,7 @@ def open_spec(spec: StoreSpec, writable: bool) -> Store:
         if not writable:
             return ReadOnlyFileStore(spec.options.path)
     set_where_unset(environment_for(spec))
-    return open_store(spec, segment=False)
+    return open_store(keeping_contents(spec), segment=False)
 
 
 @contextlib.contextmanager

@@ -61,6 +61,8 @@ class PromptOptions:
         files = (self.tokens_file, self.text_file, self.messages_file)
         if sum(each is not None for each in files) > 1:
             raise click.UsageError("give one of --tokens, --text and --messages")
+        if self.tokenizer and not (self.text_file or self.messages_file):
+            raise click.UsageError("--tokenizer is for --text and --messages")
         if self.tokens_file is not None:
             return read_tokens(_text_of(self.tokens_file))
         if not self.is_given:

@@ -54,6 +54,12 @@ class Origins:
         return name == "localhost" or name in self._hosts or _is_address(name)
 
 
+def is_host(text: str) -> bool:
+    """Return True if a text can be one of `hosts`: a name or an address, without a port."""
+    name = text.strip("[]").lower()
+    return bool(name) and (_is_address(name) or _name_of(text) == name)
+
+
 def _name_of(host: str) -> str:
     """Return the name in `name:port`, in lower case; empty if it is none."""
     match = _HOST.fullmatch(host)

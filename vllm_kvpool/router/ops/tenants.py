@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_kvpool.router.config import HASHED, TenantConfig, read_salt, read_tenants
+from vllm_kvpool.router.config import TenantConfig, read_salt, read_tenants
 from vllm_kvpool.router.dataplane.headers import bearer_token
 
 
@@ -76,7 +76,7 @@ class Tenants:
         for config in configs:
             tenant = before.get(config.name) or Tenant(config, config.burst, now)
             tenant.config, tenant.tokens = config, min(tenant.tokens, config.burst)
-            self._by_digest[_digest(config.key)] = self._by_name[config.name] = tenant
+            self._by_digest[config.key_digest] = self._by_name[config.name] = tenant
 
     def of(self, authorization: str | None) -> Tenant:
         """Return the tenant of a key. Raises Denied with 401."""
@@ -134,9 +134,3 @@ class TenantSalts:
         """
         message = b"cache_salt" + json.dumps([tenant, given]).encode()
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
-
-
-def _digest(key: str) -> str:
-    if key.startswith(HASHED):
-        return key.removeprefix(HASHED).lower()
-    return hashlib.sha256(key.encode()).hexdigest()

@@ -15,14 +15,18 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
+
+from vllm_kvpool.config import MAX_CHUNK_TOKENS
 from vllm_kvpool.identity.keys import Namespace, key_digest, manifest_key
 from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.storage.base import GetOutcome, Store, map_buffer
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, verify, write_header
 
 MANIFEST_BYTES = 16 << 10
+MAX_CELLS = 1 << 20  # of a chunk and layer group that a manifest may name
 VERSION = 1
 HIDDEN = "(hidden)"
 DIGEST_BYTES = 8
@@ -88,6 +92,12 @@ class Manifest(NamedTuple):
     """The parts of cells' names in the engine that wrote the manifest: `layout/description.py`.
     Empty if that does not fit."""
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk; 0 if the manifest does not say."""
+        given = self.values.get("chunk_tokens")
+        return given if isinstance(given, int) and 0 < given <= MAX_CHUNK_TOKENS else 0
+
 
 def write_manifest(manifest: Manifest) -> bytes:
     """Return the bytes of a manifest."""
@@ -121,14 +131,58 @@ def read_manifest(content: bytes | memoryview, namespace: Namespace) -> Manifest
     if verify(memoryview(content), key_digest(manifest_key(namespace)), checksum=True) is not None:
         return None
     try:
-        stored = json.loads(bytes(content[HEADER_BYTES:]))
-        if stored.pop("kvpool_manifest") != VERSION:
-            return None
-        known = {name: stored[name] for name in Manifest._fields if name in stored}
-        manifest = Manifest(**{**known, "cells": tuple(stored.get("cells", ()))})
-    except (*UNREADABLE, KeyError, TypeError, AttributeError):
+        stored = msgspec.convert(json.loads(bytes(content[HEADER_BYTES:])), _Stored)
+    except UNREADABLE:
         return None
-    return manifest if manifest.namespace == namespace else None
+    if (stored.kvpool_manifest, stored.namespace) != (VERSION, namespace):
+        return None
+    first, cells = Namespace(stored.first), _cells_of(stored.cells)
+    return Manifest(namespace, first, stored.weights_version, stored.values, cells)
+
+
+class _Stored(msgspec.Struct):
+    """The JSON of a manifest."""
+
+    kvpool_manifest: int
+    namespace: str
+    first: str
+    weights_version: str
+    values: dict[str, Any]
+    cells: Any = ()
+
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_CELLS)]
+
+
+class _CellGroup(msgspec.Struct):
+    """An entry of `Manifest.cells`, as `layout/description.py` writes it."""
+
+    kind: str
+    heads: _Count
+    tp: _Count
+    stages: Annotated[list[tuple[int, _Count]], msgspec.Meta(min_length=1)]
+    span: _Count
+    per_head: bool
+    dcp: _Count
+    row_bytes: int
+    window: tuple[int, int]
+    state: bool = False
+    row_tokens: _Count = 1
+    tail: int = 0
+
+
+def _cells_of(given: Any) -> tuple[Mapping[str, Any], ...]:
+    """Return the parts of cells' names; none if they are unknown, or would be a flood of names."""
+    try:
+        groups = msgspec.convert(given, list[_CellGroup])
+    except UNREADABLE:
+        return ()
+    for group in groups:
+        stops = [stop for _, stop in group.stages]
+        has_gaps = [start for start, _ in group.stages] != [0, *stops[:-1]]
+        if has_gaps or group.heads * max(stops) * group.dcp > MAX_CELLS:
+            return ()
+    return tuple(given)
 
 
 def manifest_in(store: Store, namespace: Namespace) -> Manifest | None:

@@ -657,11 +657,17 @@ def usage_in(path: str) -> list[NamespaceUsage]:
     """Read the usage of each namespace; changes nothing. Raises StoreError."""
     query = (
         f"SELECT name, sum(is_cells), sum(is_cells * length(cells)) / {CELL_ENTRY.size}, "
-        "sum(bytes), sum(is_cells * hits) FROM (SELECT namespace.name AS name, cells, bytes, hits, "
+        f"sum(bytes), sum(is_cells * hits), sum(is_cells * (length(cells) = {CELL_ENTRY.size})) "
+        "FROM (SELECT namespace.name AS name, cells, bytes, hits, "
         f"{_NO_MANIFEST} AS is_cells FROM chunk JOIN namespace "
         "ON namespace.id = chunk.namespace WHERE bytes > 0) GROUP BY name"
     )
     return [NamespaceUsage(*row) for row in _read_only(path, query)]
+
+
+def used_in(path: str) -> int:
+    """Read what counts against the size: cells, reservations and recycled files. As `usage_in`."""
+    return sum(used for (used,) in _read_only(path, "SELECT used_bytes FROM store"))
 
 
 def owners_in(path: str) -> list[OwnerUsage]:

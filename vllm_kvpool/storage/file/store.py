@@ -68,6 +68,7 @@ from vllm_kvpool.storage.file.rows import (
     chunks_in,
     owners_in,
     usage_in,
+    used_in,
 )
 from vllm_kvpool.storage.file.space import (
     FORMAT_DIR,
@@ -506,6 +507,10 @@ class DirectoryReader(Store):
             return []
         # Other files have no namespace.
         return [each for each in usage_in(self._index_path) if is_namespace(each.namespace)]
+
+    def used_bytes(self) -> int:
+        """Return the bytes that count against the directory's size."""
+        return 0 if self._is_unused() else used_in(self._index_path)
 
     def keys_written_before(self, namespace: str, time_ns: int) -> Iterator[str]:
         """Yield the keys of a namespace's cells that were written before a time of the wall clock.
