@@ -84,6 +84,8 @@ MOST_LINES = 100_000  # of a run: more is a loop
 DISK = Tier("disk", durable=True, remote=False)
 MEMORY = Tier("memory", durable=False, remote=False)
 FAR = Tier("far", durable=True, remote=True)
+SECOND = 1  # a member of the set of replicas
+REPLICAS = ReplicaSet(("",), ask_s=5.0, loan_s=8.0, max_retained=2)
 
 
 def slab_of(keys: str, chunk: ChunkRef | None = None, part: str = "") -> Slab:
@@ -431,23 +433,3 @@ class Bench:
         slots = self.host_cache.slots
         held = sum(entry.num_cells for entry in self.host_cache)
         return self.engine.idle and slots.num_free == slots.count - held
-
-
-def words(told: list[str]) -> list[str]:
-    """Without the numbers of batches."""
-    return [line.lstrip("0123456789 ") for line in told]
-
-
-def putting(*tiers: Tier, cells: str = "a", **sizes: int) -> Bench:
-    """A bench that puts save 1 of these cells into its tiers, from batch 2 on."""
-    bench = Bench(*tiers, **sizes)  # type: ignore[arg-type]
-    bench.save(1, cells)
-    bench.ends(0)
-    bench.ends(1)
-    return bench
-
-
-def two_batches(*tiers: Tier, slots: int = 4, write_back: bool = False) -> Bench:
-    """A bench whose tiers' lanes run two batches of one cell at a time."""
-    lanes = dict.fromkeys((OpKind.GET, OpKind.PUT, OpKind.REMOVE), SINGLE)
-    return Bench(*tiers, slots=slots, write_back=write_back, lanes=lanes)

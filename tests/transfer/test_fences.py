@@ -160,10 +160,7 @@ def test_a_load_ends_while_the_fence_of_a_later_plan_is_not_reached(rank: Rank) 
     reached.reached.set()
     rank.executor.post(Fenced(load_plan(2, (3, 4), 0, 32), reached))
     rank.executor.post(Fenced(save_plan(3, 3), held))
-    loaded, gathered = (
-        LoadDone(JobId(2), "r2", 1, CellOutcome.DONE),
-        SaveGathered(JobId(3), "r3"),
-    )
+    loaded, gathered = (LoadDone(JobId(2), "r2", 1, CellOutcome.DONE), SaveGathered(JobId(3), "r3"))
     assert rank.executor.wait(lambda reports: loaded in reports, LIMIT_S)
     assert sum(len(move.addresses) for move in rank.copier.gathered) == 8
     assert gathered not in rank.executor.drain()

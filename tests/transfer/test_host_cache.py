@@ -670,11 +670,7 @@ requests = st.tuples(
 )
 
 
-@given(
-    st.lists(requests, max_size=20),
-    st.sampled_from(sorted(POLICIES)),
-    st.integers(LONGEST, 10),
-)
+@given(st.lists(requests, max_size=20), st.sampled_from(sorted(POLICIES)), st.integers(LONGEST, 10))
 def test_whenever_a_chunk_is_in_host_memory_so_are_those_before_it(
     asked: list[tuple[str, str, int, float]], policy: str, keep: int
 ) -> None:

@@ -585,9 +585,7 @@ def test_cells_of_one_slab_may_have_other_sizes_than_those_beside_them() -> None
     assert bench.payload(0)[:24] == payloads["key-b"]
     assert bench.payload(1)[:512] == payloads["key-c"]
     loads = bench.counts("kvpool_bytes{direction=load")
-    assert loads == {
-        "kvpool_bytes{direction=load,store=near}": sum(sizes) + sum(sizes[1:]),
-    }
+    assert loads == {"kvpool_bytes{direction=load,store=near}": sum(sizes) + sum(sizes[1:])}
 
 
 def test_a_get_says_which_cells_of_a_slab_are_missing_or_bad() -> None:
