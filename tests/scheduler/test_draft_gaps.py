@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.test_pool_scheduler import CHUNK, LAYER_GROUPS, Bench
+from tests.scheduler.scheduler_bench import CHUNK, LAYER_GROUPS, Bench
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
@@ -57,7 +57,7 @@ class Drafting(Bench):
 def bench() -> Iterator[Drafting]:
     bench = Drafting()
     yield bench
-    bench.lookups.close()
+    bench.close()
 
 
 def test_a_hit_ends_before_the_row_that_depends_on_the_next_token(bench: Drafting) -> None:
@@ -155,7 +155,7 @@ def test_answers_behind_missing_rows_count_against_loading() -> None:
             bench.clock.advance(token_s)
         bench.scheduler.finish(name, (bench.tables[name],))
     assert costs._token_s == {True: pytest.approx(1.5), False: pytest.approx(4.5)}
-    bench.lookups.close()
+    bench.close()
 
 
 def test_gaps_are_bounded(bench: Drafting) -> None:

@@ -1,10 +1,11 @@
 """Loads that end inside a chunk, and saves of ends: what the scheduler side plans for each."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
-from tests.scheduler.test_pool_scheduler import CHUNK, Bench, Maker, hashes_of
+from tests.scheduler.conftest import Make
+from tests.scheduler.scheduler_bench import CHUNK, Bench, hashes_of
 from tests.support.buffers import make_buffer
 from vllm_kvpool.config import KVPoolConfig, RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
@@ -15,19 +16,6 @@ from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import JobId, SavePlan
 
 STEP = 8
-
-
-@pytest.fixture
-def benches() -> Iterator[list[Bench]]:
-    made: list[Bench] = []
-    yield made
-    for bench in made:
-        assert bench.lookups.close()
-
-
-@pytest.fixture
-def make(benches: list[Bench]) -> Maker:
-    return Maker(benches)
 
 
 def hold(bench: Bench, tokens: Sequence[int], *, end: bool = False) -> ChunkChain:
@@ -62,7 +50,7 @@ def other(shared: int, count: int) -> list[int]:
     [(90, 16, 80), (90, 8, 88), (95, 16, 80), (71, 16, 64), (80, 16, 80), (90, 32, 64)],
 )
 def test_load_ends_in_whole_blocks_inside_the_chunk(
-    make: Maker, shared: int, block: int, loaded: int
+    make: Make, shared: int, block: int, loaded: int
 ) -> None:
     bench = make(alias_step=STEP, block=block)
     chain = hold(bench, other(shared, 128))
@@ -76,7 +64,7 @@ def test_load_ends_in_whole_blocks_inside_the_chunk(
     assert load.is_last_other is is_inside
 
 
-def test_load_begins_where_the_engine_own_cache_ends_inside_the_chunk(make: Maker) -> None:
+def test_load_begins_where_the_engine_own_cache_ends_inside_the_chunk(make: Make) -> None:
     bench = make(alias_step=STEP)
     chain = hold(bench, other(90, 128))
     bench.add(num_tokens=120)
@@ -88,7 +76,7 @@ def test_load_begins_where_the_engine_own_cache_ends_inside_the_chunk(make: Make
     assert (load.first_chunk, load.hashes) == (2, (chain.hashes[2],))
 
 
-def test_end_is_loaded_from_its_short_cells(make: Maker) -> None:
+def test_end_is_loaded_from_its_short_cells(make: Make) -> None:
     bench = make(alias_step=STEP)
     chain = hold(bench, range(84), end=True)
     bench.add(num_tokens=84)
@@ -97,7 +85,7 @@ def test_end_is_loaded_from_its_short_cells(make: Maker) -> None:
     assert (load.hashes[-1], load.end_tokens) == (chain.end(range(84)), 20)
 
 
-def test_own_chunk_is_saved_where_the_rows_of_another_were_loaded(make: Maker) -> None:
+def test_own_chunk_is_saved_where_the_rows_of_another_were_loaded(make: Make) -> None:
     bench = make(alias_step=STEP)
     hold(bench, other(90, 128))
     bench.add(num_tokens=96)
@@ -111,7 +99,7 @@ def test_own_chunk_is_saved_where_the_rows_of_another_were_loaded(make: Maker) -
     assert (pages.token_start, pages.token_stop) == (64, 96)
 
 
-def test_failed_load_inside_a_chunk_is_asked_for_once_more_without_it(make: Maker) -> None:
+def test_failed_load_inside_a_chunk_is_asked_for_once_more_without_it(make: Make) -> None:
     bench = make(alias_step=STEP)
     hold(bench, other(90, 128))
     bench.add(num_tokens=120)
@@ -126,7 +114,7 @@ def test_failed_load_inside_a_chunk_is_asked_for_once_more_without_it(make: Make
     ]
 
 
-def test_preempted_request_looks_anew(make: Maker) -> None:
+def test_preempted_request_looks_anew(make: Make) -> None:
     bench = make(alias_step=STEP)
     hold(bench, other(90, 128))
     view = bench.add(num_tokens=120)
@@ -149,7 +137,7 @@ def ends_of(bench: Bench, **steps: int) -> list[SavePlan]:
 
 @pytest.mark.parametrize(("num_tokens", "rest"), [(84, 20), (72, 8), (71, 0), (64, 0), (20, 20)])
 def test_prompt_end_is_saved_once_if_an_alias_can_lead_to_it(
-    make: Maker, num_tokens: int, rest: int
+    make: Make, num_tokens: int, rest: int
 ) -> None:
     bench = make(alias_step=STEP)
     bench.add(num_tokens=num_tokens)
@@ -166,7 +154,7 @@ def test_prompt_end_is_saved_once_if_an_alias_can_lead_to_it(
 
 @pytest.mark.parametrize(("shared", "is_saved"), [(84, False), (80, False), (79, True), (70, True)])
 def test_end_is_not_saved_where_an_alias_leads_to_its_tokens(
-    make: Maker, shared: int, is_saved: bool
+    make: Make, shared: int, is_saved: bool
 ) -> None:
     bench = make(alias_step=STEP)
     hold(bench, other(shared, 128))
@@ -180,7 +168,7 @@ def test_end_is_not_saved_where_an_alias_leads_to_its_tokens(
 
 @pytest.mark.parametrize("is_end", [True, False])
 def test_prompt_that_is_handed_over_gets_an_end_unless_that_very_end_is_stored(
-    make: Maker, is_end: bool
+    make: Make, is_end: bool
 ) -> None:
     """The next engine asks for the end by its own hash, and follows no alias."""
     bench = make(alias_step=STEP)
@@ -196,7 +184,7 @@ def test_prompt_that_is_handed_over_gets_an_end_unless_that_very_end_is_stored(
 
 @pytest.mark.parametrize(("answer", "rest"), [(5, 24), (13, 0), (20, 0), (30, 17)])
 def test_answer_end_is_saved_with_the_request_s_last_save(
-    make: Maker, answer: int, rest: int
+    make: Make, answer: int, rest: int
 ) -> None:
     """The last token sampled has no KV."""
     bench = make(alias_step=STEP, config=KVPoolConfig(save_decode=True))
@@ -211,14 +199,14 @@ def test_answer_end_is_saved_with_the_request_s_last_save(
     assert [save.end_tokens for save in ends] == ([rest] if rest else [])
 
 
-def test_without_aliases_no_end_is_saved(make: Maker) -> None:
+def test_without_aliases_no_end_is_saved(make: Make) -> None:
     bench = make(has_ends=True)
     bench.add(num_tokens=84)
     bench.admit()
     assert not ends_of(bench, a=84)
 
 
-def test_saved_chunks_get_aliases_that_another_prompt_follows(make: Maker) -> None:
+def test_saved_chunks_get_aliases_that_another_prompt_follows(make: Make) -> None:
     bench = make(alias_step=STEP)
     bench.add(num_tokens=96)
     bench.admit()

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,22 +12,30 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.scheduler.conftest import Make
+from tests.scheduler.scheduler_bench import (
+    CHUNK,
+    LIMIT_S,
+    NAMES,
+    NOTHING,
+    PENDING,
+    Bench,
+    View,
+    hashes_of,
+)
 from tests.support.buffers import make_buffer
-from tests.support.fakes import FakeClock, FakePins, FakeRequest, PatientLookups
-from tests.support.faults import Fault, FaultyStore
+from tests.support.fakes import FakeRequest
+from tests.support.faults import Fault
 from tests.support.invariants import check
-from tests.support.memory_store import MemoryStore
 from vllm_kvpool.cli.explain import RequestReport, reports
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
-from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
-from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler import pool_scheduler as scheduler_module
-from vllm_kvpool.scheduler.aliases import Aliases
 from vllm_kvpool.scheduler.blocks import GroupTables, all_blocks
 from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
-from vllm_kvpool.scheduler.lookup import Lookup, LookupOutcome, LookupResult
+from vllm_kvpool.scheduler.lookup import LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LOOKUP_TIMEOUT_S, LookupService
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport, Stored
 from vllm_kvpool.scheduler.pool_scheduler import (
@@ -40,10 +48,8 @@ from vllm_kvpool.scheduler.pool_scheduler import (
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import (
     OwnKV,
-    PoolShape,
     RequestLookup,
     RequestState,
-    ScheduledStep,
 )
 from vllm_kvpool.scheduler.states import AdmissionState
 from vllm_kvpool.storage.base import ChunkRef
@@ -58,262 +64,6 @@ from vllm_kvpool.transfer.ops import (
     PrefetchPlan,
     SavePlan,
 )
-
-CHUNK = 32
-LAYER_GROUPS = (LayerGroup(Topology(1, 1, ((0, 1),), 1), row_bytes=16),)
-NAMES = CellNames(make_namespace("model", "0" * 12), LAYER_GROUPS)
-LIMIT_S = 30.0
-PENDING, NOTHING = (None, False), (0, False)
-View = FakeRequest[RequestOptions, RequestIdentity]
-
-
-def hashes_of(tokens: Sequence[int]) -> list[bytes]:
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(tokens)
-    return chain.hashes
-
-
-class Bench:
-    """A scheduler over a real lookup service and a store of the test's. Time stands still."""
-
-    def __init__(
-        self,
-        block: int = 16,
-        role: KVRole = KVRole.BOTH,
-        num_ranks: int = 1,
-        max_pinned: int = 1000,
-        config: KVPoolConfig | None = None,
-        host_tier: bool = False,
-        stops_at_first: bool = False,
-        in_lockstep: bool = False,
-        num_replicas: int = 1,
-        can_save: Callable[[], bool] = lambda: True,
-        names: CellNames = NAMES,
-        has_ends: bool = False,
-        alias_step: int = 0,
-    ) -> None:
-        self.block = block
-        self.names = names
-        self.num_replicas, self.num_ranks = num_replicas, num_ranks
-        self.memory = MemoryStore("", 1 << 24)
-        self.store = FaultyStore(self.memory)
-        self.aliases = None
-        if alias_step:
-            self.aliases = Aliases((self.store,), (0,), names, CHUNK, alias_step, answer_s=LIMIT_S)
-            for writer in self.aliases._writers:  # at once, so that a run can be repeated
-                writer.post = writer._perform  # type: ignore[method-assign]
-        host_ranks = num_ranks if host_tier else 0
-        self.lookups = PatientLookups((self.store,), names, CHUNK, host_ranks, aliases=self.aliases)
-        self.clock = FakeClock(time.monotonic())
-        self.registry = MetricsRegistry()
-        self.pins = FakePins()
-        self.scheduler = PoolScheduler(
-            config or KVPoolConfig(),
-            role,
-            PoolShape(
-                CHUNK,
-                (KVCacheGroup(block),),
-                num_ranks,
-                max_pinned,
-                num_replicas,
-                prefetches=host_tier,
-                stops_at_first=stops_at_first,
-                in_lockstep=in_lockstep,
-                has_ends=has_ends or alias_step > 0,
-                alias_step=alias_step,
-            ),
-            self.lookups,
-            self.registry,
-            self.pins,
-            self.clock,
-            can_save,
-        )
-        self.views: dict[str, View] = {}
-        self.tables: dict[str, list[int]] = {}
-        self.next_block = 1
-        self.preempted: Sequence[str] = ()
-
-    # The store
-
-    def hold(self, tokens: Sequence[int], chunks: range) -> None:
-        buffer = make_buffer(1)
-        for chunk in chunks:
-            keys = self.names.of_chunk(hashes_of(tokens)[chunk])
-            self.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
-
-    # The engine
-
-    def add(
-        self,
-        request_id: str = "a",
-        num_tokens: int = 100,
-        options: RequestOptions | None = None,
-        shared: int = 1 << 30,
-        **traits: Any,
-    ) -> View:
-        """A request whose prompt is 0, 1, 2, …, with other tokens behind the first `shared`."""
-        view: View = FakeRequest(
-            request_id,
-            [token if token < shared else 1000 + token for token in range(num_tokens)],
-            options or RequestOptions(),
-            RequestIdentity(),
-            **traits,
-        )
-        self.views[request_id] = view
-        self.tables[request_id] = []
-        self.scheduler.add(view)
-        check(self.scheduler)
-        return view
-
-    def match(self, request_id: str = "a", num_computed: int = 0) -> tuple[int | None, bool]:
-        """The answer to come; the lookup is waited for."""
-        while (offer := self.scheduler.match(request_id, num_computed)) == PENDING:
-            answered = len(self.lookups._results)
-            self.lookups.wait(LIMIT_S)
-            assert self.lookups._results or answered, "no answer"
-        check(self.scheduler)
-        return offer
-
-    def grow(self, request_id: str, num_tokens: int) -> None:
-        table = self.tables[request_id]
-        while len(table) * self.block < num_tokens:
-            table.append(self.next_block)
-            self.next_block += 1
-
-    def allocate(self, request_id: str, computed: int, external: int) -> None:
-        self.grow(request_id, computed + external)
-        tables = (self.tables[request_id],) if external else ()
-        self.scheduler.allocated(request_id, tables, external)
-        self.views[request_id].num_computed_tokens = computed + external
-        check(self.scheduler)
-
-    def step(self, **scheduled: int) -> StepPlan:
-        """An engine step that computes so many tokens of each request."""
-        for request_id, count in scheduled.items():
-            self.grow(request_id, self.views[request_id].num_computed_tokens + count)
-        step = ScheduledStep(scheduled, lambda name: (self.tables[name],), self.preempted)
-        plan = self.scheduler.plan_step(step)
-        for request_id, count in scheduled.items():
-            self.views[request_id].num_computed_tokens += count
-        check(self.scheduler)
-        self.pins.check()
-        return plan
-
-    def admit(self, request_id: str = "a") -> tuple[int | None, bool]:
-        """Match and allocate; what is offered is not yet loaded."""
-        offer = self.match(request_id)
-        self.allocate(request_id, 0, offer[0] or 0)
-        return offer
-
-    def loading(self, stored: int, **traits: Any) -> View:
-        """A request whose load of so many stored chunks has been planned."""
-        self.hold(range(1000), range(stored))
-        view = self.add(**traits)
-        self.admit(view.request_id)
-        self.step()
-        return view
-
-    def block_lookup(self, request_id: str = "a") -> View:
-        """A request whose lookup hangs in the store."""
-        self.store.inject(Fault.BLOCKED, "exists")
-        view = self.add(request_id)
-        assert self.store.entered.wait(LIMIT_S)
-        return view
-
-    def gather(self, plan: StepPlan, ranks: int = 1) -> None:
-        self.scheduler.apply(StepReport(gathered={s.job_id: ranks for s in plan.saves}))
-        check(self.scheduler)
-
-    def stored(self, *saves: SavePlan) -> None:
-        """Every rank says that a store has all cells of the saves."""
-        how = Stored(self.num_ranks, frozenset({0}))
-        self.scheduler.apply(StepReport(stored={save.job_id: how for save in saves}))
-
-    def load_stops(self, request_id: str, tokens: int, seconds: float = 0.0) -> None:
-        self.scheduler.apply(StepReport(loads={request_id: Loaded(tokens, seconds)}))
-        self.scheduler.load_ended(request_id)
-        self.views[request_id].num_computed_tokens = tokens // self.block * self.block
-        check(self.scheduler)
-
-    def finish(self, request_id: str = "a") -> dict[str, dict[str, Any]] | None:
-        answer = self.scheduler.finish(request_id, (self.tables[request_id],))
-        check(self.scheduler)
-        return answer
-
-    def settle(self) -> StepPlan:
-        """Let the lookup service answer what it has been asked, and take it."""
-        self.lookups.wait(LIMIT_S)
-        assert self.lookups._results, "no answer"
-        return self.step()
-
-    def take_answers(self) -> None:
-        """Have every lookup answered without a step: another request's `match` takes them."""
-        while self.scheduler._lookups._open:
-            self.lookups.wait(LIMIT_S)
-            assert self.lookups._results, "no answer"
-            self.scheduler._take_answers()
-
-    def end_reset(self) -> None:
-        """A rank says that it knows, and the namespace is removed once more."""
-        self.scheduler.apply(StepReport(dropped={self.scheduler._validity.reset.generation: 1}))
-        self.lookups.submit(Lookup(-1, RequestIdentity, range(CHUNK), True, 0, 0.0, 0.0))
-        self.settle()
-
-    def counts(self, name: str) -> dict[str, float]:
-        return {
-            k.removeprefix(name): v
-            for k, v in self.registry.snapshot().items()
-            if k.startswith(name)
-        }
-
-    def save(self, job: int, chunks: range, request_id: str = "a") -> SavePlan:
-        """The save of those chunks, as it should be planned."""
-        start, stop = chunks.start * CHUNK // self.block, -(-chunks.stop * CHUNK // self.block)
-        hashes = hashes_of(self.views[request_id].tokens())
-        return SavePlan(
-            JobId(job),
-            request_id,
-            chunks.start,
-            tuple(hashes[chunks.start : chunks.stop]),
-            (
-                JobPages(
-                    tuple(self.tables[request_id][start:stop]),
-                    start * self.block,
-                    chunks.start * CHUNK,
-                    chunks.stop * CHUNK,
-                ),
-            ),
-            before=tuple(hashes[max(0, chunks.start - self.num_replicas) : chunks.start]),
-        )
-
-
-@pytest.fixture
-def benches() -> Iterator[list[Bench]]:
-    made: list[Bench] = []
-    yield made
-    for bench in made:
-        bench.store.heal()
-        assert bench.lookups.close()
-
-
-class Maker:
-    def __init__(self, made: list[Bench]) -> None:
-        self._made = made
-
-    def __call__(self, **arguments: object) -> Bench:
-        self._made.append(Bench(**arguments))  # type: ignore[arg-type]
-        return self._made[-1]
-
-
-@pytest.fixture
-def make(benches: list[Bench]) -> Maker:
-    return Maker(benches)
-
-
-@pytest.fixture
-def bench(make: Maker) -> Bench:
-    return make()
-
 
 # Lookups and offers
 
@@ -612,7 +362,7 @@ def test_while_a_request_loads_the_workers_wait_alone(bench: Bench, waits: Waits
 
 
 def test_an_engine_that_steps_with_others_never_waits(
-    make: Maker, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Data-parallel engines step together: one that waits, on either side, holds up all."""
     bench = make(in_lockstep=True)
@@ -650,7 +400,7 @@ def test_an_engine_that_steps_with_others_never_waits(
     ],
 )
 def test_an_offer_is_whole_blocks_beyond_what_is_computed(
-    make: Maker, block: int, prompt: int, stored: int, computed: int, offer: tuple[int, bool]
+    make: Make, block: int, prompt: int, stored: int, computed: int, offer: tuple[int, bool]
 ) -> None:
     bench = make(block=block)
     bench.hold(range(1000), range(stored))
@@ -710,7 +460,7 @@ def test_an_offer_that_vllm_does_not_take_loads_nothing(bench: Bench) -> None:
     assert bench.step().loads == ()
 
 
-def load_beside_one_without_blocks(make: Maker, *, stops_at_first: bool = True) -> Bench:
+def load_beside_one_without_blocks(make: Make, *, stops_at_first: bool = True) -> Bench:
     """`b` has loaded and not run yet; there were no blocks for `a`, which was asked before it."""
     bench = make(stops_at_first=stops_at_first)
     bench.hold(range(1000), range(3))
@@ -729,7 +479,7 @@ def load_beside_one_without_blocks(make: Maker, *, stops_at_first: bool = True) 
     return bench
 
 
-def test_a_request_without_blocks_gives_way_to_one_that_has_loaded(make: Maker) -> None:
+def test_a_request_without_blocks_gives_way_to_one_that_has_loaded(make: Make) -> None:
     bench = load_beside_one_without_blocks(make)
     for _ in range(2):
         assert bench.scheduler.match("a", 0) == PENDING
@@ -740,7 +490,7 @@ def test_a_request_without_blocks_gives_way_to_one_that_has_loaded(make: Maker) 
     check(bench.scheduler)
 
 
-def test_nobody_passes_a_request_that_gives_way_but_who_has_loaded(make: Maker) -> None:
+def test_nobody_passes_a_request_that_gives_way_but_who_has_loaded(make: Make) -> None:
     bench = load_beside_one_without_blocks(make)
     assert bench.match("c") == (96, True)  # it stands before it
     assert bench.scheduler.match("a", 0) == PENDING
@@ -752,13 +502,13 @@ def test_nobody_passes_a_request_that_gives_way_but_who_has_loaded(make: Maker) 
     assert bench.match("a") == (96, True)
 
 
-def test_nobody_gives_way_where_those_that_have_loaded_have_their_own_line(make: Maker) -> None:
+def test_nobody_gives_way_where_those_that_have_loaded_have_their_own_line(make: Make) -> None:
     bench = load_beside_one_without_blocks(make, stops_at_first=False)
     assert bench.match("a") == (96, True)
 
 
 @pytest.mark.parametrize("how", ["runs", "ends", "comes to nothing"])
-def test_nobody_gives_way_where_something_runs_or_can(make: Maker, how: str) -> None:
+def test_nobody_gives_way_where_something_runs_or_can(make: Make, how: str) -> None:
     bench = load_beside_one_without_blocks(make)
     if how == "runs":
         bench.add("other", options=RequestOptions(load=False, save=False))
@@ -870,7 +620,7 @@ def test_lookup_that_ends_before_its_promise_is_allocated_ends_the_stream(bench:
     ],
 )
 def test_prompt_end_is_expected_where_it_will_be_stored(
-    make: Maker, has_ends: bool, options: dict[str, Any], is_whole: bool
+    make: Make, has_ends: bool, options: dict[str, Any], is_whole: bool
 ) -> None:
     stop, end_tokens = (99, 100 % CHUNK) if is_whole else (96, 0)
     bench = make(has_ends=has_ends)
@@ -897,7 +647,7 @@ def test_reset_or_new_weights_end_every_stream(
     assert bench.counts("kvpool_promised_blocks") == {"": 0}
 
 
-def test_layered_load_waits_for_all_expected_tokens(make: Maker) -> None:
+def test_layered_load_waits_for_all_expected_tokens(make: Make) -> None:
     bench = make(config=KVPoolConfig(layerwise=True))
     bench.hold(range(1000), range(1))
     bench.add(options=RequestOptions(expect_tokens=2 * CHUNK))
@@ -932,7 +682,7 @@ def test_expected_prompt_is_counted_by_source_and_outcome(
     }
 
 
-def test_expected_prompt_whose_lookup_hangs_is_counted_as_missing(make: Maker) -> None:
+def test_expected_prompt_whose_lookup_hangs_is_counted_as_missing(make: Make) -> None:
     bench = make(config=KVPoolConfig(layerwise=True))  # which does not stream
     bench.store.inject(Fault.BLOCKED, "exists")
     bench.add(options=RequestOptions(expect_tokens=CHUNK, expect_timeout_ms=30))
@@ -948,7 +698,7 @@ def test_expected_prompt_that_is_not_loaded_is_not_counted(bench: Bench) -> None
     assert bench.counts("kvpool_expected_prompts") == {}
 
 
-def test_preempted_request_does_not_wait_again_for_missing_tokens(make: Maker) -> None:
+def test_preempted_request_does_not_wait_again_for_missing_tokens(make: Make) -> None:
     bench = make(config=KVPoolConfig(layerwise=True))  # which does not stream
     bench.store.inject(Fault.BLOCKED, "exists")
     view = bench.add(options=RequestOptions(expect_tokens=CHUNK, expect_timeout_ms=30_000))
@@ -1001,7 +751,7 @@ def test_a_request_takes_part_as_it_wishes_and_may(
     ],
 )
 def test_roles_load_and_producers_save(
-    make: Maker, role: KVRole, save_decode: bool, saves: bool
+    make: Make, role: KVRole, save_decode: bool, saves: bool
 ) -> None:
     bench = make(role=role, config=KVPoolConfig(save_decode=save_decode))
     bench.hold(range(1000), range(1))
@@ -1089,7 +839,7 @@ def test_what_is_unknown_is_answered_calmly(bench: Bench) -> None:
     assert bench.step() == StepPlan(idle=True)
 
 
-def test_auto_loads_only_what_loading_brings_sooner(make: Maker) -> None:
+def test_auto_loads_only_what_loading_brings_sooner(make: Make) -> None:
     bench = make(config=KVPoolConfig(load_policy=LoadPolicy.AUTO))
     bench.hold(range(1000), range(3))
     bench.add()
@@ -1182,7 +932,7 @@ def test_a_lookup_that_is_late_is_a_span_as_well(bench: Bench) -> None:
 
 
 def test_a_request_s_tokens_are_logged_on_demand_for_explain(
-    make: Maker, caplog: pytest.LogCaptureFixture
+    make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     for wanted in (True, False):
         bench = make(config=KVPoolConfig(log_requests=wanted))
@@ -1272,7 +1022,7 @@ def test_what_was_not_found_counts_by_why(rest: LookupOutcome, reason: str) -> N
 # Saves
 
 
-def test_where_no_tier_takes_saves_nothing_is_planned_or_promised(make: Maker) -> None:
+def test_where_no_tier_takes_saves_nothing_is_planned_or_promised(make: Make) -> None:
     """A request that comes once a tier takes them is saved."""
     is_writable: list[bool] = []
     bench = make(can_save=lambda: bool(is_writable))
@@ -1292,7 +1042,7 @@ def test_where_no_tier_takes_saves_nothing_is_planned_or_promised(make: Maker) -
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 def test_a_save_names_as_many_chunks_before_it_as_there_are_replicas(
-    make: Maker, num_replicas: int
+    make: Make, num_replicas: int
 ) -> None:
     """So that each rank finds the one before that it keeps itself."""
     bench = make(num_replicas=num_replicas)
@@ -1326,7 +1076,7 @@ def test_what_is_stored_is_not_saved(bench: Bench) -> None:
     assert bench.step(a=36).saves == (bench.save(3, range(2, 3)),)
 
 
-def test_decoded_tokens_are_saved_only_if_asked(make: Maker) -> None:
+def test_decoded_tokens_are_saved_only_if_asked(make: Make) -> None:
     for save_decode in (False, True):
         bench = make(config=KVPoolConfig(save_decode=save_decode))
         view = bench.add(num_tokens=60)
@@ -1341,7 +1091,7 @@ def test_decoded_tokens_are_saved_only_if_asked(make: Maker) -> None:
         assert bench.finish() == {"kvpool": {"tokens": 64 if save_decode else 32}}
 
 
-def test_drafts_and_tokens_in_flight_are_not_saved(make: Maker) -> None:
+def test_drafts_and_tokens_in_flight_are_not_saved(make: Make) -> None:
     bench = make(config=KVPoolConfig(save_decode=True))
     view = bench.add(num_tokens=60)
     bench.admit()
@@ -1356,7 +1106,7 @@ def test_drafts_and_tokens_in_flight_are_not_saved(make: Maker) -> None:
     assert len(bench.step(a=1).saves) == 1
 
 
-def test_the_last_sampled_token_is_not_saved(make: Maker) -> None:
+def test_the_last_sampled_token_is_not_saved(make: Make) -> None:
     bench = make(config=KVPoolConfig(save_decode=True), max_pinned=2)
     view = bench.add(num_tokens=63)
     bench.admit()
@@ -1369,7 +1119,7 @@ def test_the_last_sampled_token_is_not_saved(make: Maker) -> None:
 
 
 def test_steps_without_room_look_at_nobody_and_then_at_whom_there_is_room_for(
-    make: Maker, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of one chunk may be pinned; 64 requests of 512 chunks each are due."""
     bench = make(max_pinned=CHUNK // 16)
@@ -1403,7 +1153,7 @@ def test_steps_without_room_look_at_nobody_and_then_at_whom_there_is_room_for(
     assert pinned.ranks_left == 0
 
 
-def test_the_pinned_blocks_are_bounded_and_the_rest_waits(make: Maker) -> None:
+def test_the_pinned_blocks_are_bounded_and_the_rest_waits(make: Make) -> None:
     bench = make(max_pinned=3)
     view = bench.add(num_tokens=128)
     bench.admit()
@@ -1511,7 +1261,7 @@ def test_a_request_that_ends_while_loading_saves_nothing(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("num_tokens", "chunks"), [(100, 3), (96, 3), (64, 2)])
 def test_what_a_waiting_request_will_load_is_fetched_before_its_turn(
-    make: Maker, num_tokens: int, chunks: int
+    make: Make, num_tokens: int, chunks: int
 ) -> None:
     bench = make(host_tier=True)
     bench.hold(range(1000), range(3))
@@ -1524,7 +1274,7 @@ def test_what_a_waiting_request_will_load_is_fetched_before_its_turn(
     assert bench.step().prefetches == ()
 
 
-def test_a_request_whose_turn_has_come_is_not_fetched_for(make: Maker) -> None:
+def test_a_request_whose_turn_has_come_is_not_fetched_for(make: Make) -> None:
     bench = make(host_tier=True)
     bench.hold(range(1000), range(3))
     bench.add("a")
@@ -1544,7 +1294,7 @@ def test_a_request_whose_turn_has_come_is_not_fetched_for(make: Maker) -> None:
     ids=["no host tier", "nothing stored", "may not load"],
 )
 def test_nothing_is_fetched_for_what_will_not_be_loaded(
-    make: Maker, host_tier: bool, stored: int, options: RequestOptions
+    make: Make, host_tier: bool, stored: int, options: RequestOptions
 ) -> None:
     bench = make(host_tier=host_tier)
     bench.hold(range(1000), range(stored))
@@ -1555,7 +1305,7 @@ def test_nothing_is_fetched_for_what_will_not_be_loaded(
 @pytest.mark.parametrize("is_taken", [True, False], ids=["known", "on its way"])
 @pytest.mark.parametrize("event", ["finish", "reset"])
 def test_a_prefetch_is_forgotten_with_its_request_and_at_a_reset(
-    make: Maker, event: str, is_taken: bool
+    make: Make, event: str, is_taken: bool
 ) -> None:
     bench = make(host_tier=True)
     bench.hold(range(1000), range(3))
@@ -1571,7 +1321,7 @@ def test_a_prefetch_is_forgotten_with_its_request_and_at_a_reset(
     assert bench.step().prefetches == ()
 
 
-def test_what_ranks_have_in_host_memory_is_offered(make: Maker) -> None:
+def test_what_ranks_have_in_host_memory_is_offered(make: Make) -> None:
     bench = make(host_tier=True, num_ranks=2)
     groups = tuple(NAMES.chunk_id(chunk_hash) for chunk_hash in hashes_of(range(100)))
     bench.scheduler.apply(StepReport(host={rank: HostCacheChange(groups, ()) for rank in (0, 1)}))
@@ -1586,7 +1336,7 @@ def test_what_ranks_have_in_host_memory_is_offered(make: Maker) -> None:
 # Resets
 
 
-def test_a_reset_removes_what_is_stored_and_saves_anew(make: Maker) -> None:
+def test_a_reset_removes_what_is_stored_and_saves_anew(make: Make) -> None:
     bench = make(num_ranks=2)
     bench.loading(3)
     bench.scheduler.load_ended("a")
@@ -1651,7 +1401,7 @@ def test_a_reset_that_the_store_does_not_confirm_says_so(
     assert bench.step().generation == 2
 
 
-def test_a_reset_drops_the_saves_of_requests_that_have_ended(make: Maker) -> None:
+def test_a_reset_drops_the_saves_of_requests_that_have_ended(make: Make) -> None:
     bench = make(max_pinned=2)
     bench.add(num_tokens=100)
     bench.admit()

@@ -6,12 +6,13 @@ cell is of.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 import tests.support.memory_store  # noqa: F401  (its scheme)
-from tests.scheduler.test_pool_scheduler import (
+from tests.scheduler.conftest import Make
+from tests.scheduler.scheduler_bench import (
     LIMIT_S,
     NAMES,
     NOTHING,
@@ -33,26 +34,6 @@ from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import HostCacheChange, SavePlan
 
 FIRST, NEW, NEWER = "", "sample:b", "drawn:c"
-Make = Callable[..., Bench]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    made: list[Bench] = []
-
-    def make(**arguments: object) -> Bench:
-        made.append(Bench(**arguments))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for bench in made:
-        bench.store.heal()
-        assert bench.lookups.close()
-
-
-@pytest.fixture
-def bench(make: Make) -> Bench:
-    return make()
 
 
 def hold(

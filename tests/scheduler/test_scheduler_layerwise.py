@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.scheduler.test_pool_scheduler import CHUNK, NOTHING, PENDING
-from tests.scheduler.test_pool_scheduler import Bench as SchedulerBench
+from tests.scheduler.scheduler_bench import CHUNK, NOTHING, PENDING
+from tests.scheduler.scheduler_bench import Bench as SchedulerBench
 from tests.support.fakes import FakeClock, FakeExecutor
 from tests.worker.test_pool_worker import DONE, load_plan, loaded, save_plan
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, RequestOptions

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.test_pool_scheduler import hashes_of
+from tests.scheduler.scheduler_bench import hashes_of
 from tests.support.buffers import make_buffer
 from tests.support.fakes import FakeClock, FakePins, FakeRequest, PatientLookups
 from tests.support.invariants import check

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.scheduler.test_pool_scheduler import CHUNK, NAMES, Bench, View, hashes_of
+from tests.scheduler.scheduler_bench import CHUNK, NAMES, Bench, View, hashes_of
 from tests.support.buffers import make_buffer
 from tests.support.invariants import check
 from vllm_kvpool.config import KVPoolConfig, RequestOptions

@@ -1,0 +1,334 @@
+"""Examples of the scheduler, written as scripts of a `Bench`.
+
+    what could not be loaded is computed and saved
+        engine; stored 3; add a; admit a -> 96; step -> load a 0-96; load_stops a 40
+        step a=68 -> save a 1-3
+
+`engine` makes the bench with its options. Prompts are 0, 1, 2, … with 100 tokens; `stored 3` puts
+their first three chunks into the store, `stored 1-3` the second and third. `add b 60 save=False`
+adds a request with options, `match a 32` asks what is offered beyond 32 computed tokens: `96`, or
+`96 now` within the step, or nothing. `admit` takes what is offered. `step a=100` computes tokens and
+says what the workers are told: `load a 48-96` in tokens, `save a 0-3` in chunks, with `end 20` for
+a prompt's end of 20 tokens, `as v` of other weights; `prefetch a 3`, `landed a 2 final`. That plans
+name the right hashes and blocks is checked in every step. `count hit_tokens 96` compares a metric,
+`count miss_tokens absent:32 short:4` one with labels. `VERBS` has all verbs.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from tests.scheduler.scheduler_bench import CHUNK, LIMIT_S, NAMES, Bench, hashes_of
+from tests.support import scripts
+from tests.support.buffers import make_buffer
+from tests.support.faults import Fault
+from tests.support.invariants import check
+from tests.support.scripts import Example
+from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
+from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
+from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.transfer.ops import NULL_BLOCK, Landed, LoadPlan, SavePlan
+
+__all__ = ["Example", "examples", "play"]
+
+PROMPT = range(1000)
+FIRST_WEIGHTS = "first"
+
+
+def examples(text: str, given: str = "") -> pytest.MarkDecorator:
+    """A mark: the test's parameter `example` is each one of the text. `given`: the steps before."""
+    return scripts.examples(text, _engine, VERBS, given)
+
+
+def play(steps: str) -> Bench:
+    """Take some steps, and return the bench."""
+    bench: Bench = Example("", (steps,), _engine, VERBS).play()
+    return bench
+
+
+def _engine(verb: str, **options: Any) -> Bench:
+    assert verb == "engine"
+    config = {k: options.pop(k) for k in _fields(KVPoolConfig) & options.keys()}
+    if "load_policy" in config:
+        config["load_policy"] = LoadPolicy(config["load_policy"])
+    if "role" in options:
+        options["role"] = KVRole(options["role"])
+    return Bench(config=KVPoolConfig(**config), **options)
+
+
+def _fields(kind: type) -> set[str]:
+    return {each.name for each in fields(kind)} - {"tenant"}  # which a trait of the request is
+
+
+def in_words(bench: Bench, plan: StepPlan) -> list[str]:
+    """See the module docstring."""
+    told = [_load_in_words(bench, each) for each in plan.loads]
+    told += [_save_in_words(bench, each) for each in plan.saves]
+    told += [
+        f"prefetch {each.request_id} {len(each.hashes)}{_as(each.weights_version)}"
+        for each in plan.prefetches
+    ]
+    told += [
+        f"landed {each.stop_chunk}{' final' * each.is_final}{' urgent' * each.is_urgent}"
+        for each in plan.landed
+    ]
+    return told + [f"handed over {each.found} {each.chunks}" for each in plan.hand_over_ends]
+
+
+def _load_in_words(bench: Bench, load: LoadPlan) -> str:
+    start, stop = load.token_start, load.token_stop
+    known = len(load.hashes) - (load.end_tokens > 0 or load.is_last_other)
+    own = hashes_of(bench.views[load.request_id].tokens())[load.first_chunk :]
+    assert list(load.hashes[:known]) == own[:known]
+    assert load.first_chunk == start // CHUNK
+    assert len(load.hashes) == -(-stop // CHUNK) - load.first_chunk
+    [pages] = load.pages
+    assert (pages.token_start, pages.token_stop) == (start, stop)
+    blocks = bench.tables[load.request_id][start // bench.block : -(-stop // bench.block)]
+    assert list(pages.block_ids) == blocks
+    end = f" end {load.end_tokens}" * (load.end_tokens > 0)
+    other = " of another" * load.is_last_other
+    landed = "" if load.landed_stop is None else f" landed {load.landed_stop}"
+    layered = " layered" * load.layered
+    return f"load {load.request_id} {start}-{stop}{end}{other}{landed}{layered}" + _as(
+        load.weights_version
+    )
+
+
+def _save_in_words(bench: Bench, save: SavePlan) -> str:
+    stop = save.first_chunk + len(save.hashes)
+    chunks = range(save.first_chunk, stop)
+    if not save.end_tokens:
+        wanted = bench.save(save.job_id, chunks, save.request_id)
+        assert (save.hashes, save.before) == (wanted.hashes, wanted.before)
+        assert save.pages == wanted.pages or not bench.tables[save.request_id]
+    end = f" end {save.end_tokens}" * (save.end_tokens > 0)
+    return f"save {save.request_id} {save.first_chunk}-{stop}{end}" + _as(save.weights_version)
+
+
+def _as(weights_version: str) -> str:
+    return f" as {weights_version}" if weights_version else ""
+
+
+def _said(offer: tuple[int | None, bool]) -> list[str]:
+    count, is_async = offer
+    if count is None:
+        return ["pending"]
+    return [f"{count}{'' if is_async else ' now'}"] if count else []
+
+
+def _chunks(text: str) -> range:
+    first, dash, stop = text.partition("-")
+    return range(int(first), int(stop)) if dash else range(int(first))
+
+
+def _stored(bench: Bench, chunks: str, weights: str = FIRST_WEIGHTS) -> None:
+    names = NAMES.with_weights("" if weights == FIRST_WEIGHTS else weights)
+    for chunk in _chunks(chunks):
+        keys = names.of_chunk(hashes_of(PROMPT)[chunk])
+        bench.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
+
+
+def _in_store(bench: Bench, count: str, weights: str = FIRST_WEIGHTS) -> None:
+    """How many cells the store has."""
+    names = NAMES.with_weights("" if weights == FIRST_WEIGHTS else weights)
+    keys = bench.memory._table.list_keys()
+    assert sum(key.startswith(f"{names.namespace}@") for key in keys) == int(count)
+
+
+def _add(bench: Bench, name: str, tokens: str = "100", **more: Any) -> None:
+    wished = {k: more.pop(k) for k in _fields(RequestOptions) & more.keys()}
+    bench.add(name, int(tokens), RequestOptions(**wished), **more)
+
+
+def _match(bench: Bench, name: str, computed: str = "0") -> list[str]:
+    return _said(bench.match(name, int(computed)))
+
+
+def _poll(bench: Bench, name: str, computed: str = "0") -> list[str]:
+    """As `match`, but the lookup is not waited for."""
+    return _said(bench.scheduler.match(name, int(computed)))
+
+
+def _step(bench: Bench, **scheduled: int) -> list[str]:
+    return _told(bench, bench.step(**scheduled))
+
+
+def _told(bench: Bench, plan: StepPlan) -> list[str]:
+    bench.plan = plan
+    bench.gathering += plan.saves
+    return in_words(bench, plan)
+
+
+def _told_load(bench: Bench, *words: str) -> None:
+    """The step before has told of a load, of whose stream a chunk may have landed."""
+    [load] = bench.plan.loads
+    assert load.landed_stop in (0, 1)
+    assert in_words(bench, StepPlan(loads=(replace(load, landed_stop=None),))) == [
+        " ".join(("load", *words))
+    ]
+
+
+def _landed(bench: Bench) -> list[str]:
+    """Let lookups end until a stream has, and say what plans tell of it; it only goes on."""
+    landed: list[Landed] = []
+    while not (landed and landed[-1].is_final):
+        bench.lookups.wait(LIMIT_S)
+        landed += bench.step().landed
+    stops = [each.stop_chunk for each in landed]
+    assert stops == sorted(set(stops))
+    return in_words(bench, StepPlan(landed=tuple(landed)))
+
+
+def _gather(bench: Bench, ranks: str = "1") -> None:
+    """All saves of which workers were told are gathered, by so many ranks."""
+    bench.gather(StepPlan(saves=tuple(bench.gathering)), int(ranks))
+    bench.gathering.clear()
+
+
+def _compute(bench: Bench, name: str, computed: str = "0", **traits: bool) -> list[str]:
+    """A request runs in one step, from `computed` tokens of the engine's own cache on, and ends."""
+    bench.add(name, **traits)
+    bench.match(name, int(computed))
+    bench.allocate(name, int(computed), 0)
+    said = _step(bench, **{name: 100 - int(computed)})
+    _gather(bench)
+    bench.finish(name)
+    return said
+
+
+def _unknown(bench: Bench, name: str) -> None:
+    """Calls of a request that nobody has added."""
+    bench.scheduler.allocated(name, ((1,),), 16)
+    bench.scheduler.load_ended(name)
+    bench.scheduler.apply(StepReport(loads={name: Loaded(0)}))
+    assert bench.scheduler.finish(name, ()) is None
+
+
+def _computed(bench: Bench, name: str, tokens: str) -> None:
+    """vLLM counts so many tokens as computed."""
+    bench.views[name].num_computed_tokens = int(tokens)
+
+
+def _lose_block(bench: Bench, name: str, index: str) -> None:
+    bench.tables[name][int(index)] = NULL_BLOCK
+
+
+def _unname(bench: Bench, name: str) -> None:
+    bench.views[name].identified = None
+
+
+def _finish(bench: Bench, name: str) -> list[str]:
+    """What the client is told: how many tokens are in the pool."""
+    answer = bench.finish(name)
+    return [] if answer is None else [f"{answer['kvpool']['tokens']} tokens"]
+
+
+def _preempt(bench: Bench, name: str) -> None:
+    bench.views[name].preempt()
+    _free(bench, name)
+
+
+def _free(bench: Bench, name: str) -> None:
+    bench.tables[name] = []
+
+
+def _block(bench: Bench, name: str, *request: str, **more: Any) -> None:
+    """The store's method hangs, perhaps with the lookup of a request in it."""
+    bench.store.inject(Fault.BLOCKED, name)
+    if request:
+        _add(bench, *request, **more)
+        assert bench.store.entered.wait(LIMIT_S)
+
+
+def _count(bench: Bench, name: str, *counts: str) -> None:
+    """Counts by the values of their labels."""
+    found = {
+        "/".join(label.partition("=")[2] for label in labels.strip("{}").split(",") if label): value
+        for labels, value in bench.counts(f"kvpool_{name}").items()
+        if not labels or labels[0] == "{"
+    }
+    wanted = (each.rpartition(":") for each in counts)
+    assert found == {label: float(count) for label, _, count in wanted}, found
+
+
+def _weights(bench: Bench, weights: str, is_reset: bool = True) -> None:
+    """The weights change; then the engine's own cache is emptied, as vLLM asks for."""
+    bench.scheduler.weights_changed("" if weights == FIRST_WEIGHTS else weights)
+    check(bench.scheduler)
+    if is_reset:
+        bench.scheduler.own_cache_was_reset()
+
+
+def _reset(bench: Bench) -> None:
+    assert bench.scheduler.reset()
+    check(bench.scheduler)
+
+
+def _pending(bench: Bench, is_pending: str) -> None:
+    """`pending False`: no save waits."""
+    assert str(bench.scheduler.saves.has_pending) == is_pending
+
+
+def _pins(bench: Bench, number: str) -> None:
+    """How many blocks are pinned."""
+    assert len(bench.pins.references) == int(number)
+
+
+def _lookups(bench: Bench, number: str) -> None:
+    """How many lookups have not ended."""
+    assert len(bench.scheduler._lookups._open) == int(number)
+
+
+def _asked(bench: Bench, most: str) -> None:
+    """How often the store was asked at most."""
+    assert bench.store.calls["exists"] <= int(most)
+
+
+VERBS: Mapping[str, Callable[..., Any]] = {
+    "add": _add,
+    "admit": lambda bench, name: _said(bench.admit(name)),
+    "allocate": lambda bench, name, *counts: bench.allocate(name, *map(int, counts)),
+    "answers": Bench.take_answers,
+    "block": _block,
+    "compute": _compute,
+    "computed": _computed,
+    "confirm": lambda bench: bench.stored(*bench.plan.saves),
+    "decode": lambda bench, name, *tokens: bench.views[name].output.extend(map(int, tokens)),
+    "drop_late": lambda bench: bench.scheduler.saves.drop_late(),
+    "encoder_cache_reset": lambda bench: bench.scheduler.encoder_cache_was_reset(),
+    "end_reset": Bench.end_reset,
+    "finish": _finish,
+    "free": _free,
+    "gather": _gather,
+    "grow": lambda bench, name, tokens: bench.grow(name, int(tokens)),
+    "landed": _landed,
+    "load_stops": lambda bench, name, tokens, seconds="0": bench.load_stops(
+        name, int(tokens), float(seconds)
+    ),
+    "loaded": lambda bench, name: bench.scheduler.load_ended(name),
+    "lose_block": _lose_block,
+    "match": _match,
+    "own_cache_reset": lambda bench: bench.scheduler.own_cache_was_reset(),
+    "poll": _poll,
+    "preempt": _preempt,
+    "release": lambda bench: bench.store.release(),
+    "reset": _reset,
+    "settle": lambda bench: _told(bench, bench.settle()),
+    "step": _step,
+    "stored": _stored,
+    "told_load": _told_load,
+    "unknown": _unknown,
+    "unname": _unname,
+    "wait": lambda bench, seconds: bench.clock.advance(float(seconds)),
+    "weights": _weights,
+    # What has come of it
+    "asked": _asked,
+    "count": _count,
+    "in_store": _in_store,
+    "lookups": _lookups,
+    "pending": _pending,
+    "pins": _pins,
+}
