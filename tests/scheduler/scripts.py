@@ -4,13 +4,13 @@
         engine; stored 3; add a; admit a -> 96; step -> load a 0-96; load_stops a 40
         step a=68 -> save a 1-3
 
-`engine` makes the bench with its options. Prompts are 0, 1, 2, … with 100 tokens; `stored 3` puts
+`engine` makes the bench, with its options. Prompts are 0, 1, 2, … with 100 tokens. `stored 3` puts
 their first three chunks into the store, `stored 1-3` the second and third. `add b 60 save=False`
-adds a request with options, `match a 32` asks what is offered beyond 32 computed tokens: `96`, or
-`96 now` within the step, or nothing. `admit` takes what is offered. `step a=100` computes tokens and
-says what the workers are told: `load a 48-96` in tokens, `save a 0-3` in chunks, with `end 20` for
-a prompt's end of 20 tokens, `as v` of other weights; `prefetch a 3`, `landed a 2 final`. That plans
-name the right hashes and blocks is checked in every step. `count hit_tokens 96` compares a metric,
+adds a request with options. `match a 32` asks what is offered beyond 32 computed tokens: `96`, or
+`96 now` within the step, or nothing; `admit` takes it. `step a=100` computes tokens and says what
+the workers are told: `load a 48-96` in tokens, `save a 0-3` in chunks, with `end 20` for a prompt's
+end of 20 tokens and `as v` of other weights; `prefetch a 3`; `landed 2 final`. That plans name the
+right hashes and blocks is checked in every step. `count hit_tokens 96` compares a metric,
 `count miss_tokens absent:32 short:4` one with labels. `VERBS` has all verbs.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.scheduler_bench import CHUNK, LIMIT_S, NAMES, Bench, hashes_of
+from tests.scheduler.scheduler_bench import CHUNK, LIMIT_S, NAMES, NOTHING, Bench, hashes_of
 from tests.support import scripts
 from tests.support.buffers import make_buffer
 from tests.support.faults import Fault
@@ -28,17 +28,18 @@ from tests.support.invariants import check
 from tests.support.scripts import Example
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
+from vllm_kvpool.scheduler.request import OwnKV
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import NULL_BLOCK, Landed, LoadPlan, SavePlan
 
-__all__ = ["Example", "examples", "play"]
+__all__ = ["Example", "examples", "in_words", "play"]
 
 PROMPT = range(1000)
 FIRST_WEIGHTS = "first"
 
 
 def examples(text: str, given: str = "") -> pytest.MarkDecorator:
-    """A mark: the test's parameter `example` is each one of the text. `given`: the steps before."""
+    """A mark: the test's parameter `example` is each one of the text. `given`: steps before."""
     return scripts.examples(text, _engine, VERBS, given)
 
 
@@ -152,8 +153,31 @@ def _poll(bench: Bench, name: str, computed: str = "0") -> list[str]:
     return _said(bench.scheduler.match(name, int(computed)))
 
 
-def _step(bench: Bench, **scheduled: int) -> list[str]:
+def _step(bench: Bench, *, preempted: str = "", **scheduled: int) -> list[str]:
+    bench.preempted = [preempted] if preempted else []
     return _told(bench, bench.step(**scheduled))
+
+
+def _starts(
+    bench: Bench, name: str, own: int | str = 0, *, loaded: int = 128, blocks: bool = True
+) -> None:
+    """A request of 192 tokens is admitted, of which another connector loads the first.
+
+    The engine's own cache has `own` tokens, `loaded` are there with those of the load. Without
+    `blocks` names of the engine's blocks are not trusted.
+    """
+    if name not in bench.views:
+        bench.add(name, 192).own = OwnKV(blocks=blocks)
+    assert bench.match(name, int(own)) == NOTHING
+    bench.grow(name, 192)
+    bench.scheduler.allocated(name, (), 0)
+    bench.views[name].num_computed_tokens = loaded
+
+
+def _load_failed(bench: Bench, name: str, kept: str) -> None:
+    """vLLM computes the request again from the first token that was not loaded."""
+    _computed(bench, name, kept)
+    bench.scheduler.step_ended()
 
 
 def _told(bench: Bench, plan: StepPlan) -> list[str]:
@@ -293,6 +317,7 @@ VERBS: Mapping[str, Callable[..., Any]] = {
     "allocate": lambda bench, name, *counts: bench.allocate(name, *map(int, counts)),
     "answers": Bench.take_answers,
     "block": _block,
+    "comes": lambda bench, name: bench.scheduler.allocated(name, (), 0),
     "compute": _compute,
     "computed": _computed,
     "confirm": lambda bench: bench.stored(*bench.plan.saves),
@@ -308,6 +333,7 @@ VERBS: Mapping[str, Callable[..., Any]] = {
     "load_stops": lambda bench, name, tokens, seconds="0": bench.load_stops(
         name, int(tokens), float(seconds)
     ),
+    "load_failed": _load_failed,
     "loaded": lambda bench, name: bench.scheduler.load_ended(name),
     "lose_block": _lose_block,
     "match": _match,
@@ -317,6 +343,7 @@ VERBS: Mapping[str, Callable[..., Any]] = {
     "release": lambda bench: bench.store.release(),
     "reset": _reset,
     "settle": lambda bench: _told(bench, bench.settle()),
+    "starts": _starts,
     "step": _step,
     "stored": _stored,
     "told_load": _told_load,
