@@ -19,9 +19,9 @@ from vllm_kvpool.scheduler.lookup import Lookup
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport, Stored
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep
+from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep, StateOffer
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.transfer.ops import JobId, JobPages, SavePlan
+from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, JobPages, SavePlan
 
 CHUNK = 32
 LAYER_GROUPS = (LayerGroup(Topology(1, 1, ((0, 1),), 1), row_bytes=16),)
@@ -48,17 +48,15 @@ class Bench:
         max_pinned: int = 1000,
         config: KVPoolConfig | None = None,
         host_tier: bool = False,
-        stops_at_first: bool = False,
-        in_lockstep: bool = False,
-        num_replicas: int = 1,
         can_save: Callable[[], bool] = lambda: True,
         names: CellNames = NAMES,
+        groups: tuple[KVCacheGroup, ...] = (),
         has_ends: bool = False,
         alias_step: int = 0,
+        **shape: Any,
     ) -> None:
-        self.block = block
-        self.names = names
-        self.num_replicas, self.num_ranks = num_replicas, num_ranks
+        self.block, self.names, self.num_ranks = block, names, num_ranks
+        self.num_replicas = shape.get("num_replicas", 1)
         self.memory = MemoryStore("", 1 << 24)
         self.store = FaultyStore(self.memory)
         self.aliases = None
@@ -67,35 +65,30 @@ class Bench:
             for writer in self.aliases._writers:  # at once, so that a run can be repeated
                 writer.post = writer._perform  # type: ignore[method-assign]
         host_ranks = num_ranks if host_tier else 0
-        self.lookups = PatientLookups((self.store,), names, CHUNK, host_ranks, aliases=self.aliases)
+        search_block = block if any(each.is_state for each in groups) else 1
+        self.lookups = PatientLookups(
+            (self.store,), names, CHUNK, host_ranks, search_block, aliases=self.aliases
+        )
         self.clock = FakeClock(time.monotonic())
         self.registry = MetricsRegistry()
         self.pins = FakePins()
+        made = PoolShape(
+            *(CHUNK, groups or (KVCacheGroup(block),), num_ranks, max_pinned),
+            prefetches=host_tier,
+            has_ends=has_ends or alias_step > 0,
+            alias_step=alias_step,
+            **shape,
+        )
         self.scheduler = PoolScheduler(
-            config or KVPoolConfig(),
-            role,
-            PoolShape(
-                CHUNK,
-                (KVCacheGroup(block),),
-                num_ranks,
-                max_pinned,
-                num_replicas,
-                prefetches=host_tier,
-                stops_at_first=stops_at_first,
-                in_lockstep=in_lockstep,
-                has_ends=has_ends or alias_step > 0,
-                alias_step=alias_step,
-            ),
-            self.lookups,
-            self.registry,
-            self.pins,
-            self.clock,
-            can_save,
+            *(config or KVPoolConfig(), role, made, self.lookups, self.registry, self.pins),
+            *(self.clock, can_save),
         )
         self.views: dict[str, View] = {}
         self.tables: dict[str, list[int]] = {}
         self.next_block = 1
         self.preempted: Sequence[str] = ()
+        self.offers: dict[str, list[StateOffer]] = {}  # of the next step
+        self.drafted: list[str] = []  # likewise
         self.plan = StepPlan()  # of the last step of a script
         self.gathering: list[SavePlan] = []  # saves of which its steps have told
 
@@ -150,9 +143,13 @@ class Bench:
             table.append(self.next_block)
             self.next_block += 1
 
+    def tables_of(self, request_id: str) -> Sequence[list[int]]:
+        """Its block table in each KV cache group."""
+        return (self.tables[request_id],)
+
     def allocate(self, request_id: str, computed: int, external: int) -> None:
         self.grow(request_id, computed + external)
-        tables = (self.tables[request_id],) if external else ()
+        tables = self.tables_of(request_id) if external else ()
         self.scheduler.allocated(request_id, tables, external)
         self.views[request_id].num_computed_tokens = computed + external
         check(self.scheduler)
@@ -161,8 +158,12 @@ class Bench:
         """An engine step that computes so many tokens of each request."""
         for request_id, count in scheduled.items():
             self.grow(request_id, self.views[request_id].num_computed_tokens + count)
-        step = ScheduledStep(scheduled, lambda name: (self.tables[name],), self.preempted)
-        plan = self.scheduler.plan_step(step)
+        plan = self.scheduler.plan_step(
+            ScheduledStep(
+                scheduled, self.tables_of, self.preempted, self.offers, tuple(self.drafted)
+            )
+        )
+        self.offers, self.drafted = {}, []
         for request_id, count in scheduled.items():
             self.views[request_id].num_computed_tokens += count
         check(self.scheduler)
@@ -206,7 +207,7 @@ class Bench:
         check(self.scheduler)
 
     def finish(self, request_id: str = "a") -> dict[str, dict[str, Any]] | None:
-        answer = self.scheduler.finish(request_id, (self.tables[request_id],))
+        answer = self.scheduler.finish(request_id, self.tables_of(request_id))
         check(self.scheduler)
         return answer
 
@@ -255,3 +256,38 @@ class Bench:
             ),
             before=tuple(hashes[max(0, chunks.start - self.num_replicas) : chunks.start]),
         )
+
+
+STATE_NAMES = CellNames(
+    make_namespace("model", "0" * 12),
+    (
+        LayerGroup(Topology(1, 1, ((0, 2),), 1, layer_group="full"), row_bytes=16),
+        LayerGroup(Topology(1, 1, ((0, 2),), 1, layer_group="state"), row_bytes=64, is_state=True),
+    ),
+)
+
+
+class StateBench(Bench):
+    """A scheduler of a model with attention in group 0 and recurrent states in groups 1 and 2."""
+
+    def __init__(self, block: int = CHUNK, state_stride: int = 0, **more: Any) -> None:
+        state = KVCacheGroup(block, is_state=True)
+        super().__init__(
+            block,
+            names=STATE_NAMES,
+            groups=(KVCacheGroup(block), state, state),
+            config=KVPoolConfig(save_decode=state_stride > 0),
+            state_stride=state_stride,
+            **more,
+        )
+
+    def tables_of(self, request_id: str) -> Sequence[list[int]]:
+        """As vLLM allocates: of states, a block for the last token alone."""
+        attention = self.tables[request_id]
+        before = [NULL_BLOCK] * (len(attention) - 1)
+        return (attention, *([*before, base + len(attention)] for base in (100, 200)))
+
+    def store_cells(self, layer_group: int, *chunks: int) -> None:
+        for chunk in chunks:
+            keys = self.names.of_chunk(hashes_of(range(1000))[chunk], layer_group)
+            self.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))

@@ -14,23 +14,32 @@ right hashes and blocks is checked in every step. `count hit_tokens 96` compares
 `count miss_tokens absent:32 short:4` one with labels. `VERBS` has all verbs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
-from tests.scheduler.scheduler_bench import CHUNK, LIMIT_S, NAMES, NOTHING, Bench, hashes_of
+from tests.scheduler.scheduler_bench import (
+    CHUNK,
+    LIMIT_S,
+    NAMES,
+    NOTHING,
+    Bench,
+    StateBench,
+    hashes_of,
+)
 from tests.support import scripts
 from tests.support.buffers import make_buffer
 from tests.support.faults import Fault
 from tests.support.invariants import check
 from tests.support.scripts import Example
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
+from vllm_kvpool.scheduler.blocks import NO_PAGES, state_page
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
-from vllm_kvpool.scheduler.request import OwnKV
+from vllm_kvpool.scheduler.request import OwnKV, StateOffer
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.transfer.ops import NULL_BLOCK, Landed, LoadPlan, SavePlan
+from vllm_kvpool.transfer.ops import NULL_BLOCK, JobPages, Landed, LoadPlan, SavePlan
 
 __all__ = ["Example", "examples", "in_words", "play"]
 
@@ -50,6 +59,9 @@ def play(steps: str) -> Bench:
 
 
 def _engine(verb: str, **options: Any) -> Bench:
+    """`state_engine`: of a model with recurrent states."""
+    if verb == "state_engine":
+        return StateBench(**options)
     assert verb == "engine"
     config = {k: options.pop(k) for k in _fields(KVPoolConfig) & options.keys()}
     if "load_policy" in config:
@@ -85,26 +97,38 @@ def _load_in_words(bench: Bench, load: LoadPlan) -> str:
     assert list(load.hashes[:known]) == own[:known]
     assert load.first_chunk == start // CHUNK
     assert len(load.hashes) == -(-stop // CHUNK) - load.first_chunk
-    [pages] = load.pages
+    pages, *states = load.pages
     assert (pages.token_start, pages.token_stop) == (start, stop)
     blocks = bench.tables[load.request_id][start // bench.block : -(-stop // bench.block)]
     assert list(pages.block_ids) == blocks
     end = f" end {load.end_tokens}" * (load.end_tokens > 0)
     other = " of another" * load.is_last_other
     landed = "" if load.landed_stop is None else f" landed {load.landed_stop}"
+    for each in states:
+        assert each == state_page(each.block_ids[0], stop)
+    state = f" from {_blocks(states)}" if states else ""
     layered = " layered" * load.layered
-    return f"load {load.request_id} {start}-{stop}{end}{other}{landed}{layered}" + _as(
-        load.weights_version
-    )
+    what = f"{start}-{stop}{end}{other}{landed}{state}{layered}"
+    return f"load {load.request_id} {what}{_as(load.weights_version)}"
+
+
+def _blocks(states: Sequence[JobPages]) -> str:
+    return " ".join(str(*each.block_ids) if each != NO_PAGES else "-" for each in states)
 
 
 def _save_in_words(bench: Bench, save: SavePlan) -> str:
     stop = save.first_chunk + len(save.hashes)
-    chunks = range(save.first_chunk, stop)
+    pages, *states = save.pages
     if not save.end_tokens:
-        wanted = bench.save(save.job_id, chunks, save.request_id)
+        wanted = bench.save(save.job_id, range(save.first_chunk, stop), save.request_id)
         assert (save.hashes, save.before) == (wanted.hashes, wanted.before)
-        assert save.pages == wanted.pages or not bench.tables[save.request_id]
+        own = NO_PAGES if save.is_state else wanted.pages[0]
+        assert pages == own or not bench.tables[save.request_id]
+    if save.is_state:
+        for each in states:
+            assert each == NO_PAGES or each == state_page(each.block_ids[0], stop * CHUNK)
+        return f"state {save.request_id} {stop * CHUNK} from {_blocks(states)}"
+    assert not any(each.block_ids for each in states)
     end = f" end {save.end_tokens}" * (save.end_tokens > 0)
     return f"save {save.request_id} {save.first_chunk}-{stop}{end}" + _as(save.weights_version)
 
@@ -130,6 +154,41 @@ def _stored(bench: Bench, chunks: str, weights: str = FIRST_WEIGHTS) -> None:
     for chunk in _chunks(chunks):
         keys = names.of_chunk(hashes_of(PROMPT)[chunk])
         bench.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
+
+
+def _has(bench: StateBench, attention: str, *boundaries: str) -> None:
+    """The store has so many chunks of attention, and the states after so many tokens."""
+    bench.store_cells(0, *range(int(attention)))
+    bench.store_cells(1, *(int(each) // CHUNK - 1 for each in boundaries))
+
+
+def _drop_attention(bench: StateBench, chunk: str) -> None:
+    bench.memory.remove(bench.names.of_chunk(hashes_of(PROMPT)[int(chunk)], 0))
+
+
+def _offer(bench: Bench, name: str, *offers: str, drafts: bool = False) -> None:
+    """`offer a 1:41:96`: block 41 of group 1 holds the state after 96 tokens once a step ends."""
+    bench.offers = {name: [StateOffer(*map(int, each.split(":"))) for each in offers]}
+    bench.drafted = [name] if drafts else []
+
+
+def _load_fails(bench: Bench, name: str, tokens: str, ranks: str = "1") -> None:
+    """Every rank reports in a step of its own that it has loaded only so many tokens."""
+    for _ in range(int(ranks)):
+        bench.scheduler.apply(StepReport(loads={name: Loaded(int(tokens))}))
+    bench.scheduler.load_ended(name)
+    _computed(bench, name, "0")
+    _free(bench, name)
+    check(bench.scheduler)
+
+
+def _wanted(bench: Bench, name: str, own: str = "0") -> list[str]:
+    """The boundary whose state vLLM is asked to keep; `own` tokens are in its own cache."""
+    return [str(bench.scheduler.wanted_boundary(name, int(own)))]
+
+
+def _kept(bench: Bench, name: str, boundary: str) -> None:
+    assert bench.views[name].kept_state == int(boundary)
 
 
 def _in_store(bench: Bench, count: str, weights: str = FIRST_WEIGHTS) -> None:
@@ -301,6 +360,12 @@ def _pins(bench: Bench, number: str) -> None:
     assert len(bench.pins.references) == int(number)
 
 
+def _pinned(bench: Bench, *blocks: str) -> None:
+    """These blocks are pinned once."""
+    assert all(bench.pins.references[int(each)] == 1 for each in blocks)
+    assert bench.scheduler.has_pending
+
+
 def _lookups(bench: Bench, number: str) -> None:
     """How many lookups have not ended."""
     assert len(bench.scheduler._lookups._open) == int(number)
@@ -322,21 +387,25 @@ VERBS: Mapping[str, Callable[..., Any]] = {
     "computed": _computed,
     "confirm": lambda bench: bench.stored(*bench.plan.saves),
     "decode": lambda bench, name, *tokens: bench.views[name].output.extend(map(int, tokens)),
+    "drop_attention": _drop_attention,
     "drop_late": lambda bench: bench.scheduler.saves.drop_late(),
     "encoder_cache_reset": lambda bench: bench.scheduler.encoder_cache_was_reset(),
     "end_reset": Bench.end_reset,
     "finish": _finish,
     "free": _free,
     "gather": _gather,
+    "has": _has,
     "grow": lambda bench, name, tokens: bench.grow(name, int(tokens)),
     "landed": _landed,
     "load_stops": lambda bench, name, tokens, seconds="0": bench.load_stops(
         name, int(tokens), float(seconds)
     ),
+    "load_fails": _load_fails,
     "load_failed": _load_failed,
     "loaded": lambda bench, name: bench.scheduler.load_ended(name),
     "lose_block": _lose_block,
     "match": _match,
+    "offer": _offer,
     "own_cache_reset": lambda bench: bench.scheduler.own_cache_was_reset(),
     "poll": _poll,
     "preempt": _preempt,
@@ -349,13 +418,16 @@ VERBS: Mapping[str, Callable[..., Any]] = {
     "told_load": _told_load,
     "unknown": _unknown,
     "unname": _unname,
+    "wanted": _wanted,
     "wait": lambda bench, seconds: bench.clock.advance(float(seconds)),
     "weights": _weights,
     # What has come of it
     "asked": _asked,
     "count": _count,
     "in_store": _in_store,
+    "kept": _kept,
     "lookups": _lookups,
     "pending": _pending,
+    "pinned": _pinned,
     "pins": _pins,
 }

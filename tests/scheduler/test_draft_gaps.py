@@ -11,7 +11,7 @@ from vllm_kvpool.config import KVPoolConfig, LoadPolicy
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.blocks import GroupTables
-from vllm_kvpool.scheduler.draft_gaps import MAX_GAPS, DraftGaps
+from vllm_kvpool.scheduler.draft_gaps import MAX_GAPS
 from vllm_kvpool.scheduler.messages import Loaded, StepReport
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch
 from vllm_kvpool.transfer.ops import JobPages
@@ -32,17 +32,14 @@ class Drafting(Bench):
     """An engine with a drafter. The store holds the model's cells alone (`hold`)."""
 
     def __init__(self, **more: Any) -> None:
-        super().__init__(names=NAMES, **more)
-        scheduler = self.scheduler
-        shape = replace(
-            scheduler._shape,
-            groups=(KVCacheGroup(self.block, lookahead=1),),
+        super().__init__(
+            names=NAMES,
+            groups=(KVCacheGroup(16, lookahead=1),),
             has_drafts=True,
             lookahead=1,
             max_drafted_tokens=MOST_DRAFTED,
+            **more,
         )
-        scheduler._shape = scheduler.saves._shape = shape
-        scheduler.saves.draft_gaps = DraftGaps(shape)
 
     def load(self, tokens: int, *cleared: int, name: str = "a") -> None:
         """Load the prompt's first tokens; a load finds no rows of the chunks `cleared`."""

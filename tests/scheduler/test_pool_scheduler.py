@@ -56,7 +56,6 @@ from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import (
     HandOverEnd,
     HostCacheChange,
-    Landed,
     SavePlan,
 )
 
@@ -515,15 +514,6 @@ def test_a_store_that_fails_is_a_miss_and_the_request_is_saved(
         assert bench.admit() == NOTHING
     assert bench.step(a=100).saves == (bench.save(2, range(3)),)
     assert bench.counts("kvpool_miss_tokens") == {"{reason=store_error}": 100}
-
-
-def landed_in(bench: Bench) -> list[Landed]:
-    """Let lookups end, and return what the next plans say of streams, up to the last chunk."""
-    landed: list[Landed] = []
-    while not (landed and landed[-1].is_final):
-        bench.lookups.wait(LIMIT_S)
-        landed += bench.step().landed
-    return landed
 
 
 @pytest.mark.parametrize("event", [PoolScheduler.reset, lambda each: each.weights_changed("x")])

@@ -47,11 +47,6 @@ def hold(
         bench.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
 
 
-def num_cells(bench: Bench, weights_version: str) -> int:
-    start = f"{NAMES.with_weights(weights_version).namespace}@"
-    return sum(key.startswith(start) for key in bench.memory._table.list_keys())
-
-
 def what(saves: Sequence[SavePlan]) -> list[tuple[str, range, str]]:
     """Of each: the request, its chunks, the epoch."""
     return [
@@ -252,17 +247,6 @@ def test_embeddings_of_media_which_the_engine_keeps_when_its_weights_change(
     example: Example,
 ) -> None:
     example.play().close()
-
-
-def computed(bench: Bench, request_id: str, num_computed: int = 0, **traits: bool) -> list[range]:
-    """The chunks that are saved of a request that runs from there on."""
-    bench.add(request_id, **traits)
-    bench.match(request_id, num_computed)
-    bench.allocate(request_id, num_computed, 0)
-    plan = bench.step(**{request_id: 100 - num_computed})
-    bench.gather(plan)
-    bench.finish(request_id)
-    return [chunks for _, chunks, _ in what(plan.saves)]
 
 
 # Resets

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.scheduler.scheduler_bench import CHUNK, NAMES, Bench, View, hashes_of
+from tests.scheduler.scheduler_bench import CHUNK, NAMES, Bench, View
 from tests.support.buffers import make_buffer
 from tests.support.invariants import check
 from vllm_kvpool.config import KVPoolConfig, RequestOptions
@@ -26,7 +26,6 @@ VERSIONS = ("", "sample:b", "drawn:c")
 MAX_TOKENS = 200
 MAX_LIVE = 4
 NUM_MOVES = 400
-HASHES = hashes_of(range(2 * MAX_TOKENS))
 Tags = frozenset[str]
 
 

@@ -46,7 +46,6 @@ DONE, EXISTED, MISSING = CellOutcome.DONE, CellOutcome.EXISTED, CellOutcome.MISS
 CORRUPT, FAILED, FULL = CellOutcome.CORRUPT, CellOutcome.FAILED, CellOutcome.FULL
 KEYS = ("key-a", "key-b", "key-c")
 GET = LaneName(OpKind.GET, 0)
-LIMIT_S = 10.0
 TIERS = (OpKind.GET, OpKind.PUT, OpKind.REMOVE)
 
 
