@@ -89,6 +89,7 @@ class Bench:
         self.preempted: Sequence[str] = ()
         self.offers: dict[str, list[StateOffer]] = {}  # of the next step
         self.drafted: list[str] = []  # likewise
+        self.others: dict[bytes, Sequence[int]] = {}  # tokens before the end of a script's chunk
         self.plan = StepPlan()  # of the last step of a script
         self.gathering: list[SavePlan] = []  # saves of which its steps have told
 

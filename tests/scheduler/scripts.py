@@ -35,11 +35,13 @@ from tests.support.faults import Fault
 from tests.support.invariants import check
 from tests.support.scripts import Example
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.scheduler.blocks import NO_PAGES, state_page
-from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
+from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport, Stored
 from vllm_kvpool.scheduler.request import OwnKV, StateOffer
+from vllm_kvpool.scheduler.save_outcomes import EndedSave
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.transfer.ops import NULL_BLOCK, JobPages, Landed, LoadPlan, SavePlan
+from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, JobPages, Landed, LoadPlan, SavePlan
 
 __all__ = ["Example", "examples", "in_words", "play"]
 
@@ -93,8 +95,14 @@ def in_words(bench: Bench, plan: StepPlan) -> list[str]:
 def _load_in_words(bench: Bench, load: LoadPlan) -> str:
     start, stop = load.token_start, load.token_stop
     known = len(load.hashes) - (load.end_tokens > 0 or load.is_last_other)
-    own = hashes_of(bench.views[load.request_id].tokens())[load.first_chunk :]
+    tokens = bench.views[load.request_id].tokens()
+    own = hashes_of(tokens)[load.first_chunk :]
     assert list(load.hashes[:known]) == own[:known]
+    for last in load.hashes[known:]:
+        other = bench.others.get(last)
+        assert other is not None or last == _end_of(tokens)
+        assert other is None or list(other[:stop]) == list(tokens[:stop])
+        assert load.end_tokens == len(tokens if other is None else other) % CHUNK
     assert load.first_chunk == start // CHUNK
     assert len(load.hashes) == -(-stop // CHUNK) - load.first_chunk
     pages, *states = load.pages
@@ -112,6 +120,12 @@ def _load_in_words(bench: Bench, load: LoadPlan) -> str:
     return f"load {load.request_id} {what}{_as(load.weights_version)}"
 
 
+def _end_of(tokens: Sequence[int]) -> bytes | None:
+    chain = ChunkChain(CHUNK, RequestIdentity())
+    chain.extend(tokens)
+    return chain.end(tokens)
+
+
 def _blocks(states: Sequence[JobPages]) -> str:
     return " ".join(str(*each.block_ids) if each != NO_PAGES else "-" for each in states)
 
@@ -119,7 +133,12 @@ def _blocks(states: Sequence[JobPages]) -> str:
 def _save_in_words(bench: Bench, save: SavePlan) -> str:
     stop = save.first_chunk + len(save.hashes)
     pages, *states = save.pages
-    if not save.end_tokens:
+    if save.end_tokens:
+        stop_token = save.first_chunk * CHUNK + save.end_tokens
+        tokens = bench.views[save.request_id].tokens()[:stop_token]
+        assert save.hashes == (_end_of(tokens),)
+        assert pages.token_stop == stop_token
+    else:
         wanted = bench.save(save.job_id, range(save.first_chunk, stop), save.request_id)
         assert (save.hashes, save.before) == (wanted.hashes, wanted.before)
         own = NO_PAGES if save.is_state else wanted.pages[0]
@@ -189,6 +208,45 @@ def _wanted(bench: Bench, name: str, own: str = "0") -> list[str]:
 
 def _kept(bench: Bench, name: str, boundary: str) -> None:
     assert bench.views[name].kept_state == int(boundary)
+
+
+def _other(bench: Bench, shared: str, count: str, *, with_end: bool = False) -> None:
+    """Another engine has stored a prompt, whose first tokens are shared, with its aliases.
+
+    The whole chunks alone, or `with_end`.
+    """
+    tokens = [*range(int(shared)), *range(5000, 5000 + int(count) - int(shared))]
+    hashes = hashes_of(tokens)
+    bench.others |= {each: tokens[: (i + 1) * CHUNK] for i, each in enumerate(hashes)}
+    plans = [SavePlan(JobId(1), "x", 0, tuple(hashes), ())]
+    if with_end:
+        end = _end_of(tokens)
+        assert end is not None
+        bench.others[end] = tokens
+        rest = len(tokens) % CHUNK
+        plans.append(SavePlan(JobId(2), "x", len(hashes), (end,), (), end_tokens=rest))
+    keys = [key for plan in plans for each in plan.hashes for key in bench.names.of_chunk(each)]
+    bench.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
+    chain = ChunkChain(CHUNK, RequestIdentity())
+    chain.extend(tokens)
+    assert bench.aliases is not None
+    (writer,) = bench.aliases._writers
+    for plan in plans:  # on this thread, so that nothing is to be waited for
+        writer._perform(EndedSave(plan, Stored(1, frozenset({0})), (chain, tokens)))
+
+
+def _lose_other(bench: Bench, chunk: str) -> None:
+    """The other prompt's chunk leaves the store."""
+    gone = next(h for h, tokens in bench.others.items() if len(tokens) == (int(chunk) + 1) * CHUNK)
+    bench.memory.remove(bench.names.of_chunk(gone))
+
+
+def _put(bench: Bench) -> None:
+    """The store has what the last step's saves name."""
+    keys = [
+        key for plan in bench.plan.saves for each in plan.hashes for key in NAMES.of_chunk(each)
+    ]
+    bench.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
 
 
 def _in_store(bench: Bench, count: str, weights: str = FIRST_WEIGHTS) -> None:
@@ -404,11 +462,14 @@ VERBS: Mapping[str, Callable[..., Any]] = {
     "load_failed": _load_failed,
     "loaded": lambda bench, name: bench.scheduler.load_ended(name),
     "lose_block": _lose_block,
+    "lose_other": _lose_other,
     "match": _match,
     "offer": _offer,
+    "other": _other,
     "own_cache_reset": lambda bench: bench.scheduler.own_cache_was_reset(),
     "poll": _poll,
     "preempt": _preempt,
+    "put": _put,
     "release": lambda bench: bench.store.release(),
     "reset": _reset,
     "settle": lambda bench: _told(bench, bench.settle()),

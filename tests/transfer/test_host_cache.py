@@ -123,7 +123,6 @@ class Scene:
 
     def let_go(self, name: str) -> None:
         self.cache.unpin(self.held.pop(name))
-        check(self.cache)
 
     def forget(self, name: str = "") -> None:
         """Of a held cell its name, or all cells."""
@@ -158,6 +157,7 @@ class Scene:
 
     def free(self, number: str) -> None:
         assert self.cache.slots.num_free == int(number)
+        check(self.cache)
 
     def dropped(self, number: str) -> None:
         assert self.cache.num_dropped == int(number)
@@ -431,7 +431,7 @@ class PromptMachine(RuleBasedStateMachine):
     )
     def begin(self, keep: int, policy: str, slabs_per_chunk: int) -> None:
         self.slabs = range(slabs_per_chunk)
-        self.host_cache = host(keep, 24, slabs_per_chunk=slabs_per_chunk, policy=policy)
+        self.host_cache = host(keep, 24, parts=slabs_per_chunk, policy=policy)
         self.before: set[str] = set()
         self.coming = ""  # the chunk that has come last, while all slots are taken
 
