@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.buffers import make_buffer
@@ -35,6 +36,24 @@ def hashes_of(tokens: Sequence[int]) -> list[bytes]:
     chain = ChunkChain(CHUNK, RequestIdentity())
     chain.extend(tokens)
     return chain.hashes
+
+
+@dataclass
+class Waits:
+    """How long at most the scheduler's thread has waited for lookups each time, and for what."""
+
+    seconds: list[float] = field(default_factory=list)
+    until: Callable[[], bool] | None = None
+
+    def wait(self, timeout_s: float, until: Callable[[], bool] | None = None) -> bool:
+        self.seconds.append(timeout_s)
+        self.until = until
+        return False
+
+
+def has_none() -> bool:
+    """Whether requests have arrived, as an engine that sees arrivals says."""
+    return False
 
 
 class Bench:
@@ -89,13 +108,20 @@ class Bench:
         self.preempted: Sequence[str] = ()
         self.offers: dict[str, list[StateOffer]] = {}  # of the next step
         self.drafted: list[str] = []  # likewise
+        self.waits = Waits()
         self.others: dict[bytes, Sequence[int]] = {}  # tokens before the end of a script's chunk
         self.plan = StepPlan()  # of the last step of a script
         self.gathering: list[SavePlan] = []  # saves of which its steps have told
+        self.unconfirmed: list[SavePlan] = []  # likewise
 
     def close(self) -> None:
         self.store.heal()
         assert self.lookups.close()
+
+    def watch_waits(self) -> Waits:
+        """Count waits for lookups from now on, and wait for none."""
+        self.lookups.wait = self.waits.wait  # type: ignore[method-assign]
+        return self.waits
 
     # The store
 

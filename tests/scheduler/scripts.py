@@ -27,6 +27,7 @@ from tests.scheduler.scheduler_bench import (
     NOTHING,
     Bench,
     StateBench,
+    has_none,
     hashes_of,
 )
 from tests.support import scripts
@@ -37,9 +38,18 @@ from tests.support.scripts import Example
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.scheduler.blocks import NO_PAGES, state_page
+from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
+from vllm_kvpool.scheduler.lookup_service import LOOKUP_TIMEOUT_S
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport, Stored
+from vllm_kvpool.scheduler.pool_scheduler import (
+    FETCH_S,
+    FETCH_WAIT_S,
+    STREAM_WAIT_S,
+    WATCHED_WAIT_S,
+)
 from vllm_kvpool.scheduler.request import OwnKV, StateOffer
 from vllm_kvpool.scheduler.save_outcomes import EndedSave
+from vllm_kvpool.scheduler.states import AdmissionState
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, JobPages, Landed, LoadPlan, SavePlan
 
@@ -300,6 +310,7 @@ def _load_failed(bench: Bench, name: str, kept: str) -> None:
 def _told(bench: Bench, plan: StepPlan) -> list[str]:
     bench.plan = plan
     bench.gathering += plan.saves
+    bench.unconfirmed += plan.saves
     return in_words(bench, plan)
 
 
@@ -327,6 +338,12 @@ def _gather(bench: Bench, ranks: str = "1") -> None:
     """All saves of which workers were told are gathered, by so many ranks."""
     bench.gather(StepPlan(saves=tuple(bench.gathering)), int(ranks))
     bench.gathering.clear()
+
+
+def _confirm(bench: Bench) -> None:
+    """A store has all saves of which workers were told since the last time."""
+    bench.stored(*bench.unconfirmed)
+    bench.unconfirmed.clear()
 
 
 def _compute(bench: Bench, name: str, computed: str = "0", **traits: bool) -> list[str]:
@@ -418,6 +435,69 @@ def _pins(bench: Bench, number: str) -> None:
     assert len(bench.pins.references) == int(number)
 
 
+def _watch(bench: Bench) -> None:
+    bench.watch_waits()
+
+
+def _sees_arrivals(bench: Bench) -> None:
+    """The engine lets the scheduler see requests that arrive, of which there are none."""
+    bench.scheduler._has_arrivals = has_none
+
+
+def _worked(bench: Bench) -> None:
+    """The step before had work."""
+    bench.scheduler._idle = False
+
+
+def _waited(bench: Bench, *waits: str) -> None:
+    """The longest times that steps since `watch` might have waited for lookups, in words."""
+    assert len(bench.waits.seconds) == len(waits), bench.waits.seconds
+    for seconds, name in zip(bench.waits.seconds, waits, strict=True):
+        if name == "short":
+            assert 0 < seconds <= IDLE_WAIT_MAX_S
+        else:
+            assert seconds == pytest.approx(WAITS_S[name])
+    if waits and waits[-1] != "short":
+        assert bench.waits.until is has_none, "it ends with an arrival"
+
+
+WAITS_S = {
+    "lookup": LOOKUP_TIMEOUT_S,
+    "half_a_lookup": LOOKUP_TIMEOUT_S / 2,
+    "watched": WATCHED_WAIT_S,
+    "fetch": FETCH_WAIT_S,
+    "stream": STREAM_WAIT_S,
+}
+
+
+def _workers_wait(bench: Bench, is_idle: str) -> None:
+    """Workers were told in the last step that they may wait for loads."""
+    assert str(bench.plan.idle) == is_idle
+
+
+def _queue(bench: Bench, name: str) -> None:
+    """A request that vLLM has not come to in its line."""
+    bench.scheduler._requests[name].admission = AdmissionState.QUEUED
+
+
+def _late_load(bench: Bench, name: str) -> None:
+    """The load of a request that has ended comes to nothing."""
+    bench.scheduler.apply(StepReport(loads={name: Loaded(0)}))
+    bench.scheduler.load_ended(name)
+
+
+def _fails(bench: Bench, name: str, *tokens: str) -> None:
+    """Each rank has loaded so many tokens of a load within a step."""
+    bench.scheduler.apply(
+        StepReport.merge(StepReport(loads={name: Loaded(int(each))}) for each in tokens)
+    )
+
+
+def _forgotten(bench: Bench, name: str, tokens: str) -> None:
+    """vLLM's prefix cache has forgotten the request's blocks from that token on."""
+    assert bench.pins.forgotten == bench.tables[name][int(tokens) // bench.block :]
+
+
 def _pinned(bench: Bench, *blocks: str) -> None:
     """These blocks are pinned once."""
     assert all(bench.pins.references[int(each)] == 1 for each in blocks)
@@ -438,17 +518,19 @@ VERBS: Mapping[str, Callable[..., Any]] = {
     "add": _add,
     "admit": lambda bench, name: _said(bench.admit(name)),
     "allocate": lambda bench, name, *counts: bench.allocate(name, *map(int, counts)),
+    "answer_comes": lambda bench: bench.lookups.wait(LIMIT_S),
     "answers": Bench.take_answers,
     "block": _block,
     "comes": lambda bench, name: bench.scheduler.allocated(name, (), 0),
     "compute": _compute,
     "computed": _computed,
-    "confirm": lambda bench: bench.stored(*bench.plan.saves),
+    "confirm": _confirm,
     "decode": lambda bench, name, *tokens: bench.views[name].output.extend(map(int, tokens)),
     "drop_attention": _drop_attention,
     "drop_late": lambda bench: bench.scheduler.saves.drop_late(),
     "encoder_cache_reset": lambda bench: bench.scheduler.encoder_cache_was_reset(),
     "end_reset": Bench.end_reset,
+    "fails": _fails,
     "finish": _finish,
     "free": _free,
     "gather": _gather,
@@ -458,6 +540,7 @@ VERBS: Mapping[str, Callable[..., Any]] = {
     "load_stops": lambda bench, name, tokens, seconds="0": bench.load_stops(
         name, int(tokens), float(seconds)
     ),
+    "late_load": _late_load,
     "load_fails": _load_fails,
     "load_failed": _load_failed,
     "loaded": lambda bench, name: bench.scheduler.load_ended(name),
@@ -470,25 +553,35 @@ VERBS: Mapping[str, Callable[..., Any]] = {
     "poll": _poll,
     "preempt": _preempt,
     "put": _put,
+    "queue": _queue,
     "release": lambda bench: bench.store.release(),
     "reset": _reset,
+    "sees_arrivals": _sees_arrivals,
     "settle": lambda bench: _told(bench, bench.settle()),
     "starts": _starts,
     "step": _step,
+    "step_ended": lambda bench: bench.scheduler.step_ended(),
     "stored": _stored,
     "told_load": _told_load,
     "unknown": _unknown,
     "unname": _unname,
     "wanted": _wanted,
-    "wait": lambda bench, seconds: bench.clock.advance(float(seconds)),
+    "watch": _watch,
+    "worked": _worked,
+    "wait": lambda bench, seconds: bench.clock.advance(
+        2 * FETCH_S if seconds == "FETCHES" else float(seconds)
+    ),
     "weights": _weights,
     # What has come of it
     "asked": _asked,
     "count": _count,
+    "forgotten": _forgotten,
     "in_store": _in_store,
     "kept": _kept,
     "lookups": _lookups,
     "pending": _pending,
     "pinned": _pinned,
     "pins": _pins,
+    "waited": _waited,
+    "workers_wait": _workers_wait,
 }

@@ -20,6 +20,7 @@ from tests.scheduler.scheduler_bench import (
     PENDING,
     Bench,
     View,
+    has_none,
     hashes_of,
 )
 from tests.scheduler.scripts import Example, examples
@@ -36,13 +37,8 @@ from vllm_kvpool.scheduler import pool_scheduler as scheduler_module
 from vllm_kvpool.scheduler.blocks import GroupTables, all_blocks
 from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
 from vllm_kvpool.scheduler.lookup import LookupOutcome, LookupResult
-from vllm_kvpool.scheduler.lookup_service import LOOKUP_TIMEOUT_S, LookupService
-from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport, Stored
+from vllm_kvpool.scheduler.messages import Loaded, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import (
-    FETCH_S,
-    FETCH_WAIT_S,
-    STREAM_WAIT_S,
-    WATCHED_WAIT_S,
     PoolScheduler,
 )
 from vllm_kvpool.scheduler.prefix_search import CellNames
@@ -51,7 +47,6 @@ from vllm_kvpool.scheduler.request import (
     RequestLookup,
     RequestState,
 )
-from vllm_kvpool.scheduler.states import AdmissionState
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import (
     HandOverEnd,
@@ -134,34 +129,100 @@ def test_lookups_and_offers(example: Example) -> None:
     example.play().close()
 
 
-@dataclass
-class Waits:
-    """How often the scheduler's thread waits for lookups, and for how long at most."""
+@examples(
+    """
+engine that sees arrivals waits for them as well
+    # Nothing is held up by the wait, so it lasts until the first request's lookup times out.
+    engine; watch; sees_arrivals; block exists; add a; poll a -> pending; wait 0.125; add b
+    poll b -> pending; wait 0.125; step; waited half_a_lookup
+idle step waits on if vLLM does not ask for a request in time
+    # Steps that wait no time at all would spin.
+    engine; watch; sees_arrivals; block exists; add a; poll a -> pending; wait 0.5; step
+    waited watched
+stream is followed closely until its chunks are fetched
+    # A load may end early, which the engine hears of in a step: while chunks are fetched, soon.
+    engine; stored 1; add a expect_tokens=64 expect_timeout_ms=60000; admit a -> 64
+    step -> load a 0-64 landed 1; watch; sees_arrivals; step; wait FETCHES; step
+    waited fetch stream
+first step without work waits
+    engine; block exists; add a; worked; watch; sees_arrivals; poll a -> pending; step
+    waited lookup
+first step without work does not wait for a preempted request
+    # Its results of the step before may be under way.
+    engine; add a save=False; admit a -> nothing; step a=100; preempt a; block exists; worked
+    watch; sees_arrivals; poll a -> pending; step; waited
+request that has its answer keeps waits short
+    # A step of it may be under way, or another connector loads it.
+    engine; watch; sees_arrivals; add a load=False save=False; poll a -> nothing; block exists
+    add b; poll b -> pending; step; waited short; finish a; step; waited short lookup
+save whose end is awaited keeps waits short
+    # Its blocks are freed, and its outcome is counted, in a later step.
+    engine; add a; admit a; step a=100; finish a; watch; sees_arrivals; block exists; add b
+    poll b -> pending; step; step; waited short; gather; confirm; step
+    waited short lookup
+a busy engine does not wait for lookups
+    # What it computes may still be under way in the step after it.
+    engine; watch; block exists; add b; add a load=False save=False; step a=1; step; waited
+    step; waited short
+while a request loads the workers wait alone
+    engine; stored 2; add a; match a -> 64; watch; allocate a 0 64; block exists; add b
+    step; workers_wait True; step; workers_wait True; step; workers_wait True; waited
+an engine that steps with others never waits
+    # Data-parallel engines step together: one that waits, on either side, holds up all.
+    engine in_lockstep=True; watch; block exists; add a
+    each 0-2: poll a -> pending; step; workers_wait False
+    waited
+"""
+)
+def test_waits_of_an_idle_engine(example: Example) -> None:
+    example.play().close()
 
-    seconds: list[float] = field(default_factory=list)
-    until: Callable[[], bool] | None = None
 
-    @classmethod
-    def of(cls, bench: Bench) -> "Waits":
-        """From now on, instead of the bench's own."""
-        made = cls()
-        bench.lookups.wait = made.wait  # type: ignore[method-assign]
-        return made
-
-    def wait(self, timeout_s: float, until: Callable[[], bool] | None = None) -> bool:
-        self.seconds.append(timeout_s)
-        self.until = until
-        return False
+# `b` has loaded and not run yet; there were no blocks for `a`, which was asked before it
 
 
-@pytest.fixture
-def waits(bench: Bench) -> Waits:
-    return Waits.of(bench)
+@examples(
+    """
+a request without blocks gives way to one that has loaded
+    poll a -> pending; poll a -> pending; allocate b 96 0; step b=4; match a -> 96
+    allocate a 0 96
+nobody passes a request that gives way but who has loaded
+    # `c` stands before it, then behind it; at last nobody that has loaded is left.
+    match c -> 96; poll a -> pending; queue c; poll c -> pending; allocate b 96 0; match c -> 96
+    step b=4; match a -> 96
+nobody gives way where something runs
+    add other load=False save=False; step other=1; match a -> 96
+nobody gives way where what has loaded {ends: finish|comes to nothing: match} b
+    {} b; match a -> 96
+""",
+    given="engine stops_at_first=True; stored 3; add a; add b; match a -> 96; match b -> 96"
+    "; allocate b 0 96; step; match a -> 96; add c; match c; queue c; loaded b",
+)
+def test_requests_without_blocks(example: Example) -> None:
+    example.play().close()
 
 
-def test_an_idle_engine_waits_once_a_step_however_many_lookups_are_pending(
-    bench: Bench, waits: Waits
-) -> None:
+@examples(
+    """
+nobody gives way where those that have loaded have their own line
+    engine; stored 3; add a; add b; match a -> 96; match b -> 96; allocate b 0 96; step
+    match a -> 96; add c; match c; queue c; loaded b; match a -> 96
+a request that ends while loading saves nothing
+    engine; stored 2; add a; admit a; step; finish a -> 64 tokens; late_load a; step -> nothing
+a prefetch whose answer is known is forgotten with its request and at a reset {finish a|reset}
+    engine host_tier=True; stored 3; add a; answers; {}; step -> no prefetch
+a prefetch whose answer is on its way is forgotten with its request and at a reset {finish a|reset}
+    engine host_tier=True; stored 3; add a; answer_comes; {}; step -> no prefetch
+an answer of before a reset is not used
+    engine; stored 3; add a; answer_comes; reset; match a -> nothing
+"""
+)
+def test_requests_that_end(example: Example) -> None:
+    example.play().close()
+
+
+def test_an_idle_engine_waits_once_a_step_however_many_lookups_are_pending(bench: Bench) -> None:
+    bench.watch_waits()
     bench.store.inject(Fault.BLOCKED, "exists")
     names = [f"r{number}" for number in range(64)]
     for name in names:
@@ -169,36 +230,18 @@ def test_an_idle_engine_waits_once_a_step_however_many_lookups_are_pending(
     for number in range(1, 4):
         for name in names:
             assert bench.scheduler.match(name, 0) == PENDING
-        assert len(waits.seconds) == number - 1  # nobody waits in `match`
+        assert len(bench.waits.seconds) == number - 1  # nobody waits in `match`
         bench.step()
-    assert all(0 < seconds <= IDLE_WAIT_MAX_S for seconds in waits.seconds)
+    assert all(0 < seconds <= IDLE_WAIT_MAX_S for seconds in bench.waits.seconds)
     bench.clock.advance(1)
     assert all(bench.scheduler.match(name, 0) == NOTHING for name in names)
     bench.step()
-    assert len(waits.seconds) == 3
+    assert len(bench.waits.seconds) == 3
 
 
-def has_none() -> bool:
-    return False
-
-
-def test_engine_that_sees_arrivals_waits_for_them_as_well(bench: Bench, waits: Waits) -> None:
-    """Nothing is held up by the wait, so it lasts until the first request's lookup times out."""
-    bench.scheduler._has_arrivals = has_none
-    bench.store.inject(Fault.BLOCKED, "exists")
-    for name in ("a", "b"):
-        bench.add(name)
-        assert bench.scheduler.match(name, 0) == PENDING
-        bench.clock.advance(LOOKUP_TIMEOUT_S / 4)
-    bench.step()
-    assert waits.seconds == [pytest.approx(LOOKUP_TIMEOUT_S / 2)]
-    assert waits.until is has_none
-
-
-def test_idle_step_ends_in_time_for_a_lookup_that_is_not_opened_yet(
-    bench: Bench, waits: Waits
-) -> None:
+def test_idle_step_ends_in_time_for_a_lookup_that_is_not_opened_yet(bench: Bench) -> None:
     """An adapter that is read for longer than the lookup may take held its request for 30 s."""
+    bench.watch_waits()
     may_end = threading.Event()
 
     def read_adapter() -> RequestIdentity:
@@ -209,40 +252,10 @@ def test_idle_step_ends_in_time_for_a_lookup_that_is_not_opened_yet(
     bench.add(reads_files=True, identify=read_adapter)
     assert bench.scheduler.match("a", 0) == PENDING
     bench.step()
-    (waited,) = waits.seconds
+    (waited,) = bench.waits.seconds
     bench.clock.advance(waited)
     assert bench.scheduler.match("a", 0) == NOTHING
     may_end.set()
-
-
-def test_idle_step_waits_on_if_vllm_does_not_ask_for_a_request_in_time(
-    bench: Bench, waits: Waits
-) -> None:
-    """Steps that wait no time at all would spin."""
-    bench.scheduler._has_arrivals = has_none
-    bench.store.inject(Fault.BLOCKED, "exists")
-    bench.add()
-    assert bench.scheduler.match("a", 0) == PENDING
-    bench.clock.advance(LOOKUP_TIMEOUT_S)
-    bench.step()
-    assert waits.seconds == [WATCHED_WAIT_S]
-
-
-def test_stream_is_followed_closely_until_its_chunks_are_fetched(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A load may end early, which the engine hears of in a step: while chunks are fetched, soon."""
-    bench.hold(range(1000), range(1))
-    bench.add(options=RequestOptions(expect_tokens=2 * CHUNK, expect_timeout_ms=60_000))
-    assert bench.admit() == (2 * CHUNK, True)
-    (load,) = bench.step().loads
-    assert load.landed_stop == 1
-    waits = Waits.of(bench)
-    bench.scheduler._has_arrivals = has_none
-    bench.step()
-    bench.clock.advance(2 * FETCH_S)
-    bench.step()
-    assert waits.seconds == [FETCH_WAIT_S, STREAM_WAIT_S]
 
 
 def test_promise_is_offered_once_its_first_chunk_is_stored(bench: Bench) -> None:
@@ -295,65 +308,6 @@ def test_lookup_that_has_found_nothing_yet_ends_no_wait(
     assert len(waited) == 2
 
 
-@pytest.mark.parametrize("is_preempted", [False, True])
-def test_first_step_without_work_waits_unless_results_may_come(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_preempted: bool
-) -> None:
-    if is_preempted:  # its results of the step before may be under way
-        view = bench.add(options=RequestOptions(save=False))
-        assert bench.admit() == NOTHING
-        bench.step(a=100)
-        view.preempt()
-    bench.store.inject(Fault.BLOCKED, "exists")
-    if not is_preempted:
-        bench.add()
-    bench.scheduler._idle = False
-    bench.scheduler._has_arrivals = has_none
-    waits = Waits.of(bench)
-    assert bench.scheduler.match("a", 0) == PENDING
-    bench.step()
-    assert waits.seconds == ([] if is_preempted else [pytest.approx(LOOKUP_TIMEOUT_S)])
-
-
-def test_request_that_has_its_answer_keeps_waits_short(bench: Bench, waits: Waits) -> None:
-    """A step of it may be under way, or another connector loads it."""
-    bench.scheduler._has_arrivals = has_none
-    bench.add("a", options=RequestOptions(load=False, save=False))
-    assert bench.scheduler.match("a", 0) == NOTHING
-    bench.store.inject(Fault.BLOCKED, "exists")
-    bench.add("b")
-    assert bench.scheduler.match("b", 0) == PENDING
-    bench.step()
-    assert len(waits.seconds) == 1
-    assert waits.seconds[0] <= IDLE_WAIT_MAX_S
-    bench.scheduler.finish("a", ([],))
-    bench.step()
-    assert waits.seconds[1:] == [pytest.approx(LOOKUP_TIMEOUT_S)]
-
-
-def test_save_whose_end_is_awaited_keeps_waits_short(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its blocks are freed, and its outcome is counted, in a later step."""
-    bench.scheduler._has_arrivals = has_none
-    bench.add("a")
-    bench.admit("a")
-    (save,) = bench.step(a=100).saves
-    bench.scheduler.finish("a", ([],))
-    waits = Waits.of(bench)
-    bench.store.inject(Fault.BLOCKED, "exists")
-    bench.add("b")
-    assert bench.scheduler.match("b", 0) == PENDING
-    bench.step()
-    bench.step()
-    assert all(seconds <= IDLE_WAIT_MAX_S for seconds in waits.seconds)
-    bench.scheduler.apply(
-        StepReport(gathered={save.job_id: 1}, stored={save.job_id: Stored(1, frozenset({0}))})
-    )
-    bench.step()
-    assert waits.seconds[-1] == pytest.approx(LOOKUP_TIMEOUT_S)
-
-
 def test_request_that_is_not_handed_over_has_no_topic(bench: Bench) -> None:
     for is_handed_over in (False, True):
         bench.add(options=RequestOptions(hand_over=is_handed_over))
@@ -364,52 +318,15 @@ def test_request_that_is_not_handed_over_has_no_topic(bench: Bench) -> None:
         assert bool(bench.step().hand_over_ends) is is_handed_over
 
 
-def test_end_of_a_hand_over_is_not_held_up_by_a_wait(bench: Bench, waits: Waits) -> None:
+def test_end_of_a_hand_over_is_not_held_up_by_a_wait(bench: Bench) -> None:
+    bench.watch_waits()
     bench.scheduler._has_arrivals = has_none
     bench.store.inject(Fault.BLOCKED, "exists")
     bench.add("b")
     assert bench.scheduler.match("b", 0) == PENDING
     bench.scheduler.saves._hand_over_ends.append(HandOverEnd("a", b"t" * 20, 0, 0))
     assert bench.step().hand_over_ends
-    assert not waits.seconds
-
-
-def test_a_busy_engine_does_not_wait_for_lookups(bench: Bench, waits: Waits) -> None:
-    bench.store.inject(Fault.BLOCKED, "exists")
-    bench.add("b")
-    bench.add("a", options=RequestOptions(load=False, save=False))
-    bench.step(a=1)
-    bench.step()  # what it computes may still be under way
-    assert waits.seconds == []
-    bench.step()
-    assert len(waits.seconds) == 1
-
-
-def test_while_a_request_loads_the_workers_wait_alone(bench: Bench, waits: Waits) -> None:
-    bench.hold(range(1000), range(2))
-    bench.add("a")
-    while bench.scheduler.match("a", 0) == PENDING:
-        LookupService.wait(bench.lookups, LIMIT_S)
-    bench.allocate("a", 0, 64)
-    bench.store.inject(Fault.BLOCKED, "exists")
-    bench.add("b")
-    for _ in range(3):
-        assert bench.step().idle
-    assert waits.seconds == []
-
-
-def test_an_engine_that_steps_with_others_never_waits(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Data-parallel engines step together: one that waits, on either side, holds up all."""
-    bench = make(in_lockstep=True)
-    waits = Waits.of(bench)
-    bench.store.inject(Fault.BLOCKED, "exists")
-    bench.add()
-    for _ in range(3):
-        assert bench.scheduler.match("a", 0) == PENDING
-        assert not bench.step().idle
-    assert waits.seconds == []
+    assert not bench.waits.seconds
 
 
 @pytest.mark.parametrize(
@@ -443,66 +360,6 @@ def test_an_offer_is_whole_blocks_beyond_what_is_computed(
     bench.hold(range(1000), range(stored))
     bench.add(num_tokens=prompt)
     assert bench.match(num_computed=computed) == offer
-
-
-def load_beside_one_without_blocks(make: Make, *, stops_at_first: bool = True) -> Bench:
-    """`b` has loaded and not run yet; there were no blocks for `a`, which was asked before it."""
-    bench = make(stops_at_first=stops_at_first)
-    bench.hold(range(1000), range(3))
-    bench.add("a")
-    bench.add("b")
-    assert bench.match("a") == (96, True)
-    assert bench.match("b") == (96, True)
-    bench.allocate("b", 0, 96)
-    bench.step()
-    assert bench.match("a") == (96, True)  # as long as the load goes on nobody has to give way
-    bench.add("c")
-    bench.match("c")
-    # It has not come so far in line.
-    bench.scheduler._requests["c"].admission = AdmissionState.QUEUED
-    bench.scheduler.load_ended("b")
-    return bench
-
-
-def test_a_request_without_blocks_gives_way_to_one_that_has_loaded(make: Make) -> None:
-    bench = load_beside_one_without_blocks(make)
-    for _ in range(2):
-        assert bench.scheduler.match("a", 0) == PENDING
-    bench.allocate("b", 96, 0)
-    bench.step(b=4)
-    assert bench.match("a") == (96, True)
-    bench.allocate("a", 0, 96)
-    check(bench.scheduler)
-
-
-def test_nobody_passes_a_request_that_gives_way_but_who_has_loaded(make: Make) -> None:
-    bench = load_beside_one_without_blocks(make)
-    assert bench.match("c") == (96, True)  # it stands before it
-    assert bench.scheduler.match("a", 0) == PENDING
-    bench.scheduler._requests["c"].admission = AdmissionState.QUEUED
-    assert bench.scheduler.match("c", 0) == PENDING
-    bench.allocate("b", 96, 0)
-    assert bench.match("c") == (96, True)  # nobody that has loaded is left
-    bench.step(b=4)
-    assert bench.match("a") == (96, True)
-
-
-def test_nobody_gives_way_where_those_that_have_loaded_have_their_own_line(make: Make) -> None:
-    bench = load_beside_one_without_blocks(make, stops_at_first=False)
-    assert bench.match("a") == (96, True)
-
-
-@pytest.mark.parametrize("how", ["runs", "ends", "comes to nothing"])
-def test_nobody_gives_way_where_something_runs_or_can(make: Make, how: str) -> None:
-    bench = load_beside_one_without_blocks(make)
-    if how == "runs":
-        bench.add("other", options=RequestOptions(load=False, save=False))
-        bench.step(other=1)
-    elif how == "ends":
-        bench.finish("b")
-    else:
-        bench.match("b")
-    assert bench.match("a") == (96, True)
 
 
 def test_a_store_that_fails_is_a_miss_and_the_request_is_saved(
@@ -913,14 +770,6 @@ def test_steps_without_room_look_at_nobody_and_then_at_whom_there_is_room_for(
     assert pinned.ranks_left == 0
 
 
-def test_a_request_that_ends_while_loading_saves_nothing(bench: Bench) -> None:
-    bench.loading(2)
-    assert bench.finish() == {"kvpool": {"tokens": 64}}
-    bench.scheduler.apply(StepReport(loads={"a": Loaded(0)}))
-    bench.scheduler.load_ended("a")
-    assert bench.step() == StepPlan(idle=True)
-
-
 # The host tier
 
 
@@ -945,25 +794,6 @@ nothing is fetched for a request that may not load
 )
 def test_the_host_tier(example: Example) -> None:
     example.play().close()
-
-
-@pytest.mark.parametrize("is_taken", [True, False], ids=["known", "on its way"])
-@pytest.mark.parametrize("event", ["finish", "reset"])
-def test_a_prefetch_is_forgotten_with_its_request_and_at_a_reset(
-    make: Make, event: str, is_taken: bool
-) -> None:
-    bench = make(host_tier=True)
-    bench.hold(range(1000), range(3))
-    bench.add()
-    if is_taken:
-        bench.take_answers()
-    else:
-        bench.lookups.wait(LIMIT_S)
-    if event == "finish":
-        bench.finish("a")
-    else:
-        assert bench.scheduler.reset()
-    assert bench.step().prefetches == ()
 
 
 def test_what_ranks_have_in_host_memory_is_offered(make: Make) -> None:
@@ -1036,14 +866,6 @@ def test_a_reset_that_the_store_does_not_confirm_says_so(
     bench.store.inject(Fault.BLOCKED, "remove_namespace")
     assert not bench.scheduler.reset()
     assert bench.step().generation == 2
-
-
-def test_an_answer_of_before_a_reset_is_not_used(bench: Bench) -> None:
-    bench.hold(range(1000), range(3))
-    bench.add()
-    bench.lookups.wait(LIMIT_S)
-    assert bench.scheduler.reset()
-    assert bench.match() == NOTHING
 
 
 # Anything in any order
