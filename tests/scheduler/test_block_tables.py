@@ -248,6 +248,7 @@ def test_everything_that_goes_before_the_next_step_was_told(case: Case, more: in
     ]
     told = dict(groups.of_incomplete(tables, start, stop, computed))
     assert len(told) == len(list(groups.of_incomplete(tables, start, stop, computed)))
+    assert NULL_BLOCK not in told.values()
     for i, group in enumerate(case.groups):
         later = engine_table(group, i, stop, stop, NULL_BLOCK)
         for index in range(start // group.block_size, len(later)):

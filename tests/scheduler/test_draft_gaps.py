@@ -70,7 +70,9 @@ def test_a_hit_of_the_engines_own_cache_up_to_that_row_is_not_loaded(bench: Draf
     assert bench.match(num_computed=3 * CHUNK) == (0, False)
 
 
-@pytest.mark.parametrize(("cleared", "missing"), [((), 0), ((0,), CHUNK - 1), ((1, 2), 2 * CHUNK)])
+@pytest.mark.parametrize(
+    ("cleared", "missing"), [((), 0), ((0,), CHUNK - 1), ((1, 2), 2 * CHUNK), ((3,), 0)]
+)
 def test_loaded_tokens_count_by_whether_the_drafters_rows_were_there(
     bench: Drafting, cleared: tuple[int, ...], missing: int
 ) -> None:
@@ -174,9 +176,7 @@ def test_a_save_takes_the_block_with_the_row_before_its_first_chunk() -> None:
 
 
 @pytest.mark.parametrize("is_optional", [False, True])
-def test_a_search_asks_for_a_drafters_cells_only_where_they_are_required(
-    is_optional: bool,
-) -> None:
+def test_a_search_asks_for_a_drafters_cells_only_where_they_are_required(is_optional: bool) -> None:
     groups = (*LAYER_GROUPS, replace(DRAFTS, is_optional=is_optional))
     search = HitSearch(4, groups, CHUNK, 16)
     asked: set[int] = set()

@@ -518,9 +518,7 @@ def test_a_store_that_breaks_its_contract_fails_the_removal_alone(pool: Pool) ->
 # Several tiers
 
 
-def test_a_further_tier_is_asked_only_for_what_nearer_ones_lack(
-    make: Callable[..., Pool],
-) -> None:
+def test_a_further_tier_is_asked_only_for_what_nearer_ones_lack(make: Callable[..., Pool]) -> None:
     pool = make(2)
     pool.hold(range(NUM_CHUNKS), tier=0)
     assert pool.found() == NUM_CHUNKS

@@ -38,21 +38,11 @@ from vllm_kvpool.scheduler.blocks import GroupTables, all_blocks
 from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
 from vllm_kvpool.scheduler.lookup import LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.messages import Loaded, StepReport
-from vllm_kvpool.scheduler.pool_scheduler import (
-    PoolScheduler,
-)
+from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.scheduler.request import (
-    OwnKV,
-    RequestLookup,
-    RequestState,
-)
+from vllm_kvpool.scheduler.request import OwnKV, RequestLookup, RequestState
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.transfer.ops import (
-    HandOverEnd,
-    HostCacheChange,
-    SavePlan,
-)
+from vllm_kvpool.transfer.ops import HandOverEnd, HostCacheChange, SavePlan
 
 # Lookups and offers
 
@@ -90,6 +80,9 @@ a request whose lookup was too late is saved
 expected tokens are offered before they are stored
     engine; stored 1; add a expect_tokens=69; admit a -> 64; step; told_load a 0-64
     count promised_blocks 4; stored 1-2; landed -> last landed 2 final; count promised_blocks 0
+expected tokens of a request that has ended are promised no more
+    engine; stored 1; add a expect_tokens=64; admit a; step; count promised_blocks 4; finish a
+    count promised_blocks 0
 expected tokens that do not come end the stream where they stop
     # The lookup service ends it, by its own clock; the scheduler would wait for longer.
     engine; stored 1; add a expect_tokens=64 expect_timeout_ms=30; admit a -> 64

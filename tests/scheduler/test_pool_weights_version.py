@@ -12,14 +12,7 @@ import pytest
 
 import tests.support.memory_store  # noqa: F401  (its scheme)
 from tests.scheduler.conftest import Make
-from tests.scheduler.scheduler_bench import (
-    LIMIT_S,
-    NAMES,
-    NOTHING,
-    PENDING,
-    Bench,
-    hashes_of,
-)
+from tests.scheduler.scheduler_bench import LIMIT_S, NAMES, NOTHING, PENDING, Bench, hashes_of
 from tests.scheduler.scripts import Example, examples
 from tests.support.buffers import make_buffer
 from tests.support.fakes import FakePins

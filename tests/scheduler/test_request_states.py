@@ -8,13 +8,7 @@ from tests.scheduler.scheduler_bench import CHUNK, LIMIT_S, PENDING, Bench
 from tests.support.faults import Fault
 from tests.support.state_tables import assert_moves_along, pairs_of, reached_from
 from vllm_kvpool.config import RequestOptions
-from vllm_kvpool.scheduler.states import (
-    TRANSITIONS,
-    AdmissionState,
-    LookupState,
-    RetryState,
-    moved,
-)
+from vllm_kvpool.scheduler.states import TRANSITIONS, AdmissionState, LookupState, RetryState, moved
 
 FIRST = (LookupState.PENDING, AdmissionState.QUEUED, RetryState.NONE)
 

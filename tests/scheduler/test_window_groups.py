@@ -433,11 +433,7 @@ def test_with_as_few_blocks_as_may_be_every_chunk_of_a_request_is_still_saved(
     blocks: tuple[int, int], marks_gone: bool, count: int
 ) -> None:
     """Blocks that are held for windows must not take the room of the save they are held for."""
-    engine = Engine(
-        blocks,
-        marks_gone=marks_gone,
-        max_held=least_held(blocks),
-    )
+    engine = Engine(blocks, marks_gone=marks_gone, max_held=least_held(blocks))
     engine.add("a", range(200))
     engine.admit("a")
     for _ in range(200 // count):

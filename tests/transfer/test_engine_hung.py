@@ -3,15 +3,7 @@
 import pytest
 
 from tests.support.invariants import num_slots_written
-from tests.transfer.engine_bench import (
-    DISK,
-    DONE,
-    FAILED,
-    MISSING,
-    UNREACHABLE,
-    Bench,
-    slots_of,
-)
+from tests.transfer.engine_bench import DISK, DONE, FAILED, MISSING, UNREACHABLE, Bench, slots_of
 from tests.transfer.scripts import Example, examples, play
 from vllm_kvpool.storage.breaker import FIRST_PAUSE_S
 from vllm_kvpool.transfer.ops import CellOutcome

@@ -167,6 +167,8 @@ dropping saves ends all that is not in a put
     on disk slots=5 reserve=0 limits=1x1; save 1 a b c d; ends 0; ends 1; ends 2
     ends 3 -> 6 gather d; drop -> nothing; run -> gathered 1 | saved 1: 3 cancelled, 1 done
     clean; save 2 a -> first gather a
+a dropped save's cell that is gathered stays in host memory
+    on disk keep=4 slots=8; save 1 a; ends 0; drop; run; host a; load 2 a -> scatter a
 a dropped put is not tried again
     on far; save 1 a; ends 0; ends 1; drop -> nothing; ends 2 failed -> saved 1: 1 failed; clean
 dropping saves leaves loads alone
