@@ -95,6 +95,7 @@ def _on(verb: str, *tiers: str, limits: str = "2x64", **options: Any) -> Bench:
 
 
 LANES = {
+    "fences": (OpKind.FENCE,),
     "gets": (OpKind.GET,),
     "puts": (OpKind.PUT,),
     "tiers": (OpKind.GET, OpKind.PUT, OpKind.REMOVE),
