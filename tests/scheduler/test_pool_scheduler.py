@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -23,14 +23,14 @@ from tests.scheduler.scheduler_bench import (
     has_none,
     hashes_of,
 )
-from tests.scheduler.scripts import Example, examples
+from tests.scheduler.scripts import Example, examples, in_words
 from tests.support.buffers import make_buffer
 from tests.support.fakes import FakeRequest
 from tests.support.faults import Fault
 from tests.support.invariants import check
 from vllm_kvpool.cli.explain import RequestReport, reports
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler import pool_scheduler as scheduler_module
@@ -903,7 +903,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             config=KVPoolConfig(save_decode=save_decode),
             alias_step=alias_step,
         )
-        self.tokens_of: dict[bytes, Sequence[int]] = {}  # of saved chunks and ends, from the start
         self.block, self.num_ranks = block, num_ranks
         self.saves_at_all = role is not KVRole.CONSUMER or save_decode
         self.live: dict[str, Live] = {}
@@ -982,20 +981,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.expected_loads
         )
         self.expected_loads = []
-        for load in plan.loads:
-            live = self.live[load.request_id]
-            first, last = load.token_start // CHUNK, -(-load.token_stop // CHUNK)
-            hashes, tokens = list(load.hashes), live.view.tokens()
-            if load.is_last_other:
-                other = self.tokens_of[hashes.pop()]
-                assert other[: load.token_stop] == tokens[: load.token_stop]
-                assert load.end_tokens == len(other) % CHUNK
-                last -= 1
-            assert hashes == hashes_of(tokens)[first:last]
-            start, stop = load.token_start // self.block, -(-load.token_stop // self.block)
-            [pages] = load.pages
-            assert (pages.token_start, pages.token_stop) == (load.token_start, load.token_stop)
-            assert list(pages.block_ids) == self.bench.tables[load.request_id][start:stop]
+        in_words(self.bench, plan)  # checks the hashes and blocks of all plans
         for save in plan.saves:
             self.note_tokens(save)
             self.check_save(save, before, scheduled or {})
@@ -1003,10 +989,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def note_tokens(self, save: SavePlan) -> None:
         """Note by its hash what each chunk holds."""
-        live = self.live.get(save.request_id) or self.ended[save.request_id]
+        tokens = self.bench.views[save.request_id].tokens()
         for chunk, chunk_hash in enumerate(save.hashes, save.first_chunk):
-            stop = chunk * CHUNK + (save.end_tokens or CHUNK)
-            self.tokens_of[chunk_hash] = live.view.tokens()[:stop]
+            self.bench.others[chunk_hash] = tokens[: chunk * CHUNK + (save.end_tokens or CHUNK)]
 
     def check_save(self, save: SavePlan, before: dict[str, int], scheduled: dict[str, int]) -> None:
         chunks = range(save.first_chunk, save.first_chunk + len(save.hashes))
@@ -1022,17 +1007,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if save.end_tokens:
             stop = chunks.start * CHUNK + save.end_tokens
             assert stop == live.view.num_prompt_tokens <= computed
-            chain = ChunkChain(CHUNK, RequestIdentity())
-            chain.extend(live.view.tokens()[:stop])
-            assert list(save.hashes) == [chain.end(live.view.tokens()[:stop])]
-            assert pages.token_stop == stop
             return
         assert chunks.stop * CHUNK <= min(computed, live.view.num_tokens)
-        assert list(save.hashes) == hashes_of(live.view.tokens())[chunks.start : chunks.stop]
-        start, stop = chunks.start * CHUNK // self.block, -(-chunks.stop * CHUNK // self.block)
-        assert list(pages.block_ids) == self.bench.tables[save.request_id][start:stop]
-        assert pages.table_start == start * self.block
-        assert (pages.token_start, pages.token_stop) == (chunks.start * CHUNK, chunks.stop * CHUNK)
         assert not live.planned & set(chunks)
         live.planned |= set(chunks)
 
