@@ -21,7 +21,7 @@ from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport, Stored
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep, StateOffer
-from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.base import ChunkRef, Store
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, JobPages, SavePlan
 
 CHUNK = 32
@@ -32,10 +32,19 @@ PENDING, NOTHING = (None, False), (0, False)
 View = FakeRequest[RequestOptions, RequestIdentity]
 
 
-def hashes_of(tokens: Sequence[int]) -> list[bytes]:
-    chain = ChunkChain(CHUNK, RequestIdentity())
+def chain_of(tokens: Sequence[int], chunk_tokens: int = CHUNK) -> ChunkChain:
+    chain = ChunkChain(chunk_tokens, RequestIdentity())
     chain.extend(tokens)
-    return chain.hashes
+    return chain
+
+
+def hashes_of(tokens: Sequence[int]) -> list[bytes]:
+    return chain_of(tokens).hashes
+
+
+def put_cells(store: Store, keys: Sequence[str]) -> None:
+    """The store has these cells, of any content."""
+    store.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
 
 
 @dataclass
@@ -126,10 +135,8 @@ class Bench:
     # The store
 
     def hold(self, tokens: Sequence[int], chunks: range) -> None:
-        buffer = make_buffer(1)
         for chunk in chunks:
-            keys = self.names.of_chunk(hashes_of(tokens)[chunk])
-            self.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
+            put_cells(self.memory, self.names.of_chunk(hashes_of(tokens)[chunk]))
 
     # The engine
 
@@ -316,5 +323,4 @@ class StateBench(Bench):
 
     def store_cells(self, layer_group: int, *chunks: int) -> None:
         for chunk in chunks:
-            keys = self.names.of_chunk(hashes_of(range(1000))[chunk], layer_group)
-            self.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
+            put_cells(self.memory, self.names.of_chunk(hashes_of(range(1000))[chunk], layer_group))

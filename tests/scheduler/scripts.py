@@ -27,16 +27,16 @@ from tests.scheduler.scheduler_bench import (
     NOTHING,
     Bench,
     StateBench,
+    chain_of,
     has_none,
     hashes_of,
+    put_cells,
 )
 from tests.support import scripts
-from tests.support.buffers import make_buffer
 from tests.support.faults import Fault
 from tests.support.invariants import check
 from tests.support.scripts import Example
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.scheduler.blocks import NO_PAGES, state_page
 from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
 from vllm_kvpool.scheduler.lookup_service import LOOKUP_TIMEOUT_S
@@ -50,7 +50,6 @@ from vllm_kvpool.scheduler.pool_scheduler import (
 from vllm_kvpool.scheduler.request import OwnKV, StateOffer
 from vllm_kvpool.scheduler.save_outcomes import EndedSave
 from vllm_kvpool.scheduler.states import AdmissionState
-from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, JobPages, Landed, LoadPlan, SavePlan
 
 __all__ = ["Example", "examples", "in_words", "play"]
@@ -131,9 +130,7 @@ def _load_in_words(bench: Bench, load: LoadPlan) -> str:
 
 
 def _end_of(tokens: Sequence[int]) -> bytes | None:
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(tokens)
-    return chain.end(tokens)
+    return chain_of(tokens).end(tokens)
 
 
 def _blocks(states: Sequence[JobPages]) -> str:
@@ -181,8 +178,7 @@ def _chunks(text: str) -> range:
 def _stored(bench: Bench, chunks: str, weights: str = FIRST_WEIGHTS) -> None:
     names = NAMES.with_weights("" if weights == FIRST_WEIGHTS else weights)
     for chunk in _chunks(chunks):
-        keys = names.of_chunk(hashes_of(PROMPT)[chunk])
-        bench.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
+        put_cells(bench.memory, names.of_chunk(hashes_of(PROMPT)[chunk]))
 
 
 def _has(bench: StateBench, attention: str, *boundaries: str) -> None:
@@ -235,14 +231,14 @@ def _other(bench: Bench, shared: str, count: str, *, with_end: bool = False) -> 
         bench.others[end] = tokens
         rest = len(tokens) % CHUNK
         plans.append(SavePlan(JobId(2), "x", len(hashes), (end,), (), end_tokens=rest))
-    keys = [key for plan in plans for each in plan.hashes for key in bench.names.of_chunk(each)]
-    bench.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(tokens)
+    put_cells(
+        bench.memory,
+        [key for plan in plans for each in plan.hashes for key in bench.names.of_chunk(each)],
+    )
     assert bench.aliases is not None
     (writer,) = bench.aliases._writers
     for plan in plans:  # on this thread, so that nothing is to be waited for
-        writer._perform(EndedSave(plan, Stored(1, frozenset({0})), (chain, tokens)))
+        writer._perform(EndedSave(plan, Stored(1, frozenset({0})), (chain_of(tokens), tokens)))
 
 
 def _lose_other(bench: Bench, chunk: str) -> None:
@@ -256,7 +252,7 @@ def _put(bench: Bench) -> None:
     keys = [
         key for plan in bench.plan.saves for each in plan.hashes for key in NAMES.of_chunk(each)
     ]
-    bench.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
+    put_cells(bench.memory, keys)
 
 
 def _in_store(bench: Bench, count: str, weights: str = FIRST_WEIGHTS) -> None:

@@ -12,9 +12,16 @@ import pytest
 
 import tests.support.memory_store  # noqa: F401  (its scheme)
 from tests.scheduler.conftest import Make
-from tests.scheduler.scheduler_bench import LIMIT_S, NAMES, NOTHING, PENDING, Bench, hashes_of
+from tests.scheduler.scheduler_bench import (
+    LIMIT_S,
+    NAMES,
+    NOTHING,
+    PENDING,
+    Bench,
+    hashes_of,
+    put_cells,
+)
 from tests.scheduler.scripts import Example, examples
-from tests.support.buffers import make_buffer
 from tests.support.fakes import FakePins
 from tests.support.faults import Fault
 from tests.support.invariants import check
@@ -24,7 +31,6 @@ from vllm_kvpool.layout.engine_shape import ModelShape
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepReport
 from vllm_kvpool.scheduler.scheduler_part import SchedulerPart
-from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import HostCacheChange, SavePlan
 
 FIRST, NEW, NEWER = "", "sample:b", "drawn:c"
@@ -34,10 +40,9 @@ def hold(
     bench: Bench, chunks: range, weights_version: str, tokens: Sequence[int] = range(1000)
 ) -> None:
     """The cells of those chunks are in the store, of that epoch."""
-    names, buffer = NAMES.with_weights(weights_version), make_buffer(1)
+    names = NAMES.with_weights(weights_version)
     for chunk in chunks:
-        keys = names.of_chunk(hashes_of(tokens)[chunk])
-        bench.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
+        put_cells(bench.memory, names.of_chunk(hashes_of(tokens)[chunk]))
 
 
 def what(saves: Sequence[SavePlan]) -> list[tuple[str, range, str]]:

@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.scheduler.scheduler_bench import CHUNK, NAMES, Bench, View
-from tests.support.buffers import make_buffer
+from tests.scheduler.scheduler_bench import CHUNK, NAMES, Bench, View, put_cells
 from tests.support.invariants import check
 from vllm_kvpool.config import KVPoolConfig, RequestOptions
 from vllm_kvpool.scheduler.blocks import all_blocks
 from vllm_kvpool.scheduler.messages import StepReport
-from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import HostCacheChange, LoadPlan, SavePlan
 
 BLOCK = 16
@@ -202,7 +200,7 @@ class Walk:
                     f"{set(tags)} saved as {plan.weights_version!r}"
                 )
             keys = names.of_chunk(chunk_hash)
-            self.bench.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
+            put_cells(self.bench.memory, keys)
             self.cells |= dict.fromkeys(keys, content)
             self.seen[f"saved as {plan.weights_version}"] += 1
             if self.host_tier:
