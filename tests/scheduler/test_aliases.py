@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.scheduler.scheduler_bench import put_cells
 from tests.support.buffers import make_buffer
 from tests.support.memory_store import MemoryStore
 from vllm_kvpool.errors import StoreError
@@ -144,9 +145,7 @@ class Pool:
         return chain
 
     def store(self, hashes: Sequence[bytes], tier: int = 0) -> None:
-        buffer = make_buffer(1)
-        keys = self.cells(hashes)
-        self.stores[tier].put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
+        put_cells(self.stores[tier], self.cells(hashes))
 
     def cells(self, hashes: Sequence[bytes]) -> list[str]:
         groups = [i for i, each in enumerate(self.names.layer_groups) if not each.is_optional]

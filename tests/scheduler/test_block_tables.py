@@ -117,6 +117,13 @@ def test_what_may_be_let_go_next_is_told() -> None:
     ]
 
 
+def test_blocks_that_no_chunk_stores_and_gaps_are_not_told() -> None:
+    """Of each chunk of 32 tokens the last 16 are stored."""
+    groups = GroupTables([KVCacheGroup(16), KVCacheGroup(16, WINDOW, tail_tokens=16)], 32)
+    told = groups.of_incomplete([table(6), [0, 201, 0, 203, 204, 205]], 32, 96, 60)
+    assert list(told) == [(Place(1, 3), 203), (Place(1, 5), 205)]
+
+
 # Any groups and tokens
 
 
@@ -248,6 +255,7 @@ def test_everything_that_goes_before_the_next_step_was_told(case: Case, more: in
     ]
     told = dict(groups.of_incomplete(tables, start, stop, computed))
     assert len(told) == len(list(groups.of_incomplete(tables, start, stop, computed)))
+    assert NULL_BLOCK not in told.values()
     for i, group in enumerate(case.groups):
         later = engine_table(group, i, stop, stop, NULL_BLOCK)
         for index in range(start // group.block_size, len(later)):

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.test_pool_scheduler import CHUNK, LAYER_GROUPS, Bench
+from tests.scheduler.scheduler_bench import CHUNK, LAYER_GROUPS, Bench
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.blocks import GroupTables
-from vllm_kvpool.scheduler.draft_gaps import MAX_GAPS, DraftGaps
+from vllm_kvpool.scheduler.draft_gaps import MAX_GAPS
 from vllm_kvpool.scheduler.messages import Loaded, StepReport
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch
 from vllm_kvpool.transfer.ops import JobPages
@@ -32,17 +32,14 @@ class Drafting(Bench):
     """An engine with a drafter. The store holds the model's cells alone (`hold`)."""
 
     def __init__(self, **more: Any) -> None:
-        super().__init__(names=NAMES, **more)
-        scheduler = self.scheduler
-        shape = replace(
-            scheduler._shape,
-            groups=(KVCacheGroup(self.block, lookahead=1),),
+        super().__init__(
+            names=NAMES,
+            groups=(KVCacheGroup(16, lookahead=1),),
             has_drafts=True,
             lookahead=1,
             max_drafted_tokens=MOST_DRAFTED,
+            **more,
         )
-        scheduler._shape = scheduler.saves._shape = shape
-        scheduler.saves.draft_gaps = DraftGaps(shape)
 
     def load(self, tokens: int, *cleared: int, name: str = "a") -> None:
         """Load the prompt's first tokens; a load finds no rows of the chunks `cleared`."""
@@ -57,7 +54,7 @@ class Drafting(Bench):
 def bench() -> Iterator[Drafting]:
     bench = Drafting()
     yield bench
-    bench.lookups.close()
+    bench.close()
 
 
 def test_a_hit_ends_before_the_row_that_depends_on_the_next_token(bench: Drafting) -> None:
@@ -73,7 +70,9 @@ def test_a_hit_of_the_engines_own_cache_up_to_that_row_is_not_loaded(bench: Draf
     assert bench.match(num_computed=3 * CHUNK) == (0, False)
 
 
-@pytest.mark.parametrize(("cleared", "missing"), [((), 0), ((0,), CHUNK - 1), ((1, 2), 2 * CHUNK)])
+@pytest.mark.parametrize(
+    ("cleared", "missing"), [((), 0), ((0,), CHUNK - 1), ((1, 2), 2 * CHUNK), ((3,), 0)]
+)
 def test_loaded_tokens_count_by_whether_the_drafters_rows_were_there(
     bench: Drafting, cleared: tuple[int, ...], missing: int
 ) -> None:
@@ -155,7 +154,7 @@ def test_answers_behind_missing_rows_count_against_loading() -> None:
             bench.clock.advance(token_s)
         bench.scheduler.finish(name, (bench.tables[name],))
     assert costs._token_s == {True: pytest.approx(1.5), False: pytest.approx(4.5)}
-    bench.lookups.close()
+    bench.close()
 
 
 def test_gaps_are_bounded(bench: Drafting) -> None:
@@ -177,9 +176,7 @@ def test_a_save_takes_the_block_with_the_row_before_its_first_chunk() -> None:
 
 
 @pytest.mark.parametrize("is_optional", [False, True])
-def test_a_search_asks_for_a_drafters_cells_only_where_they_are_required(
-    is_optional: bool,
-) -> None:
+def test_a_search_asks_for_a_drafters_cells_only_where_they_are_required(is_optional: bool) -> None:
     groups = (*LAYER_GROUPS, replace(DRAFTS, is_optional=is_optional))
     search = HitSearch(4, groups, CHUNK, 16)
     asked: set[int] = set()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.scheduler import scheduler_bench
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import CellKey, make_namespace
 from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
@@ -51,9 +52,7 @@ TIMED_OUT = LookupOutcome.TIMED_OUT
 
 
 def chain_of(tokens: Sequence[int] = TOKENS) -> ChunkChain:
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(tokens)
-    return chain
+    return scheduler_bench.chain_of(tokens, CHUNK)
 
 
 HASHES = chain_of().hashes

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.buffers import make_buffer
+from tests.scheduler import scheduler_bench
+from tests.scheduler.scheduler_bench import put_cells
 from tests.support.faults import Fault, FaultyStore
 from tests.support.memory_store import MemoryStore
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
@@ -30,7 +31,6 @@ from vllm_kvpool.scheduler.lookup import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_core import MAX_KEYS_PER_ROUND
 from vllm_kvpool.scheduler.lookup_service import LookupService, NoticeReceiver, OnLost, OnNotice
 from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import HostCacheChange
 
 CHUNK = 4
@@ -45,9 +45,7 @@ UNSHAREABLE = LookupOutcome.UNSHAREABLE
 
 
 def chain_of(tokens: tuple[int, ...] = TOKENS) -> ChunkChain:
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(tokens)
-    return chain
+    return scheduler_bench.chain_of(tokens, CHUNK)
 
 
 class Pool:
@@ -82,8 +80,7 @@ class Pool:
             for i, key in enumerate(NAMES.of_chunk(hashes[chunk]))
             if i != but and only in (-1, i)
         ]
-        buffer = make_buffer(1)
-        self.memories[tier].put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
+        put_cells(self.memories[tier], keys)
 
     def tell(self, rank: int, added: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
         """A rank says which chunks have come into its host memory, and left it."""
@@ -486,7 +483,7 @@ def test_remove_all_removes_the_own_namespace_only(pool: Pool) -> None:
     pool.hold(range(3))
     maker = KeyMaker(make_namespace("model", "1" * 12), ContextRank())
     other = maker.key(HeadShard(0), LayerSpan(0, 2), b"x")
-    pool.memory.put([other], [make_buffer(1)], [ChunkRef("")])
+    put_cells(pool.memory, [other])
     confirmed: list[bool] = []
     pool.service.remove_all(confirmed.append)
     pool.ask()
@@ -518,9 +515,7 @@ def test_a_store_that_breaks_its_contract_fails_the_removal_alone(pool: Pool) ->
 # Several tiers
 
 
-def test_a_further_tier_is_asked_only_for_what_nearer_ones_lack(
-    make: Callable[..., Pool],
-) -> None:
+def test_a_further_tier_is_asked_only_for_what_nearer_ones_lack(make: Callable[..., Pool]) -> None:
     pool = make(2)
     pool.hold(range(NUM_CHUNKS), tier=0)
     assert pool.found() == NUM_CHUNKS
@@ -602,13 +597,13 @@ def test_a_reset_forgets_what_ranks_had_and_takes_what_they_say_later(
 
 def test_lookups_of_several_epochs_share_a_round(pool: Pool) -> None:
     """Each finds what is stored under its own names, and says which those were."""
-    hashes, buffer = chain_of().hashes, make_buffer(1)
+    hashes = chain_of().hashes
     stored = {"": 7, "a": 3, "b": 0, "c": NUM_CHUNKS}
     for weights_version, count in stored.items():
         keys = [
             k for each in hashes[:count] for k in NAMES.with_weights(weights_version).of_chunk(each)
         ]
-        pool.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
+        put_cells(pool.memory, keys)
     for lookup_id, weights_version in enumerate([*stored, *reversed(stored)]):
         pool.service.submit(
             Lookup(
@@ -630,10 +625,9 @@ def test_lookups_of_several_epochs_share_a_round(pool: Pool) -> None:
 
 @pytest.mark.parametrize("weights_versions", [("",), ("a",), ("a", ""), ("b", "a"), ()])
 def test_a_removal_takes_the_epochs_it_names(pool: Pool, weights_versions: tuple[str, ...]) -> None:
-    buffer, all_epochs = make_buffer(1), ("", "a", "b")
+    all_epochs = ("", "a", "b")
     for weights_version in all_epochs:
-        keys = NAMES.with_weights(weights_version).of_chunk(chain_of().hashes[0])
-        pool.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
+        put_cells(pool.memory, NAMES.with_weights(weights_version).of_chunk(chain_of().hashes[0]))
     done: SimpleQueue[bool] = SimpleQueue()
     pool.service.remove_all(done.put, weights_versions)
     assert done.get(timeout=LIMIT_S)

@@ -60,6 +60,12 @@ def test_a_save_has_missed_what_any_rank_has_missed() -> None:
     }
 
 
+def test_endpoints_of_all_ranks_are_told() -> None:
+    """An engine that goes on with a prompt listens to each of them."""
+    one, other = (StepReport(notices={rank: f"tcp://{rank}"}) for rank in range(2))
+    assert merged(one, other).notices == {0: "tcp://0", 1: "tcp://1"}
+
+
 def test_ranks_add_up_and_the_shortest_load_counts() -> None:
     one = StepReport(
         {JobId(1): 1, JobId(2): 1},

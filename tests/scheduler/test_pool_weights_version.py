@@ -6,20 +6,22 @@ cell is of.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 import tests.support.memory_store  # noqa: F401  (its scheme)
-from tests.scheduler.test_pool_scheduler import (
+from tests.scheduler.conftest import Make
+from tests.scheduler.scheduler_bench import (
     LIMIT_S,
     NAMES,
     NOTHING,
     PENDING,
     Bench,
     hashes_of,
+    put_cells,
 )
-from tests.support.buffers import make_buffer
+from tests.scheduler.scripts import Example, examples
 from tests.support.fakes import FakePins
 from tests.support.faults import Fault
 from tests.support.invariants import check
@@ -29,45 +31,18 @@ from vllm_kvpool.layout.engine_shape import ModelShape
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepReport
 from vllm_kvpool.scheduler.scheduler_part import SchedulerPart
-from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import HostCacheChange, SavePlan
 
 FIRST, NEW, NEWER = "", "sample:b", "drawn:c"
-Make = Callable[..., Bench]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    made: list[Bench] = []
-
-    def make(**arguments: object) -> Bench:
-        made.append(Bench(**arguments))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for bench in made:
-        bench.store.heal()
-        assert bench.lookups.close()
-
-
-@pytest.fixture
-def bench(make: Make) -> Bench:
-    return make()
 
 
 def hold(
     bench: Bench, chunks: range, weights_version: str, tokens: Sequence[int] = range(1000)
 ) -> None:
     """The cells of those chunks are in the store, of that epoch."""
-    names, buffer = NAMES.with_weights(weights_version), make_buffer(1)
+    names = NAMES.with_weights(weights_version)
     for chunk in chunks:
-        keys = names.of_chunk(hashes_of(tokens)[chunk])
-        bench.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
-
-
-def num_cells(bench: Bench, weights_version: str) -> int:
-    start = f"{NAMES.with_weights(weights_version).namespace}@"
-    return sum(key.startswith(start) for key in bench.memory._table.list_keys())
+        put_cells(bench.memory, names.of_chunk(hashes_of(tokens)[chunk]))
 
 
 def what(saves: Sequence[SavePlan]) -> list[tuple[str, range, str]]:
@@ -89,49 +64,26 @@ def begin(bench: Bench, weights_version: str, *, is_reset: bool = True) -> None:
 # What is found
 
 
-def test_nothing_of_before_is_found_until_it_returns(bench: Bench) -> None:
-    hold(bench, range(3), FIRST)
-    hold(bench, range(1), NEWER)
-    for number, (weights_version, offer) in enumerate(
-        [
-            (FIRST, (96, True)),
-            (NEW, NOTHING),
-            (NEWER, (32, True)),
-            (FIRST, (96, True)),
-            (NEW, NOTHING),
-        ]
-    ):
-        begin(bench, weights_version)
-        bench.add(str(number))
-        assert bench.match(str(number)) == offer
-
-
-def test_a_lookup_under_way_is_asked_again(bench: Bench) -> None:
-    hold(bench, range(3), FIRST)
-    hold(bench, range(1), NEW)
-    bench.store.inject(Fault.BLOCKED, "exists")
-    bench.add()
-    assert bench.store.entered.wait(LIMIT_S)
-    begin(bench, NEW)
-    assert bench.scheduler.match("a", 0) == PENDING
-    bench.store.release()
-    assert bench.match() == (32, True)
-    bench.allocate("a", 0, 32)
-    [load] = bench.step().loads
-    assert (load.weights_version, len(load.hashes)) == (NEW, 1)
-
-
-def test_what_the_new_epoch_has_is_loaded_and_the_rest_saved(bench: Bench) -> None:
-    hold(bench, range(3), FIRST)
-    hold(bench, range(2), NEW)
-    bench.add()
-    assert bench.match() == (96, True)
-    begin(bench, NEW)
-    assert bench.admit() == (64, True)
-    [load] = bench.step().loads
-    assert load.weights_version == NEW
-    bench.scheduler.load_ended("a")
-    assert what(bench.step(a=36).saves) == [("a", range(2, 3), NEW)]
+@examples(
+    """
+nothing of before is found until it returns
+    engine; stored 3 first; stored 1 drawn:c; weights first; add 0; match 0 -> 96
+    weights sample:b; add 1; match 1 -> nothing; weights drawn:c; add 2; match 2 -> 32
+    weights first; add 3; match 3 -> 96; weights sample:b; add 4; match 4 -> nothing
+a lookup under way is asked again
+    engine; stored 3 first; stored 1 sample:b; block exists a; weights sample:b
+    poll a -> pending; release; match a -> 32; allocate a 0 32; step -> load a 0-32 as sample:b
+what the new weights have is loaded and the rest saved
+    engine; stored 3 first; stored 2 sample:b; add a; match a -> 96; weights sample:b
+    admit a -> 64; step -> load a 0-64 as sample:b; loaded a
+    step a=36 -> save a 2-3 as sample:b
+a prefetch says of which weights
+    engine host_tier=True; stored 3 first; stored 2 sample:b; weights sample:b; add a
+    settle -> prefetch a 2 as sample:b
+"""
+)
+def test_what_is_found(example: Example) -> None:
+    example.play().close()
 
 
 @pytest.mark.parametrize("is_taken", [False, True], ids=["answer waits", "answer taken"])
@@ -142,16 +94,6 @@ def test_a_prefetch_of_before_is_dropped(make: Make, is_taken: bool) -> None:
     bench.take_answers() if is_taken else bench.lookups.wait(LIMIT_S)
     begin(bench, NEW)
     assert bench.step().prefetches == ()
-
-
-def test_a_prefetch_says_of_which_epoch(make: Make) -> None:
-    bench = make(host_tier=True)
-    hold(bench, range(3), FIRST)
-    hold(bench, range(2), NEW)
-    begin(bench, NEW)
-    bench.add()
-    [prefetch] = bench.settle().prefetches
-    assert (prefetch.weights_version, len(prefetch.hashes)) == (NEW, 2)
 
 
 def test_what_ranks_have_of_one_epoch_is_not_found_in_another(make: Make) -> None:
@@ -203,67 +145,29 @@ def test_a_store_that_hangs_across_the_change_tells_nothing_of_before(bench: Ben
 # What is saved, and as what
 
 
-def test_a_request_that_runs_across_the_change_is_not_saved(bench: Bench) -> None:
-    bench.add(num_tokens=200)
-    bench.admit()
-    before = bench.step(a=70)
-    assert what(before.saves) == [("a", range(2), FIRST)]
-    begin(bench, NEW)
-    for _ in range(3):
-        assert bench.step(a=40).saves == ()
-    assert bench.finish() == {"kvpool": {"tokens": 0}}
-    assert bench.step().saves == ()
-    bench.gather(before)
-    assert bench.pins.references == {}
-    assert not bench.scheduler.saves.has_pending
-
-
-def test_a_request_that_waits_is_saved_as_of_the_new_epoch(bench: Bench) -> None:
-    hold(bench, range(3), FIRST)  # which says nothing of the new one
-    bench.add()
-    bench.take_answers()
-    begin(bench, NEW)
-    assert bench.admit() == NOTHING
-    assert what(bench.step(a=100).saves) == [("a", range(3), NEW)]
-
-
-def test_a_load_across_the_change_that_brings_nothing_leaves_a_new_request(bench: Bench) -> None:
-    hold(bench, range(2), FIRST)
-    bench.add()
-    bench.admit()
-    bench.step()
-    begin(bench, NEW)
-    bench.load_stops("a", 0)
-    bench.tables["a"] = []
-    assert bench.admit() == NOTHING
-    assert what(bench.step(a=100).saves) == [("a", range(3), NEW)]
-
-
-def test_a_preempted_request_is_asked_and_saved_anew(bench: Bench) -> None:
-    hold(bench, range(1), NEW)
-    view = bench.add()
-    bench.admit()
-    bench.gather(bench.step(a=70))
-    begin(bench, NEW)
-    assert bench.step(a=10).saves == ()
-    view.preempt()
-    bench.tables["a"] = []
-    assert bench.admit() == (32, True)
-    assert [load.weights_version for load in bench.step().loads] == [NEW]
-    bench.scheduler.load_ended("a")
-    assert what(bench.step(a=68).saves) == [("a", range(1, 3), NEW)]
-
-
-def test_a_request_preempted_before_the_change_is_asked_and_saved_anew(bench: Bench) -> None:
-    view = bench.add()
-    bench.admit()
-    bench.gather(bench.step(a=70))
-    hold(bench, range(2), FIRST)
-    view.preempt()
-    bench.tables["a"] = []
-    begin(bench, NEW)
-    assert bench.admit() == NOTHING
-    assert what(bench.step(a=100).saves) == [("a", range(3), NEW)]
+@examples(
+    """
+a request that runs across the change is not saved
+    engine; add a 200; admit a; step a=70 -> save a 0-2; weights sample:b
+    step a=40 -> nothing; step a=40 -> nothing; step a=40 -> nothing
+    finish a -> 0 tokens; step -> nothing; gather; pins 0; pending False
+a request that waits is saved as of the new epoch
+    engine; stored 3 first; add a; answers; weights sample:b; admit a -> nothing
+    step a=100 -> only save a 0-3 as sample:b
+a load across the change that brings nothing leaves a new request
+    engine; stored 2 first; add a; admit a; step; weights sample:b; load_stops a 0; free a
+    admit a -> nothing; step a=100 -> save a 0-3 as sample:b
+a preempted request is asked and saved anew
+    engine; stored 1 sample:b; add a; admit a; step a=70; gather; weights sample:b
+    step a=10 -> nothing; preempt a; admit a -> 32; step -> load a 0-32 as sample:b; loaded a
+    step a=68 -> save a 1-3 as sample:b
+a request preempted before the change is asked and saved anew
+    engine; add a; admit a; step a=70; gather; stored 2 first; preempt a; weights sample:b
+    admit a -> nothing; step a=100 -> only save a 0-3 as sample:b
+"""
+)
+def test_what_is_saved_and_as_what(example: Example) -> None:
+    example.play().close()
 
 
 @pytest.mark.parametrize("save_decode", [False, True])
@@ -290,151 +194,84 @@ def test_an_answer_that_comes_while_it_runs_does_not_save_it(make: Make, save_de
 # The engine's own cache
 
 
-def test_old_blocks_of_the_engine_are_not_saved_as_new(bench: Bench) -> None:
-    """Until its own cache has been emptied, what it has found there may be of other weights."""
-    begin(bench, NEW, is_reset=False)
-    for name, local in (("a", 32), ("b", 0)):
-        bench.add(name)
-        assert bench.match(name, local) == NOTHING
-        bench.allocate(name, local, 0)
-    assert what(bench.step(a=68, b=100).saves) == [("b", range(3), NEW)]
-    bench.scheduler.own_cache_was_reset()
-    bench.add("c")
-    bench.match("c", 32)
-    bench.allocate("c", 32, 0)
-    assert what(bench.step(c=68).saves) == [("c", range(3), NEW)]
-    assert bench.finish("a") == {"kvpool": {"tokens": 0}}
-    assert bench.step().saves == ()
-
-
-def test_a_request_that_saw_old_blocks_and_waits_on_is_saved_after_the_reset(
-    bench: Bench,
-) -> None:
-    begin(bench, NEW, is_reset=False)
-    bench.add()
-    assert bench.match("a", 32) == NOTHING  # and there was no room for it
-    bench.scheduler.own_cache_was_reset()
-    assert bench.admit() == NOTHING
-    assert what(bench.step(a=100).saves) == [("a", range(3), NEW)]
+@examples(
+    """
+old blocks of the engine are not saved as new
+    # Until its own cache has been emptied, what it has found there may be of other weights.
+    engine; weights sample:b is_reset=False; add a; match a 32 -> nothing; allocate a 32 0
+    add b; match b -> nothing; allocate b 0 0; step a=68 b=100 -> save b 0-3 as sample:b
+    own_cache_reset; add c; match c 32; allocate c 32 0; step c=68 -> save c 0-3 as sample:b
+    finish a -> 0 tokens; step -> nothing
+a request that saw old blocks and waits on is saved after the reset
+    engine; weights sample:b is_reset=False; add a; match a 32 -> nothing; own_cache_reset
+    admit a -> nothing; step a=100 -> only save a 0-3 as sample:b
+"""
+)
+def test_the_engine_s_own_cache(example: Example) -> None:
+    example.play().close()
 
 
 # Embeddings of media, which the engine keeps when its weights change
 
 
-def computed(bench: Bench, request_id: str, num_computed: int = 0, **traits: bool) -> list[range]:
-    """The chunks that are saved of a request that runs from there on."""
-    bench.add(request_id, **traits)
-    bench.match(request_id, num_computed)
-    bench.allocate(request_id, num_computed, 0)
-    plan = bench.step(**{request_id: 100 - num_computed})
-    bench.gather(plan)
-    bench.finish(request_id)
-    return [chunks for _, chunks, _ in what(plan.saves)]
-
-
-def test_nothing_is_saved_that_may_be_of_embeddings_of_before(bench: Bench) -> None:
-    assert computed(bench, "first", has_media=True) == [range(3)]
-    begin(bench, NEW)
-    assert computed(bench, "media", has_media=True) == []
-    assert computed(bench, "text") == [range(3)]
-    begin(bench, NEWER)
-    assert computed(bench, "later", has_media=True) == []
-    bench.scheduler.encoder_cache_was_reset()
-    bench.scheduler.own_cache_was_reset()
-    assert computed(bench, "again", has_media=True) == [range(3)]
-
-
-def test_an_engine_that_has_encoded_nothing_has_nothing_of_before(bench: Bench) -> None:
-    computed(bench, "text")
-    begin(bench, NEW)
-    assert computed(bench, "media", has_media=True) == [range(3)]
-    bench.scheduler.encoder_cache_was_reset()  # as vLLM does when it pauses
-    begin(bench, NEWER)
-    assert computed(bench, "again", has_media=True) == [range(3)]
-
-
-def test_media_that_are_not_shared_are_encoded_all_the_same(bench: Bench) -> None:
-    computed(bench, "other", has_media=True, shareable=False)
-    begin(bench, NEW)
-    assert computed(bench, "media", has_media=True) == []
-
-
-@pytest.mark.parametrize("is_emptied", [False, True], ids=["kept", "emptied"])
-def test_blocks_of_embeddings_of_before_outlive_them(bench: Bench, is_emptied: bool) -> None:
-    """The engine's own prefix cache has them until it is reset, too."""
-    computed(bench, "first", has_media=True)
-    begin(bench, NEW)
-    computed(bench, "media", has_media=True)
-    if is_emptied:
-        bench.scheduler.own_cache_was_reset()
-    bench.scheduler.encoder_cache_was_reset()
-    found = computed(bench, "again", 32, has_media=True)
-    assert found == ([range(3)] if is_emptied else [])
-    bench.scheduler.own_cache_was_reset()
-    assert computed(bench, "once more", has_media=True) == [range(3)]
+@examples(
+    """
+nothing is saved that may be of embeddings of before
+    engine; compute first has_media=True -> save first 0-3; weights sample:b
+    compute media has_media=True -> nothing; compute text -> save text 0-3 as sample:b
+    weights drawn:c; compute later has_media=True -> nothing; encoder_cache_reset
+    own_cache_reset; compute again has_media=True -> save again 0-3 as drawn:c
+an engine that has encoded nothing has nothing of before
+    # vLLM empties its encoder cache when it pauses.
+    engine; compute text; weights sample:b
+    compute media has_media=True -> save media 0-3 as sample:b; encoder_cache_reset
+    weights drawn:c; compute again has_media=True -> save again 0-3 as drawn:c
+media that are not shared are encoded all the same
+    engine; compute other has_media=True shareable=False; weights sample:b
+    compute media has_media=True -> nothing
+blocks of embeddings of before outlive them
+    # The engine's own prefix cache has them until it is reset, too.
+    engine; compute first has_media=True; weights sample:b; compute media has_media=True
+    encoder_cache_reset; compute again 32 has_media=True -> nothing; own_cache_reset
+    compute more has_media=True -> save more 0-3 as sample:b
+blocks of embeddings of before end with the engine's own prefix cache
+    engine; compute first has_media=True; weights sample:b; compute media has_media=True
+    own_cache_reset; encoder_cache_reset
+    compute again 32 has_media=True -> save again 0-3 as sample:b; own_cache_reset
+    compute more has_media=True -> save more 0-3 as sample:b
+"""
+)
+def test_embeddings_of_media_which_the_engine_keeps_when_its_weights_change(
+    example: Example,
+) -> None:
+    example.play().close()
 
 
 # Resets
 
 
-def test_a_reset_after_a_change_removes_the_new_epoch_alone(bench: Bench) -> None:
-    for weights_version in (FIRST, NEW, NEWER):
-        hold(bench, range(3), weights_version)
-    begin(bench, NEW)
-    assert bench.scheduler.reset()
-    bench.end_reset()
-    assert [num_cells(bench, weights_version) for weights_version in (FIRST, NEW, NEWER)] == [
-        3,
-        0,
-        3,
-    ]
-    begin(bench, FIRST)
-    assert bench.scheduler.reset()
-    bench.end_reset()
-    assert [num_cells(bench, weights_version) for weights_version in (FIRST, NEW, NEWER)] == [
-        0,
-        0,
-        3,
-    ]
-
-
-def test_a_reset_that_ends_after_a_change_removes_what_it_was_for(bench: Bench) -> None:
-    """What was put while it ran is of the old epoch; the new one's cells are not its business."""
-    hold(bench, range(3), FIRST)
-    assert bench.scheduler.reset()
-    hold(bench, range(1), FIRST)  # a put that was under way
-    begin(bench, NEW)
-    hold(bench, range(3), NEW)  # of another engine
-    bench.end_reset()
-    assert [num_cells(bench, weights_version) for weights_version in (FIRST, NEW)] == [0, 3]
-
-
-def test_two_resets_around_a_change_remove_both(bench: Bench) -> None:
-    assert bench.scheduler.reset()
-    begin(bench, NEW)
-    assert bench.scheduler.reset()
-    for weights_version in (FIRST, NEW, NEWER):
-        hold(bench, range(2), weights_version)  # puts that were under way
-    bench.end_reset()
-    assert [num_cells(bench, weights_version) for weights_version in (FIRST, NEW, NEWER)] == [
-        0,
-        0,
-        2,
-    ]
-    bench.add()
-    assert bench.match() == NOTHING
-    bench.allocate("a", 0, 0)
-    assert what(bench.step(a=100).saves) == [("a", range(3), NEW)]
-
-
-def test_nothing_is_found_or_saved_while_a_reset_runs_across_a_change(bench: Bench) -> None:
-    hold(bench, range(3), NEW)
-    assert bench.scheduler.reset()
-    begin(bench, NEW)
-    bench.add()
-    assert bench.match() == NOTHING
-    bench.allocate("a", 0, 0)
-    assert bench.step(a=50).saves == ()
+@examples(
+    """
+a reset after a change removes what is of the new weights alone
+    engine; stored 3 first; stored 3 sample:b; stored 3 drawn:c; weights sample:b; reset
+    end_reset; in_store 3 first; in_store 0 sample:b; in_store 3 drawn:c; weights first; reset
+    end_reset; in_store 0 first; in_store 0 sample:b; in_store 3 drawn:c
+a reset that ends after a change removes what it was for
+    # A put was under way when the reset began; another engine has stored what is of new weights.
+    engine; stored 3 first; reset; stored 1 first; weights sample:b; stored 3 sample:b
+    end_reset; in_store 0 first; in_store 3 sample:b
+two resets around a change remove both
+    # Puts that were under way have stored what is there when the resets end.
+    engine; reset; weights sample:b; reset; stored 2 first; stored 2 sample:b; stored 2 drawn:c
+    end_reset; in_store 0 first; in_store 0 sample:b; in_store 2 drawn:c; add a
+    match a -> nothing; allocate a 0 0; step a=100 -> save a 0-3 as sample:b
+nothing is found or saved while a reset runs across a change
+    engine; stored 3 sample:b; reset; weights sample:b; add a; match a -> nothing; allocate a 0 0
+    step a=50 -> no save
+"""
+)
+def test_resets(example: Example) -> None:
+    example.play().close()
 
 
 def test_a_reset_that_fails_across_a_change_ends_all_the_same(

@@ -360,9 +360,7 @@ def test_the_longest_prefix_is_found_that_has_all_that_is_read(
 
 @given(stored(whole=True), st.lists(st.integers(0, 13), max_size=3), st.lists(st.booleans()))
 def test_an_exact_search_finds_the_longest_prefix_whatever_holes_there_are(
-    case: tuple[list[LayerGroup], list[list[bool]], int, int],
-    holes: list[int],
-    partly: list[bool],
+    case: tuple[list[LayerGroup], list[list[bool]], int, int], holes: list[int], partly: list[bool]
 ) -> None:
     layer_groups, present, chunk_tokens, block = case
     num_chunks = len(present[0])
@@ -530,8 +528,7 @@ def test_a_hit_has_a_state_of_every_layer_and_all_attention_before_it(
         assert not asked & set(questions)
         asked.update(questions)
         search.answer(
-            questions,
-            [(present if q.whole else partly)[q.layer_group][q.chunk] for q in questions],
+            questions, [(present if q.whole else partly)[q.layer_group][q.chunk] for q in questions]
         )
     assert search.questions() == ()
     states = [row for each, row in zip(layer_groups, present, strict=True) if each.is_state]

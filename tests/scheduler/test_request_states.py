@@ -1,31 +1,16 @@
 """States of a request: which may follow which, and that vLLM's calls lead through all of them."""
 
-from collections.abc import Iterator
 from enum import Enum
 
 import pytest
 
-from tests.scheduler.test_pool_scheduler import CHUNK, LIMIT_S, PENDING, Bench
+from tests.scheduler.scheduler_bench import CHUNK, LIMIT_S, PENDING, Bench
 from tests.support.faults import Fault
 from tests.support.state_tables import assert_moves_along, pairs_of, reached_from
 from vllm_kvpool.config import RequestOptions
-from vllm_kvpool.scheduler.states import (
-    TRANSITIONS,
-    AdmissionState,
-    LookupState,
-    RetryState,
-    moved,
-)
+from vllm_kvpool.scheduler.states import TRANSITIONS, AdmissionState, LookupState, RetryState, moved
 
 FIRST = (LookupState.PENDING, AdmissionState.QUEUED, RetryState.NONE)
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.store.heal()
-    assert bench.lookups.close()
 
 
 @pytest.mark.parametrize(("old", "new"), pairs_of(*FIRST), ids=str)

@@ -5,13 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.scheduler.test_pool_scheduler import CHUNK, NOTHING, PENDING
-from tests.scheduler.test_pool_scheduler import Bench as SchedulerBench
+from tests.scheduler.scheduler_bench import CHUNK
+from tests.scheduler.scripts import Example, examples, play
 from tests.support.fakes import FakeClock, FakeExecutor
 from tests.worker.test_pool_worker import DONE, load_plan, loaded, save_plan
-from vllm_kvpool.config import KVPoolConfig, LoadPolicy, RequestOptions
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
+from vllm_kvpool.scheduler.messages import Loaded, StepPlan
 from vllm_kvpool.transfer.ops import CellOutcome, LoadPlan, SaveGathered, SpanLoaded
 from vllm_kvpool.worker import pool_worker
 from vllm_kvpool.worker.pool_worker import LATE_S, NOTHING_ENDED, PoolWorker, StepResults
@@ -236,111 +235,64 @@ def test_reports_of_others_that_come_meanwhile_are_not_lost() -> None:
 
 # The scheduler side
 
-
-def bench_of(num_ranks: int = 1) -> SchedulerBench:
-    return SchedulerBench(config=KVPoolConfig(layerwise=True), num_ranks=num_ranks)
-
-
-def admitted(bench: SchedulerBench, request_id: str = "a", num_tokens: int = 6 * CHUNK) -> int:
-    """Tokens that are loaded for a new request whose first four chunks are stored."""
-    bench.hold(range(6 * CHUNK), range(4))
-    bench.add(request_id, num_tokens)
-    count, is_async = bench.match(request_id)
-    assert count
-    assert not is_async
-    bench.grow(request_id, num_tokens)
-    bench.allocate(request_id, 0, count)
-    return count
+ADMITTED = (
+    "engine layerwise=True; stored 4; add a 192; match a -> 128 now; grow a 192; allocate a 0 128"
+)
 
 
-def test_a_request_runs_in_the_step_that_loads_it_and_is_saved_after_it() -> None:
-    bench = bench_of()
-    assert admitted(bench) == 4 * CHUNK
-    plan = bench.step(a=2 * CHUNK)
-    [load] = plan.loads
-    assert load.layered
+@examples(
+    """
+a request runs in the step that loads it and is saved after it
     # What the step computes is wrong if the load fails in any rank, which nobody knows yet.
-    assert plan.saves == ()
-    bench.scheduler.step_ended()
-    assert bench.counts("kvpool_hit_tokens") == {"": 4 * CHUNK}
-    [save] = bench.step(a=1).saves
-    assert (save.first_chunk, len(save.hashes)) == (4, 2)
-
-
-def test_after_a_load_that_failed_what_was_computed_from_it_is_forgotten_and_not_saved() -> None:
-    bench = bench_of()
-    admitted(bench)
-    bench.step(a=2 * CHUNK)
-    bench.scheduler.apply(StepReport(loads={"a": Loaded(CHUNK)}))
-    bench.scheduler.step_ended()
+    step a=64 -> load a 0-128 layered; step_ended; count hit_tokens 128; step a=1 -> save a 4-6
+after a load that failed what was computed from it is forgotten and not saved
     # vLLM steps back; its prefix cache must not show the blocks to others meanwhile.
-    assert bench.pins.forgotten == bench.tables["a"][CHUNK // BLOCK :]
-    bench.views["a"].num_computed_tokens = CHUNK
-    assert bench.counts("kvpool_hit_tokens") == {"": CHUNK}
-    [save] = bench.step(a=2 * CHUNK).saves
-    assert (save.first_chunk, len(save.hashes)) == (1, 2)
-    [save] = bench.step(a=3 * CHUNK).saves
-    assert (save.first_chunk, len(save.hashes)) == (3, 3)
+    step a=64; fails a 32; step_ended; forgotten a 32; computed a 32; count hit_tokens 32
+    step a=64 -> save a 1-3; step a=96 -> save a 3-6
+the least of all ranks counts
+    step a=32; fails a 64 32; step_ended; forgotten a 32; count hit_tokens 32
+a request that ends with its step is saved if the load was good
+    step a=64; finish a; step_ended; step -> save a 4-5; gather; pending False
+    count hit_tokens 128
+a request that ends with its step is not saved if the load was not good
+    step a=64; finish a; fails a 32; step_ended; step -> nothing; pending False
+    count hit_tokens 32
+nobody is let in who would read blocks that are being loaded
+    # Their first block is in vLLM's own cache: it is that of `a`.
+    add b 160; add off 160 load=False save=False; add short 48; poll b 16 -> pending
+    poll off 16 -> pending; poll short 32 -> pending; step a=64; poll off 16 -> pending
+    step_ended; poll off 16 -> nothing; match b 128 -> nothing
+""",
+    given=ADMITTED,
+)
+def test_layered_loads(example: Example) -> None:
+    example.play().close()
 
 
-def test_the_least_of_all_ranks_counts() -> None:
-    bench = bench_of(num_ranks=2)
-    admitted(bench)
-    bench.step(a=CHUNK)
-    report = StepReport.merge(StepReport(loads={"a": Loaded(n * CHUNK)}) for n in (2, 1))
-    bench.scheduler.apply(report)
-    bench.scheduler.step_ended()
-    assert bench.pins.forgotten[0] == bench.tables["a"][CHUNK // BLOCK]
-    assert bench.counts("kvpool_hit_tokens") == {"": CHUNK}
-
-
-@pytest.mark.parametrize("failed", [False, True])
-def test_a_request_that_ends_with_its_step_is_saved_if_the_load_was_good(failed: bool) -> None:
-    bench = bench_of()
-    admitted(bench)
-    bench.step(a=2 * CHUNK)
-    bench.finish()
-    if failed:
-        bench.scheduler.apply(StepReport(loads={"a": Loaded(CHUNK)}))
-    bench.scheduler.step_ended()
-    plan = bench.step()
-    assert len(plan.saves) == (0 if failed else 1)
-    bench.gather(plan)
-    assert not bench.scheduler.saves.has_pending
-    assert bench.counts("kvpool_hit_tokens") == {"": CHUNK if failed else 4 * CHUNK}
-
-
-def test_nobody_is_let_in_who_would_read_blocks_that_are_being_loaded() -> None:
-    bench = bench_of()
-    admitted(bench)
-    bench.add("b", 5 * CHUNK)
-    bench.add("off", 5 * CHUNK, RequestOptions(load=False, save=False))
-    bench.add("short", 3 * BLOCK)
-    for other in ("b", "off"):  # their first block is in vLLM's own cache: it is that of "a"
-        assert bench.scheduler.match(other, BLOCK) == PENDING
-    assert bench.scheduler.match("short", 2 * BLOCK) == PENDING
-    bench.step(a=2 * CHUNK)
-    assert bench.scheduler.match("off", BLOCK) == PENDING
-    bench.scheduler.step_ended()
-    assert bench.scheduler.match("off", BLOCK) == NOTHING
-    assert bench.match("b", 4 * CHUNK) == NOTHING
+@examples(
+    """
+without the option loads are of whole requests
+    engine; stored 4; add a 192; match a -> 128; allocate a 0 128; step -> load a 0-128
+    add b 192; match b 16 -> 112
+"""
+)
+def test_loads_that_are_not_layered(example: Example) -> None:
+    example.play().close()
 
 
 def test_requests_of_other_tokens_are_let_in_beside_a_load() -> None:
-    bench = bench_of()
-    admitted(bench)
+    bench = play(ADMITTED)
     other = bench.add("b", 5 * CHUNK)
     other.prompt[:] = [7, *other.prompt[1:]]
     assert bench.match("b", BLOCK) == (4 * CHUNK - BLOCK, False)
     # And those of the same that have not found anything there.
     bench.add("c", 5 * CHUNK)
     assert bench.match("c", 0) == (4 * CHUNK, False)
+    bench.close()
 
 
 def test_a_step_that_waits_for_a_load_says_nothing_of_how_fast_the_engine_computes() -> None:
-    config = KVPoolConfig(layerwise=True, load_policy=LoadPolicy.AUTO)
-    bench = SchedulerBench(config=config)
-    admitted(bench)
+    bench = play(ADMITTED.replace("layerwise=True", "layerwise=True load_policy=auto"))
     bench.step(a=2 * CHUNK)
     bench.clock.advance(1.0)
     bench.scheduler.step_ended()
@@ -353,14 +305,4 @@ def test_a_step_that_waits_for_a_load_says_nothing_of_how_fast_the_engine_comput
     bench.clock.advance(1.0)
     bench.step(b=1)
     assert bench.scheduler._load_costs._compute == 10 * CHUNK
-
-
-def test_without_the_option_loads_are_of_whole_requests() -> None:
-    bench = SchedulerBench()
-    bench.hold(range(6 * CHUNK), range(4))
-    bench.add("a", 6 * CHUNK)
-    assert bench.match("a") == (4 * CHUNK, True)
-    bench.allocate("a", 0, 4 * CHUNK)
-    assert not bench.step().loads[0].layered
-    bench.add("b", 6 * CHUNK)
-    assert bench.match("b", BLOCK) == (4 * CHUNK - BLOCK, True)
+    bench.close()

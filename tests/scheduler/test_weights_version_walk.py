@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.scheduler.test_pool_scheduler import CHUNK, NAMES, Bench, View, hashes_of
-from tests.support.buffers import make_buffer
+from tests.scheduler.scheduler_bench import CHUNK, NAMES, Bench, View, put_cells
 from tests.support.invariants import check
 from vllm_kvpool.config import KVPoolConfig, RequestOptions
 from vllm_kvpool.scheduler.blocks import all_blocks
 from vllm_kvpool.scheduler.messages import StepReport
-from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import HostCacheChange, LoadPlan, SavePlan
 
 BLOCK = 16
@@ -26,7 +24,6 @@ VERSIONS = ("", "sample:b", "drawn:c")
 MAX_TOKENS = 200
 MAX_LIVE = 4
 NUM_MOVES = 400
-HASHES = hashes_of(range(2 * MAX_TOKENS))
 Tags = frozenset[str]
 
 
@@ -203,7 +200,7 @@ class Walk:
                     f"{set(tags)} saved as {plan.weights_version!r}"
                 )
             keys = names.of_chunk(chunk_hash)
-            self.bench.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
+            put_cells(self.bench.memory, keys)
             self.cells |= dict.fromkeys(keys, content)
             self.seen[f"saved as {plan.weights_version}"] += 1
             if self.host_tier:

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.buffers import make_buffer
+from tests.scheduler.scheduler_bench import CHUNK, LIMIT_S, View, hashes_of, put_cells
 from tests.support.fakes import FakeClock, FakeRequest, PatientLookups
 from tests.support.invariants import check
 from tests.support.memory_store import MemoryStore
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import (
     FULL_ATTENTION,
@@ -35,14 +35,10 @@ from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep
-from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import NULL_BLOCK, LoadPlan, SavePlan
 
-CHUNK = 32
-LIMIT_S = 30.0
 PLENTY = 10_000
 Content = tuple[int, tuple[int, ...]]  # KV cache group, and all tokens up to that one
-View = FakeRequest[RequestOptions, RequestIdentity]
 
 
 class Pool:
@@ -337,8 +333,7 @@ class Engine:
                 first = (number * CHUNK - pages.table_start) // size
                 stop = -(-((number + 1) * CHUNK - pages.table_start) // size)
                 if NULL_BLOCK not in pages.block_ids[first:stop]:
-                    keys = self.names.of_chunk(chunk_hash, i)
-                    self.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
+                    put_cells(self.memory, self.names.of_chunk(chunk_hash, i))
 
     def _first_missing(self, load: LoadPlan) -> int | None:
         for number, chunk_hash in enumerate(load.hashes, load.first_chunk):
@@ -378,12 +373,6 @@ class Engine:
         assert self.scheduler.saves.ledger._held == {}
         assert not any(self.pool.references.values())
         assert self.lookups.close()
-
-
-def hashes_of(tokens: Sequence[int]) -> list[bytes]:
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(tokens)
-    return chain.hashes
 
 
 def least_held(engine_blocks: Sequence[int]) -> int:
@@ -433,11 +422,7 @@ def test_with_as_few_blocks_as_may_be_every_chunk_of_a_request_is_still_saved(
     blocks: tuple[int, int], marks_gone: bool, count: int
 ) -> None:
     """Blocks that are held for windows must not take the room of the save they are held for."""
-    engine = Engine(
-        blocks,
-        marks_gone=marks_gone,
-        max_held=least_held(blocks),
-    )
+    engine = Engine(blocks, marks_gone=marks_gone, max_held=least_held(blocks))
     engine.add("a", range(200))
     engine.admit("a")
     for _ in range(200 // count):

@@ -4,12 +4,13 @@
 letter is the chunk. `"a?"` is an optional slab of chunk `a`. Batch 3, of the lane GET of tier 0
 and with two cells, reads `"3 get-0 a b"`, and the reports `"loaded 1 to 2 missing"`,
 `"gathered 1"`, `"saved 1: 2 done"` and `"host +a -b"`. Messages to other ranks read `"asks 1: a"`,
-`"lends 1: 7 yes, 8 no"` (loans by id) and `"returns 1: 7"`.
+`"lends 1: 7 yes, 8 no"` (loans by id) and `"returns 1: 7"`; fences by name, `"0 fence one"`.
 """
 
 from collections.abc import Callable, Container
 from dataclasses import replace
 from itertools import islice
+from typing import NamedTuple
 
 from tests.support.fakes import FakeClock
 from tests.support.invariants import check, is_naming
@@ -84,6 +85,17 @@ MOST_LINES = 100_000  # of a run: more is a loop
 DISK = Tier("disk", durable=True, remote=False)
 MEMORY = Tier("memory", durable=False, remote=False)
 FAR = Tier("far", durable=True, remote=True)
+SECOND = 1  # a member of the set of replicas
+REPLICAS = ReplicaSet(("",), ask_s=5.0, loan_s=8.0, max_retained=2)
+
+
+class NamedFence(NamedTuple):
+    """A fence that a test ends by ending its batch."""
+
+    name: str
+
+    def synchronize(self) -> None:
+        raise AssertionError("the engine waits for nothing")
 
 
 def slab_of(keys: str, chunk: ChunkRef | None = None, part: str = "") -> Slab:
@@ -174,7 +186,8 @@ def in_words(action: Action) -> str:
     """See the module docstring."""
     match action:
         case Batch():
-            return f"{action.lane} {' '.join(keys_of(action))}"
+            fences = (each.name for each in action.fences if isinstance(each, NamedFence))
+            return f"{action.lane} {' '.join([*keys_of(action), *fences])}"
         case LoadDone(job, request, stop, reason):
             assert request == f"r{job}"
             return f"loaded {job} to {stop} {reason.value}"
@@ -250,21 +263,26 @@ class Bench:
         self.registry = MetricsRegistry()
         self.checks = True  # long runs go without
         self.stalls: list[float] = []
+        self.fences: dict[str, NamedFence] = {}
         self.saved: list[SaveDone] = []
         self.loaded: list[LoadDone] = []
         self.sent: list[Message] = []
 
     # Events
 
-    def load(self, job: int, cells: str, first_chunk: int = 0, **more: int) -> list[str]:
-        return self.step(load_job(job, cells, first_chunk, apart=self.apart, **more))
+    def load(
+        self, job: int, cells: str, first_chunk: int = 0, fence: str = "", **more: int
+    ) -> list[str]:
+        made = load_job(job, cells, first_chunk, apart=self.apart, **more)
+        return self.step(made._replace(fence=self.fence(fence)))
 
     def land(self, job: int, stop: int, *, final: bool = False, urgent: bool = False) -> list[str]:
         """More chunks of a load have been stored."""
         return self.step(Landed(JobId(job), stop, final, urgent))
 
-    def save(self, job: int, cells: str, *, stored: bool = True) -> list[str]:
-        return self.step(save_job(job, cells, stored=stored, apart=self.apart))
+    def save(self, job: int, cells: str, *, stored: bool = True, fence: str = "") -> list[str]:
+        made = save_job(job, cells, stored=stored, apart=self.apart)
+        return self.step(made._replace(fence=self.fence(fence)))
 
     def hand_over(
         self, job: int, cells: str, without_pages: str = "", host_windows: str = ""
@@ -273,6 +291,10 @@ class Bench:
         save = save_job(job, cells, apart=self.apart, topic=b"t%d" % job)
         plan = replace(save.plan, host_windows=frozenset(host_windows))
         return self.step(from_host(save._replace(plan=plan), without_pages))
+
+    def fence(self, name: str) -> NamedFence | None:
+        """The one fence of this name, which all plans of a step share."""
+        return self.fences.setdefault(name, NamedFence(name)) if name else None
 
     def prefetch(self, job: int, cells: str) -> list[str]:
         slabs = tuple(slab._replace(pages=()) for slab in slabs_of(job, cells, apart=self.apart))
@@ -434,23 +456,3 @@ class Bench:
         slots = self.host_cache.slots
         held = sum(entry.num_cells for entry in self.host_cache)
         return self.engine.idle and slots.num_free == slots.count - held
-
-
-def words(told: list[str]) -> list[str]:
-    """Without the numbers of batches."""
-    return [line.lstrip("0123456789 ") for line in told]
-
-
-def putting(*tiers: Tier, cells: str = "a", **sizes: int) -> Bench:
-    """A bench that puts save 1 of these cells into its tiers, from batch 2 on."""
-    bench = Bench(*tiers, **sizes)  # type: ignore[arg-type]
-    bench.save(1, cells)
-    bench.ends(0)
-    bench.ends(1)
-    return bench
-
-
-def two_batches(*tiers: Tier, slots: int = 4, write_back: bool = False) -> Bench:
-    """A bench whose tiers' lanes run two batches of one cell at a time."""
-    lanes = dict.fromkeys((OpKind.GET, OpKind.PUT, OpKind.REMOVE), SINGLE)
-    return Bench(*tiers, slots=slots, write_back=write_back, lanes=lanes)

@@ -3,143 +3,74 @@
 import pytest
 
 from tests.support.invariants import num_slots_written
-from tests.transfer.engine_bench import (
-    DISK,
-    DONE,
-    FAILED,
-    FAR,
-    MEMORY,
-    MISSING,
-    SINGLE,
-    UNREACHABLE,
-    Bench,
-    putting,
-    slots_of,
-    two_batches,
-    words,
-)
-from vllm_kvpool.storage.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from vllm_kvpool.transfer.ops import CellOutcome, OpKind
-
-LATE = pytest.mark.parametrize("late", [DONE, FAILED, MISSING, UNREACHABLE])
-
+from tests.transfer.engine_bench import DISK, DONE, FAILED, MISSING, UNREACHABLE, Bench, slots_of
+from tests.transfer.scripts import Example, examples, play
+from vllm_kvpool.storage.breaker import FIRST_PAUSE_S
+from vllm_kvpool.transfer.ops import CellOutcome
 
 # GET
 
 
-@LATE
-def test_cells_of_a_get_that_hangs_are_asked_of_the_next_tier_in_new_slots(
-    late: CellOutcome,
-) -> None:
-    bench = Bench(MEMORY, DISK)
-    bench.load(1, "a b")
-    old = set(slots_of(bench.running[0]))
-    assert bench.hangs(0) == ["1 get-1 a b"]
-    assert not old & set(slots_of(bench.running[1]))
-    assert bench.slots() == "0 2 2"
-    assert bench.run() == ["check a b", "scatter a b", "loaded 1 to 2 done"]
-    assert bench.engine.idle
-    assert bench.slots() == "2 0 2"
-    assert bench.late(0, late) == []
-    assert bench.is_clean
-
-
-@LATE
-def test_with_one_tier_the_load_stops_in_time_and_nothing_is_scattered_late(
-    late: CellOutcome,
-) -> None:
-    bench = Bench(DISK)
-    bench.load(1, "a b")
-    assert bench.hangs(0) == ["loaded 1 to 0 timed_out"]
-    assert bench.slots() == "2 0 2"
-    assert bench.late(0, late) == []
-    assert bench.is_clean
-
-
-def test_chunks_before_the_one_that_hangs_are_loaded() -> None:
-    bench = two_batches(DISK)
-    bench.load(1, "a b")
-    assert bench.hangs(1) == []
-    assert bench.ends(0) == ["2 check a"]
-    assert bench.run() == ["scatter a", "loaded 1 to 1 timed_out"]
-    bench.late(1)
-    assert bench.is_clean
-
-
-def test_who_wants_the_cell_again_gets_it_from_elsewhere() -> None:
-    bench = Bench(MEMORY, DISK)
-    bench.load(1, "a")
-    bench.hangs(0)
-    assert bench.load(2, "a") == []  # it shares the fetch from the next tier
-    assert bench.run()[-2:] == ["loaded 1 to 1 done", "loaded 2 to 1 done"]
-    assert bench.load(3, "a") == ["4 get-1 a"]  # the first tier is left alone
-    bench.late(0)
-    bench.run()
-    assert bench.is_clean
-
-
-def test_a_prefetch_that_hangs_goes_on_in_the_next_tier() -> None:
-    bench = Bench(MEMORY, DISK, slots=6, keep=3)
-    bench.prefetch(1, "a b")
-    assert bench.hangs(0) == ["1 get-1 a b"]
-    bench.run()
-    assert bench.cells() == "a b"
-    bench.late(0)
-    assert bench.is_clean
-
-
-def test_what_waits_behind_a_batch_that_hangs_goes_elsewhere_at_once() -> None:
-    limits = {OpKind.GET: SINGLE}
-    bench = Bench(MEMORY, DISK, slots=8, lanes=limits)
-    bench.load(1, "a b c d")
-    assert words(bench.hangs(0)) == ["get-1 c", "get-1 d"]
-    assert bench.counted("kvpool_tier_up", tier="memory") == 0
-    bench.ends(1)
-    assert bench.run()[-1] == "loaded 1 to 4 done"
-    bench.late(0)
-    assert bench.is_clean
-
-
-def test_a_tier_with_a_call_that_was_stuck_is_asked_again_after_a_pause() -> None:
-    bench = Bench(DISK)
-    bench.load(1, "a")
-    bench.hangs(0)
-    assert bench.load(2, "a") == ["loaded 2 to 0 unreachable"]
-    bench.after(FIRST_PAUSE_S)
-    assert bench.load(3, "a") == ["1 get-0 a"]
-    bench.late(0)
-    assert bench.run()[-1] == "loaded 3 to 1 done"
-    assert bench.is_clean
-
-
-def test_a_late_answer_says_nothing_about_the_tier() -> None:
-    bench = Bench(DISK)
-    bench.load(1, "a")
-    bench.hangs(0)
-    bench.late(0, DONE)
-    assert bench.counted("kvpool_tier_up", tier="disk") == 0
-    assert bench.counted("kvpool_hit_cells", tier="disk") == 0
+@examples(
+    """
+cells of a get that hangs are asked of the next tier in new slots {done|failed|missing|unreachable}
+    on memory disk; load 1 a b; hangs 0 -> 1 get-1 a b; apart 0 1; slots 0 2 2
+    run -> check a b | scatter a b | loaded 1 to 2 done; idle; slots 2 0 2
+    late 0 {} -> nothing; clean
+with one tier the load stops in time and nothing is scattered late {done|failed|missing|unreachable}
+    on disk; load 1 a b; hangs 0 -> loaded 1 to 0 timed_out; slots 2 0 2; late 0 {} -> nothing
+    clean
+chunks before the one that hangs are loaded
+    on disk tiers=2x1; load 1 a b; hangs 1 -> nothing; ends 0 -> 2 check a
+    run -> scatter a | loaded 1 to 1 timed_out; late 1; clean
+a load of a cell that hangs in a tier gets it from elsewhere
+    on memory disk; load 1 a; hangs 0; load 2 a -> nothing
+    # It shares the fetch from the next tier; after it the first tier is left alone.
+    run -> check a | scatter a a | loaded 1 to 1 done | loaded 2 to 1 done
+    load 3 a -> 4 get-1 a; late 0; run; clean
+a prefetch that hangs goes on in the next tier
+    on memory disk slots=6 keep=3; prefetch 1 a b; hangs 0 -> 1 get-1 a b; run; host a b; late 0
+    clean
+what waits behind a batch that hangs goes elsewhere at once
+    on memory disk slots=8 gets=2x1; load 1 a b c d; hangs 0 -> get-1 c | get-1 d
+    count tier_up 0 tier=memory; ends 1; run -> last loaded 1 to 4 done; late 0; clean
+a tier with a call that was stuck is asked again after a pause
+    on disk; load 1 a; hangs 0; load 2 a -> loaded 2 to 0 unreachable; after FIRST_PAUSE_S
+    load 3 a -> 1 get-0 a; late 0; run -> last loaded 3 to 1 done; clean
+a late answer says nothing about the tier
+    on disk; load 1 a; hangs 0; late 0 done; count tier_up 0 tier=disk; count hit_cells 0 tier=disk
+"""
+)
+def test_get(example: Example) -> None:
+    example.play()
 
 
 # PUT
 
 
-def test_loads_go_on_while_a_put_hangs_and_saves_wait() -> None:
-    bench = putting(DISK, slots=4)
-    bench.hangs(2)
-    assert bench.load(2, "b") == ["3 get-0 b"]
-    bench.run()
-    assert bench.save(3, "c")[-1] == "saved 3: 1 unreachable"
-    assert bench.load(4, "d") != []
-    bench.run()
+@examples(
+    """
+loads go on while a put hangs and saves wait
+    on disk; save 1 a; ends 0; ends 1; hangs 2; load 2 b -> 3 get-0 b; run
+    save 3 c -> last saved 3: 1 unreachable; load 4 d -> get-0 d; run
+a save that a durable tier has taken is saved though another hangs
+    on memory disk; save 1 a; run_but put-0 put-1; lanes put-0 put-1; hangs put-0; saves 2
+    ends put-1 -> saved 1: 1 done; slots 3 1 0; late put-0; clean
+a put on a remote tier is not tried again while it hangs
+    on far; save 1 a; run_but put-0; hangs 2 -> saved 1: 1 timed_out
+    after LONGEST_PAUSE_S -> nothing; late 2; clean
+"""
+)
+def test_put(example: Example) -> None:
+    example.play()
 
 
-@LATE
+@pytest.mark.parametrize("late", [DONE, FAILED, MISSING, UNREACHABLE])
 @pytest.mark.parametrize("keep", [0, 4])
 def test_a_save_whose_put_hangs_is_reported_and_its_slot_stays_out_of_use(
     keep: int, late: CellOutcome
 ) -> None:
-    bench = putting(DISK, slots=2 + keep, keep=keep)
+    bench = play(f"on disk slots={2 + keep} keep={keep}; save 1 a; ends 0; ends 1")
     [lent] = slots_of(bench.running[2])
     told = bench.hangs(2)
     assert told[-1] == "saved 1: 1 timed_out"
@@ -156,29 +87,6 @@ def test_a_save_whose_put_hangs_is_reported_and_its_slot_stays_out_of_use(
     # Loads went on meanwhile: they have filled the place that it would go back to, and what was
     # used once leaves.
     assert bench.late(2, late) == (["host -g"] if keep else [])
-    assert bench.is_clean
-
-
-def test_a_save_that_a_durable_tier_has_taken_is_saved_though_another_hangs() -> None:
-    bench = Bench(MEMORY, DISK)
-    bench.save(1, "a")
-    bench.run_but("put-0", "put-1")
-    assert sorted(bench.running) == [2, 3]
-    bench.hangs(2)
-    assert bench.engine.num_saves > 0
-    assert bench.ends(3) == ["saved 1: 1 done"]
-    assert bench.slots() == "3 1 0"
-    bench.late(2)
-    assert bench.is_clean
-
-
-def test_a_put_on_a_remote_tier_is_not_tried_again_while_it_hangs() -> None:
-    bench = Bench(FAR)
-    bench.save(1, "a")
-    bench.run_but("put-0")
-    assert bench.hangs(2) == ["saved 1: 1 timed_out"]
-    assert bench.after(LONGEST_PAUSE_S) == []
-    bench.late(2)
     assert bench.is_clean
 
 
@@ -205,22 +113,22 @@ def test_a_dirty_cell_whose_put_hangs_is_held_until_the_answer() -> None:
 # REMOVE
 
 
-def test_the_removal_of_a_bad_cell_may_hang() -> None:
-    bench = Bench(MEMORY, DISK)
-    bench.load(1, "a")
-    bench.ends(0, CellOutcome.CORRUPT)
-    [batch] = [n for n, each in bench.running.items() if each.lane.kind is OpKind.REMOVE]
-    assert bench.hangs(batch) == []
-    assert bench.run()[-1] == "loaded 1 to 1 done"
-    assert bench.late(batch) == []
-    assert bench.is_clean
+@examples(
+    """
+the removal of a bad cell may hang
+    on memory disk; load 1 a; ends 0 corrupt; hangs remove-0 -> nothing
+    run -> last loaded 1 to 1 done; late remove-0 -> nothing; clean
+"""
+)
+def test_remove(example: Example) -> None:
+    example.play()
 
 
 # From outside
 
 
 def test_what_hangs_can_be_asked_for() -> None:
-    bench = two_batches(MEMORY, DISK)
+    bench = play("on memory disk tiers=2x1")
     bench.load(1, "a")
     bench.hangs(0)
     first, second = bench.hanging[0], bench.running[1]

@@ -54,14 +54,7 @@ def prompts(dice: random.Random) -> Iterator[str]:
 def test_nothing_is_left_of_jobs_that_are_over(policy: str, write_back: bool) -> None:
     dice = random.Random(0)
     bench = Bench(
-        DISK,
-        FAR,
-        slots=24,
-        reserve=4,
-        keep=12,
-        policy=policy,
-        limits=LIMITS,
-        write_back=write_back,
+        DISK, FAR, slots=24, reserve=4, keep=12, policy=policy, limits=LIMITS, write_back=write_back
     )
     bench.checks = False
     before = alive(Op), alive(CacheEntry)
@@ -180,12 +173,7 @@ def test_work_grows_with_the_number_of_cells_and_no_faster(
 ) -> None:
     def cost(count: int) -> int:
         bench = Bench(
-            DISK,
-            slots=count + 16,
-            keep=count,
-            policy="lrfu",
-            limits=LIMITS,
-            write_back=write_back,
+            DISK, slots=count + 16, keep=count, policy="lrfu", limits=LIMITS, write_back=write_back
         )
         bench.checks = False
         return lines_run(lambda: story(bench, count))

@@ -157,6 +157,12 @@ class Rank:
         assert done.job_id == job
         return dict(done.outcomes)
 
+    def break_engine(self) -> None:
+        def broken(event: object, now: float) -> list[object]:
+            raise AssertionError("the engine is broken")
+
+        self.engine.step = broken  # type: ignore[method-assign]
+
     def close(self, timeout_s: float = LIMIT_S) -> bool:
         self.perform.release()
         return self.executor.close(timeout_s)
@@ -461,11 +467,7 @@ def test_an_engine_that_fails_leaves_no_request_waiting(store: FaultyStore) -> N
     store.inject(Fault.BLOCKED, "get")
     rank.executor.post(load_plan(1, (1, 2), 0, CHUNK))
     assert store.entered.wait(LIMIT_S)
-
-    def broken(event: object, now: float) -> list[object]:
-        raise AssertionError("the engine is broken")
-
-    rank.engine.step = broken
+    rank.break_engine()
     rank.executor.post(save_plan(2, 1, (3, 4)))
     assert rank.reports(3) == [
         LoadDone(JobId(1), "r1", 0, FAILED),
@@ -492,11 +494,7 @@ def test_a_save_that_is_in_a_put_when_the_engine_fails_is_reported_as_lost(
     rank.executor.post(save_plan(1, 1))
     assert store.entered.wait(LIMIT_S)
     assert rank.reports(1) == [SaveGathered(JobId(1), "r1")]
-
-    def broken(event: object, now: float) -> list[object]:
-        raise AssertionError("the engine is broken")
-
-    rank.engine.step = broken
+    rank.break_engine()
     [done] = rank.reports(1)
     assert isinstance(done, SaveDone)
     assert done.lost == ((0, FAILED),)
@@ -514,11 +512,7 @@ def test_a_copy_that_hangs_while_the_engine_fails_keeps_its_own_blocks_alone(
     rank.perform.hold("scatter")
     rank.executor.post(load_plan(2, (1, 2), 0, CHUNK))
     assert rank.perform.entered.wait(LIMIT_S)
-
-    def broken(event: object, now: float) -> list[object]:
-        raise AssertionError("the engine is broken")
-
-    rank.engine.step = broken
+    rank.break_engine()
     rank.executor.post(load_plan(3, (3, 4), 0, CHUNK))
     assert rank.reports(1) == [LoadDone(JobId(3), "r3", 0, FAILED)]
     rank.executor.post(load_plan(4, (5, 2), 0, CHUNK))

@@ -1,18 +1,23 @@
 """What host memory holds: pins, slots, the heaps of cells that may leave, complete chunks."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support import scripts
 from tests.support.fakes import FakeClock
 from tests.support.invariants import check
+from tests.support.scripts import Example
 from tests.transfer.engine_bench import DISK, Bench
 from vllm_kvpool.staging.slots import SlotPool, SlotUse
 from vllm_kvpool.storage.base import ChunkRef, Retention
 from vllm_kvpool.storage.eviction import POLICIES
-from vllm_kvpool.transfer.host_cache import STALE_PLACES, CacheEntry, CacheEntryState, HostCache
-from vllm_kvpool.transfer.ops import HostCacheChange, Slab, SlabKind
+from vllm_kvpool.transfer.host_cache import STALE_PLACES, CacheEntry, HostCache
+from vllm_kvpool.transfer.ops import Slab, SlabKind
 
 LOAD, SAVE = SlotUse.LOAD, SlotUse.SAVE
 SECOND = 10**9
@@ -27,18 +32,11 @@ def now_ns() -> int:
 
 
 def host(
-    keep: int = 2,
-    slots: int = 4,
-    reserve: int = 0,
-    slabs_per_chunk: int = 1,
-    policy: str = "lru",
-    has_shares: bool = False,
+    keep: int = 2, slots: int = 4, reserve: int = 0, policy: str = "lru", **more: Any
 ) -> HostCache:
-    """Its wall clock is `clock`."""
-    return HostCache(
-        *(SlotPool(slots, reserve), keep, POLICIES[policy], {"": slabs_per_chunk}, wall_ns),
-        has_shares=has_shares,
-    )
+    """Its wall clock is `clock`. `parts`: slabs of a chunk."""
+    parts, pool = more.pop("parts", 1), SlotPool(slots, reserve)
+    return HostCache(pool, keep, POLICIES[policy], {"": parts}, wall_ns, **more)
 
 
 def wall_ns() -> int:
@@ -52,10 +50,10 @@ def in_s(pin_s: float = 0, ttl_s: float = 0) -> Retention:
     )
 
 
-def bring(host_cache: HostCache, keys: str, *, dirty: bool = False, hold: bool = False) -> None:
+def bring(host_cache: HostCache, keys: str, *, dirty: bool = False) -> None:
     """Cells come in one after the other, each of the chunk that its first letter names."""
     for key in keys.split():
-        come(host_cache, key, ChunkRef(key[0]), dirty=dirty, hold=hold)
+        come(host_cache, key, ChunkRef(key[0]), dirty=dirty)
 
 
 def come(
@@ -90,56 +88,176 @@ def entry(host_cache: HostCache, key: str) -> CacheEntry:
     return found
 
 
-def test_a_cell_stays_until_there_are_too_many() -> None:
-    host_cache = host()
-    bring(host_cache, "a b")
-    assert keys(host_cache) == "a b"
-    bring(host_cache, "c")
-    assert keys(host_cache) == "b c"
-    assert host_cache.num_dropped == 1
-    assert host_cache.slots.num_free == 2
+# Examples
 
 
-def test_without_a_host_tier_a_cell_stays_while_it_is_held() -> None:
-    host_cache = host(keep=0)
-    bring(host_cache, "a", hold=True)
-    held = entry(host_cache, "a")
-    assert held.state is CacheEntryState.PRESENT
-    host_cache.unpin(held)
-    assert keys(host_cache) == ""
-    assert held.state is CacheEntryState.GONE
-    assert host_cache.slots.num_free == 4
-    assert host_cache.take_change() is None
+class Scene:
+    """Host memory, and entries that a script holds: pins outlive what is forgotten."""
+
+    def __init__(self, verb: str, **options: Any) -> None:
+        assert verb == "host"
+        self.cache = host(**options)
+        self.held: dict[str, CacheEntry] = {}
+
+    def come(self, *names: str, hold: bool = False, dirty: bool = False, **more: Any) -> None:
+        """Slabs of one cell come in, each of the chunk that its first letter names.
+
+        `chunk=abc`: of the last chunk of this prompt. `pin_s`, `ttl_s`, `tenant`: of the chunk.
+        """
+        for name in names:
+            chunk = prompt(more["chunk"])[-1] if "chunk" in more else ChunkRef(name[0])
+            retention = in_s(more.get("pin_s", 0), more.get("ttl_s", 0))
+            chunk = chunk._replace(retention=retention, tenant=more.get("tenant", ""))
+            come(self.cache, name, chunk, dirty=dirty, hold=hold)
+            if hold:
+                self.held[name] = entry(self.cache, name)
+
+    def come_prompt(self, chunks: str, **more: Any) -> None:
+        """The chunks `a`, `ab`, `abc` of a prompt `abc`."""
+        for chunk in prompt(chunks):
+            self.come(chunk.id, chunk=chunk.id, **more)
+
+    def hold(self, name: str) -> None:
+        self.held[name] = entry(self.cache, name)
+        self.cache.pin(self.held[name])
+
+    def let_go(self, name: str) -> None:
+        self.cache.unpin(self.held.pop(name))
+
+    def forget(self, name: str = "") -> None:
+        """Of a held cell its name, or all cells."""
+        if name:
+            self.cache.unindex(self.held[name])
+        else:
+            self.cache.clear()
+        check(self.cache)
+
+    def coldest_dirty(self, count: str) -> list[str]:
+        return [each.slab.id for each in self.cache.coldest_dirty(int(count))]
+
+    def pin(self, name: str, seconds: str) -> None:
+        self.cache.pin_until(entry(self.cache, name), in_s(float(seconds)).pinned_until_ns)
+
+    def changes(self) -> list[str]:
+        change = self.cache.take_change()
+        if change is None:
+            return []
+        return [f"+{each}" for each in change.added] + [f"-{each}" for each in change.removed]
+
+    def room(self, use: str, name: str, cells: str = "1") -> list[str]:
+        """Whether a slab, which is added if it is new, gets slots."""
+        wanted = self.cache.get(name) or self.cache.add(slab(name, num_cells=int(cells)))
+        before = len(wanted.slots)
+        has_slots = self.cache.assign_slots(wanted, SlotUse[use.upper()])
+        assert len(wanted.slots) == (int(cells) if has_slots else before)
+        return ["given" if has_slots else "refused"]
+
+    def here(self, *names: str) -> None:
+        assert keys(self.cache) == " ".join(names)
+
+    def free(self, number: str) -> None:
+        assert self.cache.slots.num_free == int(number)
+        check(self.cache)
+
+    def dropped(self, number: str) -> None:
+        assert self.cache.num_dropped == int(number)
+
+    def slots(self, *counts: str) -> None:
+        """How many are idle and clean, dirty, and held."""
+        assert self.cache.num_slots() == tuple(map(int, counts))
+
+    def absent(self, *names: str) -> None:
+        """A look at each of them tells it."""
+        assert not any(self.cache.get(each) for each in names)
+        check(self.cache)
 
 
-def test_a_cell_that_was_read_leaves_later() -> None:
-    host_cache = host()
-    bring(host_cache, "a b")
-    host_cache.hit("a", now_ns())
-    bring(host_cache, "c")
-    assert keys(host_cache) == "a c"
+VERBS: dict[str, Callable[..., Any]] = {
+    **{name: each for name, each in vars(Scene).items() if not name.startswith("_")},
+    "clean": lambda scene, name: scene.cache.cleaned(scene.held[name]),
+    "use": lambda scene, name: scene.cache.hit(name, now_ns()),
+    "wait": lambda scene, seconds: clock.advance(float(seconds)),
+}
 
 
-def test_a_chunk_that_was_used_twice_stays_longer_than_those_used_once() -> None:
-    host_cache = host(keep=3, slots=8, policy="lrfu")
-    bring(host_cache, "a b c")
-    host_cache.hit("a", now_ns())
-    bring(host_cache, "d e f")
-    assert keys(host_cache) == "a e f"
-
-
-def test_a_chunk_that_comes_back_soon_after_it_left_was_used_twice() -> None:
-    host_cache = host(keep=2, slots=8, policy="lrfu")
-    bring(host_cache, "a b c a d e")
-    assert keys(host_cache) == "a e"
-    bring(host_cache, "v w x y z")
-    assert keys(host_cache) == "a z"
-
-
-def test_what_left_long_ago_is_not_remembered() -> None:
-    host_cache = host(keep=2, slots=8, policy="lrfu")
-    bring(host_cache, "a b c d e f g h i j k a y z")
-    assert keys(host_cache) == "y z"
+@scripts.examples(
+    """
+a cell stays until there are too many
+    host; come a b; here a b; come c; here b c; dropped 1; free 2
+without a host tier a cell stays while it is held
+    host keep=0; come a hold=True; here a; let_go a; here; free 4; changes -> nothing
+a cell that was read leaves later
+    host; come a b; use a; come c; here a c
+a chunk that was used twice stays longer than those used once
+    host keep=3 slots=8 policy=lrfu; come a b c; use a; come d e f; here a e f
+a chunk that comes back soon after it left was used twice
+    host slots=8 policy=lrfu; come a b c a d e; here a e; come v w x y z; here a z
+what left long ago is not remembered
+    host slots=8 policy=lrfu; come a b c d e f g h i j k a y z; here y z
+a prompt that goes on keeps its beginning
+    # Whoever saves what comes after a chunk has used the chunk, wherever it was read from.
+    host keep=4 slots=8; come_prompt ab; come x y; come abc chunk=abc; come z; here a ab abc z
+a chunk is known to come after one that is not there yet
+    host keep=3 slots=8; come abc chunk=abc; come a chunk=a; come ab chunk=ab; come x
+    here a ab x
+a cell that was held keeps its place
+    host; come a b; hold a; let_go a; come c; here b c
+a cell that was read while it was held has its new place
+    host; come a b; hold a; use a; let_go a; come c; here a c
+a hit of what is not here says nothing
+    host; come a hold=True; forget a; use a; come a b c; here b c
+neither held nor dirty cells leave
+    host slots=6; come a hold=True; come b dirty=True; come c d e; here a b e; slots 1 1 1
+a dirty cell that was cleaned leaves in its old turn
+    host slots=6; come a dirty=True; come b; coldest_dirty 8 -> a; hold a; clean a; let_go a
+    come c; here b c
+the coldest dirty cells come in order and no more than asked
+    host keep=8 slots=8; come a b c d dirty=True; come e; use a; hold b; coldest_dirty 2 -> c | d
+a slot is made free by dropping the coldest
+    host keep=3 slots=3; come a b c; come d hold=True; here b c d
+no slot is given when all are held
+    host slots=2; come a b hold=True; room load c -> refused
+a save may not have the last slots that are free or could be
+    host keep=4 reserve=2; come a b hold=True; come c d; room save e -> refused; here a b c d e
+    let_go a; room save e -> given; here b c d e
+slab has a slot for each cell or none
+    # Of slabs one leaves for the first, and no more.
+    host keep=3; come a b; room load c 3 -> given; here b c; room load d 2 -> refused; here b c d
+what is held when all is forgotten leaves with its last pin
+    host; come a; come b hold=True; forget; here; free 3; let_go b; free 4
+whole chunks are told and those that are whole no more
+    host keep=4 slots=8 parts=2; come a0; changes -> nothing; come a1 b0; changes -> +a
+    changes -> nothing; come c0 d0; changes -> -a; forget; changes -> nothing
+a later change of a chunk replaces the earlier one
+    host keep=1; come a b a; changes -> +a | -b
+a pinned chunk leaves after all others until its pin ends
+    host keep=3; come a pin_s=1000; come b c d e f; here a e f; wait 1000; come g; here e f g
+a chunk that is there is pinned and pins only get longer
+    host; come a b; pin a 1000; pin a 1; wait 100; come c d; here a d
+with nothing else to leave the pin that ends first does
+    host slots=3; come a pin_s=2000; come b pin_s=1000; come c pin_s=3000; here a c
+of a pinned prompt the end leaves before the beginning
+    host; come_prompt abc pin_s=1000; here a ab
+what comes before a pinned chunk stays as long
+    host; come ab chunk=ab pin_s=1000; come a; come c d; here a ab
+a cell in use while its pin ends may leave again
+    # It was the coldest, and is kept apart.
+    host; come a pin_s=100; come b c; hold a; wait 200; come d; let_go a; come e f; here e f
+a cell is dropped when its time to live ends, and what is held or pinned later
+    host keep=4 slots=8; come a ttl_s=100; come b ttl_s=100 dirty=True
+    come c ttl_s=100 hold=True; come d ttl_s=100 pin_s=500; wait 100; absent a b; here c d
+    let_go c; wait 2; absent c; wait 500; absent d; free 8
+a pin does not change the time to live of the first writer
+    host keep=4; come a ttl_s=100; pin a 10; wait 101; absent a
+where the largest tenant's cells are in use another makes room
+    host keep=4 slots=8 has_shares=True; come w x y z tenant=big hold=True
+    come a b c d e tenant=small; here b c d e w x y z
+""",
+    Scene,
+    VERBS,
+)
+def test_cells_of_host_memory(example: Example) -> None:
+    example.play()
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -158,118 +276,12 @@ def test_a_prompts_end_leaves_before_its_beginning(policy: str, order: str) -> N
     assert left == ["abc", "ab", "a"]
 
 
-def test_a_prompt_that_goes_on_keeps_its_beginning() -> None:
-    """Whoever saves what comes after a chunk has used the chunk, wherever it was read from."""
-    host_cache = host(keep=4, slots=8)
-    for chunk in prompt("ab"):
-        come(host_cache, chunk.id, chunk)
-    bring(host_cache, "x y")
-    come(host_cache, "abc", prompt("abc")[2])
-    bring(host_cache, "z")
-    assert keys(host_cache) == "a ab abc z"
-
-
-def test_a_chunk_is_known_to_come_after_one_that_is_not_there_yet() -> None:
-    host_cache = host(keep=3, slots=8)
-    a, ab, abc = prompt("abc")
-    come(host_cache, "abc", abc)
-    come(host_cache, "a", a)
-    come(host_cache, "ab", ab)
-    bring(host_cache, "x")
-    assert keys(host_cache) == "a ab x"
-
-
 def test_nothing_is_left_of_chunks_that_are_forgotten() -> None:
     host_cache = host(keep=2, slots=8)
     come(host_cache, "abc", prompt("abc")[2])
     host_cache.clear()
     check(host_cache)
     assert not host_cache._chunks
-
-
-def test_a_cell_that_was_held_keeps_its_place() -> None:
-    host_cache = host()
-    bring(host_cache, "a b")
-    host_cache.pin(entry(host_cache, "a"))
-    host_cache.unpin(entry(host_cache, "a"))
-    bring(host_cache, "c")
-    assert keys(host_cache) == "b c"
-
-
-def test_a_cell_that_was_read_while_it_was_held_has_its_new_place() -> None:
-    host_cache = host()
-    bring(host_cache, "a b")
-    host_cache.pin(entry(host_cache, "a"))
-    host_cache.hit("a", now_ns())
-    host_cache.unpin(entry(host_cache, "a"))
-    bring(host_cache, "c")
-    assert keys(host_cache) == "a c"
-
-
-def test_a_hit_of_what_is_not_here_says_nothing() -> None:
-    host_cache = host()
-    bring(host_cache, "a", hold=True)
-    old = entry(host_cache, "a")
-    host_cache.unindex(old)
-    host_cache.hit("a", now_ns())
-    bring(host_cache, "a b c")
-    assert keys(host_cache) == "b c"
-
-
-def test_neither_held_nor_dirty_cells_leave() -> None:
-    host_cache = host(keep=2, slots=6)
-    bring(host_cache, "a", hold=True)
-    bring(host_cache, "b", dirty=True)
-    bring(host_cache, "c d e")
-    assert keys(host_cache) == "a b e"
-    assert host_cache.num_slots() == (1, 1, 1)
-
-
-def test_a_dirty_cell_that_was_cleaned_leaves_in_its_old_turn() -> None:
-    host_cache = host(keep=2, slots=6)
-    bring(host_cache, "a", dirty=True)
-    bring(host_cache, "b")
-    [cold] = host_cache.coldest_dirty(8)
-    assert cold.slab.id == "a"
-    host_cache.pin(cold)
-    host_cache.cleaned(cold)
-    host_cache.unpin(cold)
-    bring(host_cache, "c")
-    assert keys(host_cache) == "b c"
-
-
-def test_the_coldest_dirty_cells_come_in_order_and_no_more_than_asked() -> None:
-    host_cache = host(keep=8, slots=8)
-    bring(host_cache, "a b c d", dirty=True)
-    bring(host_cache, "e")
-    host_cache.hit("a", now_ns())
-    host_cache.pin(entry(host_cache, "b"))
-    assert [each.slab.id for each in host_cache.coldest_dirty(2)] == ["c", "d"]
-
-
-def test_a_slot_is_made_free_by_dropping_the_coldest() -> None:
-    host_cache = host(keep=3, slots=3)
-    bring(host_cache, "a b c")
-    bring(host_cache, "d", hold=True)
-    assert keys(host_cache) == "b c d"
-
-
-def test_no_slot_is_given_when_all_are_held() -> None:
-    host_cache = host(keep=2, slots=2)
-    bring(host_cache, "a b", hold=True)
-    assert not host_cache.assign_slots(host_cache.add(slab("c")), LOAD)
-
-
-def test_a_save_may_not_have_the_last_slots_that_are_free_or_could_be() -> None:
-    host_cache = host(keep=4, slots=4, reserve=2)
-    bring(host_cache, "a b", hold=True)
-    bring(host_cache, "c d")
-    assert not host_cache.has_room(SAVE)
-    assert not host_cache.assign_slots(host_cache.add(slab("e")), SAVE)
-    assert keys(host_cache) == "a b c d e"
-    host_cache.unpin(entry(host_cache, "a"))
-    assert host_cache.assign_slots(entry(host_cache, "e"), SAVE)
-    assert keys(host_cache) == "b c d e"
 
 
 def test_slots_once_given_are_kept() -> None:
@@ -279,19 +291,6 @@ def test_slots_once_given_are_kept() -> None:
     slots = arriving.slots
     assert host_cache.assign_slots(arriving, SAVE)
     assert arriving.slots == slots
-
-
-def test_slab_has_a_slot_for_each_cell_or_none() -> None:
-    host_cache = host(keep=3, slots=4)
-    bring(host_cache, "a b")
-    large = host_cache.add(slab("c", num_cells=3))
-    assert host_cache.assign_slots(large, LOAD)
-    assert len(large.slots) == 3
-    assert keys(host_cache) == "b c"  # one slab left for it, and no more
-    other = host_cache.add(slab("d", num_cells=2))
-    assert not host_cache.assign_slots(other, LOAD)
-    assert other.slots == []
-    assert keys(host_cache) == "b c d"
 
 
 def test_slabs_leave_until_the_room_of_a_large_one_is_enough() -> None:
@@ -305,38 +304,6 @@ def test_slabs_leave_until_the_room_of_a_large_one_is_enough() -> None:
     assert keys(host_cache) == "b c"
     assert (host_cache.num_idle, host_cache.num_dropped) == (3, 2)
     assert host_cache.slots.num_free == 5
-
-
-def test_what_is_held_when_all_is_forgotten_leaves_with_its_last_pin() -> None:
-    host_cache = host()
-    bring(host_cache, "a")
-    bring(host_cache, "b", hold=True)
-    held = entry(host_cache, "b")
-    host_cache.clear()
-    assert keys(host_cache) == ""
-    assert host_cache.slots.num_free == 3
-    host_cache.unpin(held)
-    assert host_cache.slots.num_free == 4
-    check(host_cache)
-
-
-def test_whole_chunks_are_told_and_those_that_are_whole_no_more() -> None:
-    host_cache = host(keep=4, slots=8, slabs_per_chunk=2)
-    bring(host_cache, "a0")
-    assert host_cache.take_change() is None
-    bring(host_cache, "a1 b0")
-    assert host_cache.take_change() == HostCacheChange(("a",), ())
-    assert host_cache.take_change() is None
-    bring(host_cache, "c0 d0")
-    assert host_cache.take_change() == HostCacheChange((), ("a",))
-    host_cache.clear()
-    assert host_cache.take_change() is None
-
-
-def test_a_later_change_of_a_chunk_replaces_the_earlier_one() -> None:
-    host_cache = host(keep=1)
-    bring(host_cache, "a b a")
-    assert host_cache.take_change() == HostCacheChange(("a",), ("b",))
 
 
 def test_the_heaps_do_not_grow_with_use() -> None:
@@ -464,7 +431,7 @@ class PromptMachine(RuleBasedStateMachine):
     )
     def begin(self, keep: int, policy: str, slabs_per_chunk: int) -> None:
         self.slabs = range(slabs_per_chunk)
-        self.host_cache = host(keep, 24, slabs_per_chunk=slabs_per_chunk, policy=policy)
+        self.host_cache = host(keep, 24, parts=slabs_per_chunk, policy=policy)
         self.before: set[str] = set()
         self.coming = ""  # the chunk that has come last, while all slots are taken
 
@@ -531,93 +498,6 @@ TestPromptMachine = PromptMachine.TestCase
 TestPromptMachine.settings = settings(stateful_step_count=25)
 
 
-# Pins and times to live
-
-
-def test_a_pinned_chunk_leaves_after_all_others_until_its_pin_ends() -> None:
-    host_cache = host(keep=3)
-    come(host_cache, "a", ChunkRef("a", retention=in_s(pin_s=1000)))
-    bring(host_cache, "b c d e f")
-    assert keys(host_cache) == "a e f"
-    clock.advance(1000.0)
-    bring(host_cache, "g")
-    assert keys(host_cache) == "e f g"
-
-
-def test_a_chunk_that_is_there_is_pinned_and_pins_only_get_longer() -> None:
-    host_cache = host(keep=2)
-    bring(host_cache, "a b")
-    host_cache.pin_until(entry(host_cache, "a"), in_s(pin_s=1000).pinned_until_ns)
-    host_cache.pin_until(entry(host_cache, "a"), in_s(pin_s=1).pinned_until_ns)
-    clock.advance(100.0)
-    bring(host_cache, "c d")
-    assert keys(host_cache) == "a d"
-
-
-def test_with_nothing_else_to_leave_the_pin_that_ends_first_does() -> None:
-    host_cache = host(keep=2, slots=3)
-    for key, pin_s in (("a", 2000), ("b", 1000), ("c", 3000)):
-        come(host_cache, key, ChunkRef(key, retention=in_s(pin_s=pin_s)))
-    assert keys(host_cache) == "a c"
-
-
-def test_of_a_pinned_prompt_the_end_leaves_before_the_beginning() -> None:
-    host_cache, pinned = host(keep=2, slots=4), in_s(pin_s=1000)
-    for ref in prompt("abc"):
-        come(host_cache, ref.id, ref._replace(retention=pinned))
-    assert keys(host_cache) == "a ab"
-
-
-def test_what_comes_before_a_pinned_chunk_stays_as_long() -> None:
-    host_cache = host(keep=2, slots=4)
-    first, second = prompt("ab")
-    come(host_cache, "ab", second._replace(retention=in_s(pin_s=1000)))
-    come(host_cache, "a", first)
-    bring(host_cache, "c d")
-    assert keys(host_cache) == "a ab"
-
-
-def test_a_cell_in_use_while_its_pin_ends_may_leave_again() -> None:
-    host_cache = host(keep=2)
-    come(host_cache, "a", ChunkRef("a", retention=in_s(pin_s=100)))
-    bring(host_cache, "b c")  # "a" was the coldest, and is kept apart
-    held = entry(host_cache, "a")
-    host_cache.pin(held)
-    clock.advance(200.0)
-    bring(host_cache, "d")
-    host_cache.unpin(held)
-    check(host_cache)
-    bring(host_cache, "e f")
-    assert keys(host_cache) == "e f"
-
-
-def test_a_cell_is_dropped_when_its_time_to_live_ends() -> None:
-    host_cache = host(keep=4, slots=8)
-    come(host_cache, "a", ChunkRef("a", retention=in_s(ttl_s=100)))
-    come(host_cache, "b", ChunkRef("b", retention=in_s(ttl_s=100)), dirty=True)
-    come(host_cache, "c", ChunkRef("c", retention=in_s(ttl_s=100)), hold=True)
-    come(host_cache, "d", ChunkRef("d", retention=in_s(ttl_s=100, pin_s=500)))
-    held = entry(host_cache, "c")
-    clock.advance(100.0)
-    assert [host_cache.get(each) is not None for each in "abcd"] == [False, False, True, True]
-    check(host_cache)
-    host_cache.unpin(held)
-    clock.advance(2.0)
-    assert host_cache.get("c") is None
-    clock.advance(500.0)
-    assert host_cache.get("d") is None
-    check(host_cache)
-    assert host_cache.slots.num_free == 8
-
-
-def test_a_pin_does_not_change_the_time_to_live_of_the_first_writer() -> None:
-    host_cache = host(keep=4)
-    come(host_cache, "a", ChunkRef("a", retention=in_s(ttl_s=100)))
-    host_cache.pin_until(entry(host_cache, "a"), in_s(pin_s=10).pinned_until_ns)
-    clock.advance(101.0)
-    assert host_cache.get("a") is None
-
-
 # Shares
 
 
@@ -643,15 +523,6 @@ def test_the_tenant_with_the_most_cells_makes_room_for_the_others() -> None:
     assert host_cache.num_cells == {"big": 2, "a": 2, "b": 2}
 
 
-def test_where_the_largest_tenants_cells_are_in_use_another_makes_room() -> None:
-    host_cache = host(keep=4, slots=8, has_shares=True)
-    for number in range(4):
-        come(host_cache, f"big{number}", ChunkRef(f"big{number}", tenant="big"), hold=True)
-    for number in range(5):
-        come(host_cache, f"a{number}", ChunkRef(f"a{number}", tenant="a"))
-    assert host_cache.num_cells == {"big": 4, "a": 4}
-
-
 # Prompts with common beginnings
 
 PROMPTS = ("a b c d", "a b e f", "a g h", "w x y z")
@@ -670,11 +541,7 @@ requests = st.tuples(
 )
 
 
-@given(
-    st.lists(requests, max_size=20),
-    st.sampled_from(sorted(POLICIES)),
-    st.integers(LONGEST, 10),
-)
+@given(st.lists(requests, max_size=20), st.sampled_from(sorted(POLICIES)), st.integers(LONGEST, 10))
 def test_whenever_a_chunk_is_in_host_memory_so_are_those_before_it(
     asked: list[tuple[str, str, int, float]], policy: str, keep: int
 ) -> None:

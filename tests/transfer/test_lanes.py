@@ -3,6 +3,7 @@
 `"key-a"` is a slab of one cell, `"key-a key-b"` a slab of two; the outcome of each is one.
 """
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +47,6 @@ DONE, EXISTED, MISSING = CellOutcome.DONE, CellOutcome.EXISTED, CellOutcome.MISS
 CORRUPT, FAILED, FULL = CellOutcome.CORRUPT, CellOutcome.FAILED, CellOutcome.FULL
 KEYS = ("key-a", "key-b", "key-c")
 GET = LaneName(OpKind.GET, 0)
-LIMIT_S = 10.0
 TIERS = (OpKind.GET, OpKind.PUT, OpKind.REMOVE)
 
 
@@ -105,6 +105,11 @@ class Bench:
         got = self.perform(OpKind.GET, *keys, tier=tier)
         checked = self.perform(OpKind.CHECK, *keys)
         return tuple(c if g is DONE else g for g, c in zip(got, checked, strict=True))
+
+    def by_labels(self, name: str) -> dict[str, float]:
+        """A metric by the values of its labels, such as `load near done`."""
+        found = {k: v for k, v in self.counts(name).items() if k.startswith(name + "{")}
+        return {" ".join(re.findall(r"=([^,}]+)", k)): v for k, v in found.items()}
 
     def counts(self, name: str) -> dict[str, float]:
         return {k: v for k, v in self.registry.snapshot().items() if k.startswith(name)}
@@ -214,10 +219,7 @@ def test_what_is_sealed_is_checked_without_a_store() -> None:
     assert bench.perform(OpKind.CHECK, "key-a") == (DONE,)
     assert bench.perform(OpKind.CHECK, "key-b") == (CORRUPT,)
     assert bench.payload(0) == payload_of("key-a")
-    assert bench.counts("kvpool_failures") == {
-        "kvpool_failures{kind=cell_magic}": 1,
-        "kvpool_failures{kind=cell_key}": 1,
-    }
+    assert bench.by_labels("kvpool_failures") == {"cell_magic": 1, "cell_key": 1}
 
 
 def test_what_is_stored_is_not_sent_again() -> None:
@@ -248,9 +250,10 @@ def test_a_fault_of_one_cell_is_its_outcome_alone(
         bench.store_cell(key, payload_of(key))
     bench.stores[0].inject(fault, "get", "key-b", other="key-c")
     assert bench.perform(OpKind.GET, *KEYS) == (DONE, got, DONE)
-    cells = "kvpool_cells{direction=load,store=near,outcome="
-    expected = {f"{cells}done}}": 2, f"{cells}{got.value}}}": 1}
-    assert bench.counts("kvpool_cells") == (expected if got is not DONE else {f"{cells}done}}": 3})
+    expected = {"load near done": 2, f"load near {got.value}": 1}
+    assert bench.by_labels("kvpool_cells") == (
+        expected if got is not DONE else {"load near done": 3}
+    )
     if got is DONE:
         assert bench.perform(OpKind.CHECK, *KEYS) == (DONE, checked, DONE)
     assert bench.counts("kvpool_failures") == failures
@@ -354,9 +357,7 @@ def test_a_move_is_clipped_to_its_job(
     assert [plain(move) for move in moves] == [
         plain(slab([payload], [(0, 2, 1, 2)], *rows)) for payload in payloads
     ]
-    assert bench.counts("kvpool_copy_bytes") == {
-        f"kvpool_copy_bytes{{direction={kind.value}}}": 2 * CELL_BYTES
-    }
+    assert bench.by_labels("kvpool_copy_bytes") == {kind.value: 2 * CELL_BYTES}
 
 
 @pytest.mark.parametrize("kind", [OpKind.GATHER, OpKind.SCATTER])
@@ -448,9 +449,8 @@ def test_a_call_of_a_tier_is_counted_by_its_name(
         OpKind.PUT: {"existed": 2, "done": 1},
         OpKind.REMOVE: {"done": 3},
     }[kind]
-    assert bench.counts("kvpool_cells") == {
-        f"kvpool_cells{{direction={direction},store=far,outcome={outcome}}}": count
-        for outcome, count in outcomes.items()
+    assert bench.by_labels("kvpool_cells") == {
+        f"{direction} far {outcome}": count for outcome, count in outcomes.items()
     }
     assert bench.counts("kvpool_retries") == bench.counts("kvpool_copy") == {}
 
@@ -554,10 +554,8 @@ def test_cells_of_slabs_go_into_their_own_slots_and_back() -> None:
     assert [bench.payload(i) for i in range(4)] == [
         payload_of(key) for key in ("key-f", "key-a", "key-c", "key-e")
     ]
-    assert bench.counts("kvpool_bytes") == {
-        "kvpool_bytes{direction=save,store=near}": 6 * CELL_BYTES,
-        "kvpool_bytes{direction=load,store=near}": 4 * CELL_BYTES,
-    }
+    moved = {"save near": 6 * CELL_BYTES, "load near": 4 * CELL_BYTES}
+    assert bench.by_labels("kvpool_bytes") == moved
 
 
 def test_cells_of_one_slab_may_have_other_sizes_than_those_beside_them() -> None:
@@ -585,9 +583,7 @@ def test_cells_of_one_slab_may_have_other_sizes_than_those_beside_them() -> None
     assert bench.payload(0)[:24] == payloads["key-b"]
     assert bench.payload(1)[:512] == payloads["key-c"]
     loads = bench.counts("kvpool_bytes{direction=load")
-    assert loads == {
-        "kvpool_bytes{direction=load,store=near}": sum(sizes) + sum(sizes[1:]),
-    }
+    assert loads == {"kvpool_bytes{direction=load,store=near}": sum(sizes) + sum(sizes[1:])}
 
 
 def test_a_get_says_which_cells_of_a_slab_are_missing_or_bad() -> None:
@@ -599,15 +595,9 @@ def test_a_get_says_which_cells_of_a_slab_are_missing_or_bad() -> None:
     slabs = ("key-a key-b key-c", "key-d", "key-e key-g", "key-d key-f")
     got = bench.perform(OpKind.GET, *slabs)
     assert got == ((DONE, CORRUPT, MISSING), DONE, MISSING, DONE)
-    cells = "kvpool_cells{direction=load,store=near,outcome="
-    assert bench.counts("kvpool_cells") == {
-        f"{cells}done}}": 4,
-        f"{cells}corrupt}}": 1,
-        f"{cells}missing}}": 3,
-    }
-    assert bench.counts("kvpool_bytes") == {
-        "kvpool_bytes{direction=load,store=near}": 4 * CELL_BYTES
-    }
+    cells = {"load near done": 4, "load near corrupt": 1, "load near missing": 3}
+    assert bench.by_labels("kvpool_cells") == cells
+    assert bench.by_labels("kvpool_bytes") == {"load near": 4 * CELL_BYTES}
     [span] = bench.trace.of(Span)
     assert span.outcomes == {DONE: 4, CORRUPT: 1, MISSING: 3}
     assert (span.cells, span.nbytes) == (8, 4 * CELL_BYTES)
@@ -625,15 +615,9 @@ def test_a_put_says_which_cells_of_a_slab_were_taken(fault: Fault, outcome: Cell
     put = bench.perform(OpKind.PUT, *slabs)
     assert put == ((EXISTED, outcome, DONE), EXISTED, DONE)
     assert bench.memories[0].exists(" ".join(slabs).split()) == [True, False, *[True] * 4]
-    assert bench.counts("kvpool_bytes") == {
-        "kvpool_bytes{direction=save,store=near}": 3 * CELL_BYTES
-    }
-    cells = "kvpool_cells{direction=save,store=near,outcome="
-    assert bench.counts("kvpool_cells") == {
-        f"{cells}existed}}": 2,
-        f"{cells}{outcome.value}}}": 1,
-        f"{cells}done}}": 3,
-    }
+    assert bench.by_labels("kvpool_bytes") == {"save near": 3 * CELL_BYTES}
+    cells = {"save near existed": 2, f"save near {outcome.value}": 1, "save near done": 3}
+    assert bench.by_labels("kvpool_cells") == cells
 
 
 @pytest.mark.parametrize("slabs", [("key-a key-b key-c",), KEYS])
@@ -680,9 +664,7 @@ def test_one_bad_cell_of_a_slab_is_removed_alone() -> None:
     batch = batch_of(OpKind.REMOVE, "key-a key-b key-c", cells=(1,))
     assert bench.runner.perform(batch) == [DONE]
     assert bench.memories[0].exists(KEYS) == [True, False, True]
-    assert bench.counts("kvpool_cells") == {
-        "kvpool_cells{direction=remove,store=near,outcome=done}": 1
-    }
+    assert bench.by_labels("kvpool_cells") == {"remove near done": 1}
 
 
 @pytest.mark.parametrize("kind", [OpKind.GATHER, OpKind.SCATTER])
@@ -711,9 +693,7 @@ def test_cells_of_a_slab_are_moved_each_between_its_slot_and_its_pages(kind: OpK
             ([Slot(7), Slot(2), Slot(5)], (1, 2, 3), 96, (96, 127)),
         ]
     ]
-    assert bench.counts("kvpool_copy_bytes") == {
-        f"kvpool_copy_bytes{{direction={kind.value}}}": 5 * CELL_BYTES
-    }
+    assert bench.by_labels("kvpool_copy_bytes") == {kind.value: 5 * CELL_BYTES}
 
 
 def test_cells_of_a_slab_whose_layers_are_in_several_groups_are_moved_by_their_own() -> None:

@@ -1,394 +1,202 @@
 """Loads over host memory: what they find there, share with others, and leave behind."""
 
-import pytest
+from tests.transfer.engine_bench import DISK, SINGLE, Bench
+from tests.transfer.scripts import Example, examples
+from vllm_kvpool.transfer.loads import Priority
 
-from tests.transfer.engine_bench import (
-    CORRUPT,
-    DISK,
-    DONE,
-    FAILED,
-    MISSING,
-    SINGLE,
-    TIMEOUT_S,
-    Bench,
-    load_job,
-    words,
+
+@examples(
+    """
+a saved cell is found by the next load without a get
+    on disk slots=8 keep=4 limits=2x1; save 1 a; run; load 2 a -> 3 scatter a
+    ends 3 -> loaded 2 to 1 done; count hit_cells 1 tier=host
+a loaded cell is found by the next load
+    on disk slots=8 keep=4 limits=2x1; load 1 a; run; load 2 a -> 3 scatter a
+without a host tier nothing stays
+    on disk; save 1 a; run -> no host; host; load 2 a -> 3 get-0 a
+"""
 )
-from vllm_kvpool.transfer.graph import LaneLimits
-from vllm_kvpool.transfer.loads import URGENT_S, Priority
-from vllm_kvpool.transfer.ops import CellOutcome, LaneName, OpKind
-
-ONE = LaneLimits(batches=1, batch_ops=1, batch_bytes=1 << 20, budget_bytes=1 << 20)
-
-
-def hosted(*, slots: int = 8, keep: int = 4, limits: LaneLimits = SINGLE) -> Bench:
-    return Bench(DISK, slots=slots, keep=keep, limits=limits)
-
-
-def test_a_saved_cell_is_found_by_the_next_load_without_a_get() -> None:
-    bench = hosted()
-    bench.save(1, "a")
-    bench.run()
-    assert bench.load(2, "a") == ["3 scatter a"]
-    assert bench.ends(3) == ["loaded 2 to 1 done"]
-    assert bench.counted("kvpool_hit_cells", tier="host") == 1
-
-
-def test_a_loaded_cell_is_found_by_the_next_load() -> None:
-    bench = hosted()
-    bench.load(1, "a")
-    bench.run()
-    assert bench.load(2, "a") == ["3 scatter a"]
-
-
-def test_without_a_host_tier_nothing_stays() -> None:
-    bench = Bench(DISK)
-    bench.save(1, "a")
-    assert "host +a" not in bench.run()
-    assert bench.cells() == ""
-    assert bench.load(2, "a") == ["3 get-0 a"]
+def test_host_memory(example: Example) -> None:
+    example.play()
 
 
 # Sharing
 
 
-@pytest.mark.parametrize("keep", [0, 4])
-def test_two_loads_of_one_cell_share_a_fetch(keep: int) -> None:
-    bench = Bench(DISK, keep=keep, slots=8)
-    assert bench.load(1, "a b") == ["0 get-0 a b"]
-    assert bench.load(2, "b c") == ["1 get-0 c"]
-    bench.ends(0)
-    told = bench.ends(2)
-    assert "3 scatter a b b" in told
-    assert bench.slots() == "5 3 0"
-    told = bench.run()
-    assert {"loaded 1 to 2 done", "loaded 2 to 2 done"} < set(told)
-    assert bench.is_clean
-
-
-def test_a_load_waits_for_the_gather_of_a_save() -> None:
-    bench = Bench(DISK)
-    bench.save(1, "a")
-    assert bench.load(2, "a") == []
-    told = bench.ends(0)
-    assert told[0] == "gathered 1"
-    assert {line.lstrip("0123456789 ") for line in told[1:]} == {"seal a", "scatter a"}
-    assert "loaded 2 to 1 done" in bench.run()
-
-
-def test_a_load_of_a_cell_whose_gather_fails_stops() -> None:
-    bench = Bench(DISK)
-    bench.save(1, "a")
-    bench.load(2, "a")
-    assert bench.ends(0, FAILED) == ["loaded 2 to 0 failed", "gathered 1", "saved 1: 1 failed"]
-    assert bench.is_clean
-
-
-def test_a_cell_that_cannot_be_had_stops_all_who_wait_for_it() -> None:
-    bench = Bench(DISK)
-    bench.load(1, "a b")
-    bench.load(2, "a c", first_chunk=5)
-    told = bench.ends(0, MISSING, DONE)
-    assert sorted(told) == ["loaded 1 to 0 missing", "loaded 2 to 5 missing"]
-    bench.run()
-    assert bench.is_clean
-
-
-def test_cancelling_one_of_two_loads_leaves_the_other() -> None:
-    bench = hosted(limits=ONE)
-    bench.load(1, "x a")
-    bench.load(2, "a")
-    assert bench.cancel(1) == ["loaded 1 to 0 cancelled"]
-    assert "loaded 2 to 1 done" in bench.run()
-
-
-@pytest.mark.parametrize("keep", [0, 4])
-def test_cancelling_the_only_load_cancels_a_fetch_that_has_not_started(keep: int) -> None:
-    bench = Bench(DISK, keep=keep, slots=8, limits=ONE)
-    bench.load(1, "a b")
-    bench.cancel(1)
-    assert not any("b" in line.split() for line in bench.run())
-    assert bench.cells() == ("a" if keep else "")  # what ran has ended, and is kept
-    assert bench.is_clean
-
-
-def test_a_cancelled_fetch_that_waits_for_its_check_frees_its_slot() -> None:
-    bench = Bench(DISK, slots=8, limits=ONE)
-    bench.load(1, "a b")
-    assert bench.ends(0) == ["1 get-0 b", "2 check a"]
-    assert bench.ends(1) == []
-    bench.cancel(1)
-    assert bench.slots() == "7 1 0"
-
-
-def test_a_late_load_leaves_the_fetch_to_others_who_wait_for_it() -> None:
-    bench = Bench(DISK)
-    bench.load(1, "a")
-    bench.clock.advance(TIMEOUT_S / 2)
-    bench.load(2, "a")
-    assert bench.after(TIMEOUT_S / 2) == ["loaded 1 to 0 timed_out"]
-    assert bench.slots() == "3 1 0"
-    bench.ends(0)
-    assert "loaded 2 to 1 done" in bench.run()
-
-
-def test_each_load_stops_at_its_own_deadline_and_once() -> None:
-    bench = Bench(DISK, slots=8, reserve=0)
-    for job, timeout_s in enumerate((3, 1, 2, 4)):
-        bench.load(job, "abcd"[job], timeout_s=timeout_s)
-    assert bench.engine.next_deadline() == 1.0
-    assert bench.cancel(1) == ["loaded 1 to 0 cancelled"]
-    assert bench.engine.next_deadline() == 2.0
-    assert bench.after(1.0) == []
-    assert bench.after(1.0) == ["loaded 2 to 0 timed_out"]
-    assert bench.after(2.0) == ["loaded 0 to 0 timed_out", "loaded 3 to 0 timed_out"]
-    assert bench.engine.next_deadline() is None
+@examples(
+    """
+two loads of one cell share a fetch {0|4}
+    on disk keep={} slots=8; load 1 a b -> 0 get-0 a b; load 2 b c -> 1 get-0 c; ends 0
+    ends 2 -> ... 3 scatter a b b; slots 5 3 0; run -> ... loaded 1 to 2 done | loaded 2 to 2 done
+    clean
+a load waits for the gather of a save
+    on disk; save 1 a; load 2 a -> nothing; ends 0 -> any order gathered 1 | seal a | scatter a
+    told first gathered 1; run -> ... loaded 2 to 1 done
+a load of a cell whose gather fails stops
+    on disk; save 1 a; load 2 a
+    ends 0 failed -> loaded 2 to 0 failed | gathered 1 | saved 1: 1 failed; clean
+a cell that cannot be had stops all who wait for it
+    on disk; load 1 a b; load 2 a c after=5
+    ends 0 missing done -> any order loaded 1 to 0 missing | loaded 2 to 5 missing; run; clean
+cancelling one of two loads leaves the other
+    on disk limits=1x1 slots=8 keep=4; load 1 x a; load 2 a; cancel 1 -> loaded 1 to 0 cancelled
+    run -> ... loaded 2 to 1 done
+cancelling the only load cancels a fetch that has not started
+    on disk slots=8 limits=1x1; load 1 a b; cancel 1; run -> check a; host; clean
+cancelling the only load leaves a fetch that has started to host memory
+    on disk keep=4 slots=8 limits=1x1; load 1 a b; cancel 1
+    run -> check a | host +a; host a; clean
+a cancelled fetch that waits for its check frees its slot
+    on disk slots=8 limits=1x1; load 1 a b; ends 0 -> 1 get-0 b | 2 check a; ends 1 -> nothing
+    cancel 1; slots 7 1 0
+a late load leaves the fetch to others who wait for it
+    on disk; load 1 a; wait TIMEOUT_S/2; load 2 a; after TIMEOUT_S/2 -> loaded 1 to 0 timed_out
+    slots 3 1 0; ends 0; run -> ... loaded 2 to 1 done
+each load stops at its own deadline and once
+    on disk slots=8 reserve=0; load 0 a timeout=3; load 1 b timeout=1; load 2 c timeout=2
+    load 3 d timeout=4; due 1; cancel 1 -> loaded 1 to 0 cancelled; due 2; after 1 -> nothing
+    after 1 -> loaded 2 to 0 timed_out
+    after 2 -> loaded 0 to 0 timed_out | loaded 3 to 0 timed_out; due never
+"""
+)
+def test_sharing(example: Example) -> None:
+    example.play()
 
 
 # Streams: chunks that another engine stores while the load is under way
 
 
-def test_chunks_of_a_stream_are_fetched_as_they_land() -> None:
-    bench = Bench(DISK, slots=8, reserve=0)
-    assert bench.load(1, "a b c", landed=1) == ["0 get-0 a"]
-    bench.ends(0)
-    assert bench.land(1, 2) == ["2 get-0 b"]
-    bench.run()
-    assert bench.land(1, 3, final=True)[0].endswith("get-0 c")
-    assert bench.run()[-1] == "loaded 1 to 3 done"
-
-
-def test_stream_that_ends_early_keeps_what_has_landed() -> None:
-    bench = Bench(DISK, slots=8, reserve=0)
-    bench.load(1, "a b c", landed=1)
-    assert bench.run() == ["check a", "scatter a"]
-    assert bench.land(1, 1, final=True) == ["loaded 1 to 1 missing"]
-    assert bench.land(1, 3, final=True) == []
-
-
-def test_stream_waits_for_chunks_beyond_its_deadline() -> None:
-    bench = Bench(DISK, slots=8, reserve=0)
-    bench.load(1, "a b", landed=1)
-    bench.run()
-    assert bench.after(2 * TIMEOUT_S) == []
-    bench.land(1, 2)
-    assert bench.engine.next_deadline() == 3 * TIMEOUT_S
-    assert bench.after(TIMEOUT_S) == ["loaded 1 to 1 timed_out"]
-
-
-def test_stream_waits_beyond_its_deadline_for_chunks_that_are_not_named_yet() -> None:
-    bench = Bench(DISK, slots=8, reserve=0)
-    job = load_job(1, "a b c", landed=0)
-    bench.step(job._replace(slabs=job.slabs[:2], rest=iter([job.slabs[2:]])))
-    assert bench.after(2 * TIMEOUT_S) == []
-    bench.land(1, 3, final=True)
-    assert bench.run()[-1] == "loaded 1 to 3 done"
-
-
-def test_fetch_that_hangs_after_the_producer_has_gone_ends_the_load_soon() -> None:
-    bench = Bench(DISK, slots=8, reserve=0)
-    bench.load(1, "a b", landed=0)
-    bench.land(1, 1)
-    assert bench.land(1, 1, final=True, urgent=True) == []
-    assert bench.after(URGENT_S) == ["loaded 1 to 0 timed_out"]
-
-
-def test_stream_of_a_request_that_has_ended_is_given_up() -> None:
-    bench = Bench(DISK, slots=8, reserve=0)
-    bench.load(1, "a b", landed=0)
-    assert bench.cancel(1) == ["loaded 1 to 0 cancelled"]
+@examples(
+    """
+chunks of a stream are fetched as they land
+    on disk slots=8 reserve=0; load 1 a b c landed=1 -> 0 get-0 a; ends 0; land 1 2 -> 2 get-0 b
+    run; land 1 3 final=True -> first get-0 c; run -> last loaded 1 to 3 done
+stream that ends early keeps what has landed
+    on disk slots=8 reserve=0; load 1 a b c landed=1; run -> check a | scatter a
+    land 1 1 final=True -> loaded 1 to 1 missing; land 1 3 final=True -> nothing
+stream waits for chunks beyond its deadline
+    on disk slots=8 reserve=0; load 1 a b landed=1; run; after 2*TIMEOUT_S -> nothing; land 1 2
+    due 3*TIMEOUT_S; after TIMEOUT_S -> loaded 1 to 1 timed_out
+stream waits beyond its deadline for chunks that are not named yet
+    on disk slots=8 reserve=0; load_in_parts 1 a b / c landed=0; after 2*TIMEOUT_S -> nothing
+    land 1 3 final=True; run -> last loaded 1 to 3 done
+fetch that hangs after the producer has gone ends the load soon
+    on disk slots=8 reserve=0; load 1 a b landed=0; land 1 1
+    land 1 1 final=True urgent=True -> nothing; after URGENT_S -> loaded 1 to 0 timed_out
+stream of a request that has ended is given up
+    on disk slots=8 reserve=0; load 1 a b landed=0; cancel 1 -> loaded 1 to 0 cancelled
+"""
+)
+def test_streams_chunks_that_another_engine_stores_while_the_load_is_under_way(
+    example: Example,
+) -> None:
+    example.play()
 
 
 # Leaving
 
 
-def test_the_coldest_cells_leave_for_what_comes_in() -> None:
-    bench = hosted(slots=6, keep=3)
-    for job, key in enumerate("abc"):
-        bench.load(job, key)
-        bench.run()
-        bench.after(1.0)
-    bench.load(3, "a")
-    bench.run()
-    bench.load(4, "d e")
-    changes = [line for line in bench.run() if line.startswith("host")]
-    assert changes == ["host +d", "host +e", "host -b", "host -c"]
-    assert bench.cells() == "a d e"
-    assert bench.counted("kvpool_evicted_cells", tier="host", fate="dropped") == 2
-
-
-@pytest.mark.parametrize("job", ["load", "save"])
-def test_the_end_of_a_prompt_leaves_before_its_beginning(job: str) -> None:
-    bench = Bench(DISK, slots=8, keep=4)
-    (bench.load if job == "load" else bench.save)(1, "a b c d")
-    bench.run()
-    bench.load(2, "x y")
-    bench.run()
-    assert bench.cells() == "a b x y"
-
-
-def test_a_cell_that_is_held_does_not_leave() -> None:
-    bench = Bench(DISK, slots=3, reserve=0, keep=1, limits=ONE)
-    bench.save(1, "a")
-    bench.run()
-    bench.load(2, "a")
-    bench.load(3, "b c d e")
-    told = bench.run_but("scatter")
-    assert "-a" not in " ".join(told).split()
-    assert bench.slots() == "0 3 0"
-    told = bench.run()
-    assert "loaded 2 to 1 done" in told
-    assert "loaded 3 to 4 done" in told
+@examples(
+    """
+the coldest cells leave for what comes in
+    on disk slots=6 keep=3 limits=2x1; load 0 a; run; after 1; load 1 b; run; after 1
+    load 2 c; run; after 1; load 3 a; run; load 4 d e
+    run -> only host +d | host +e | host -b | host -c; host a d e
+    count evicted_cells 2 tier=host fate=dropped
+the end of a prompt that was {load|save}ed leaves before its beginning
+    on disk slots=8 keep=4; {} 1 a b c d; run; load 2 x y; run; host a b x y
+a cell that is held does not leave
+    on disk slots=3 reserve=0 keep=1 limits=1x1; save 1 a; run; load 2 a; load 3 b c d e
+    run_but scatter -> get-0 c | check b | host +b | check c | host +c
+    slots 0 3 0; run -> ... loaded 2 to 1 done | loaded 3 to 4 done
+"""
+)
+def test_leaving(example: Example) -> None:
+    example.play()
 
 
 # What the scheduler is told
 
 
-def test_chunk_is_here_when_all_its_slabs_are() -> None:
-    bench = Bench(DISK, keep=4, slots=8, slabs_per_chunk=2, apart=True)
-    bench.save(1, "a0")
-    assert not any(line.startswith("host") for line in bench.run())
-    bench.save(2, "a1")
-    assert "host +a" in bench.run()
-
-
-def test_chunk_is_gone_when_one_of_its_slabs_is() -> None:
-    bench = Bench(DISK, keep=4, slots=8, slabs_per_chunk=2, apart=True)
-    bench.load(1, "a0 a1 b0 b1")
-    assert "host +a +b" in bench.run()
-    bench.load(2, "c0")
-    assert [line for line in bench.run() if line.startswith("host")] == ["host -b"]
-    bench.load(3, "d0")
-    assert not any(line.startswith("host") for line in bench.run())
+@examples(
+    """
+chunk is here when all its slabs are
+    on disk keep=4 slots=8 slabs_per_chunk=2 apart=True; save 1 a0; run -> no host; save 2 a1
+    run -> ... host +a
+chunk is gone when one of its slabs is
+    on disk keep=4 slots=8 slabs_per_chunk=2 apart=True; load 1 a0 a1 b0 b1
+    run -> ... host +a +b; load 2 c0; run -> only host -b; load 3 d0; run -> no host
+"""
+)
+def test_what_the_scheduler_is_told(example: Example) -> None:
+    example.play()
 
 
 # A reset
 
 
-def test_a_reset_forgets_every_cell() -> None:
-    bench = hosted()
-    bench.save(1, "a b")
-    bench.run()
-    assert bench.drop_saves() == []
-    assert bench.cells() == "a b"
-    assert bench.drop_saves(forget=True) == ["host -a -b"]
-    assert bench.slots() == "8 0 0"
-    assert bench.load(2, "a")[0].endswith("get-0 a")
-
-
-@pytest.mark.parametrize(("step", "outcome"), [("get-0", DONE), ("check", DONE), ("check", FAILED)])
-def test_a_cell_that_is_fetched_during_a_reset_is_served_to_nobody(
-    step: str, outcome: CellOutcome
-) -> None:
-    bench = hosted()
-    bench.load(1, "a")
-    while str(bench.running[max(bench.running)].lane) != step:
-        bench.ends(max(bench.running))
-    number = max(bench.running)
-    assert bench.drop_saves(forget=True) == []
-    told = bench.load(2, "a")
-    assert told[0].endswith("get-0 a")
-    assert bench.slots() == "6 2 0"
-    assert bench.ends(number, outcome) == ["loaded 1 to 0 cancelled"]
-    assert bench.slots() == "7 1 0"
-    assert "loaded 2 to 1 done" in bench.run()
-
-
-def test_a_fetch_that_has_not_started_is_not_made_after_a_reset() -> None:
-    bench = Bench(DISK, keep=4, slots=8, limits=LaneLimits(1, 1, 1 << 20, 1 << 20))
-    assert bench.prefetch(1, "a b") == ["0 get-0 a"]
-    bench.drop_saves(forget=True)
-    assert bench.ends(0) == []
-    assert bench.slots() == "8 0 0"
+@examples(
+    """
+a reset forgets every cell
+    on disk slots=8 keep=4 limits=2x1; save 1 a b; run; drop -> nothing; host a b
+    reset -> host -a -b; slots 8 0 0; load 2 a -> first get-0 a
+a cell that is in its get during a reset is served to nobody
+    on disk slots=8 keep=4 limits=2x1; load 1 a; reset -> nothing; load 2 a -> first get-0 a
+    slots 6 2 0; ends 0 -> loaded 1 to 0 cancelled; slots 7 1 0
+    run -> ... loaded 2 to 1 done
+a cell that is in its check during a reset is served to nobody {done|failed}
+    on disk slots=8 keep=4 limits=2x1; load 1 a; ends 0; reset -> nothing
+    load 2 a -> first get-0 a; slots 6 2 0; ends 1 {} -> loaded 1 to 0 cancelled; slots 7 1 0
+    run -> ... loaded 2 to 1 done
+a fetch that has not started is not made after a reset
+    on disk keep=4 slots=8 limits=1x1; prefetch 1 a b -> 0 get-0 a; reset; ends 0 -> nothing
+    slots 8 0 0
+"""
+)
+def test_a_reset(example: Example) -> None:
+    example.play()
 
 
 # Prefetching
 
 
-def prefetched(bench: Bench, outcome: str) -> int:
-    return bench.counted("kvpool_prefetched_cells", outcome=outcome)
-
-
-def test_a_prefetch_brings_cells_into_host_memory() -> None:
-    bench = hosted()
-    bench.prefetch(1, "a b")
-    assert bench.run() == ["check a", "check b", "host +a", "host +b"]
-    assert bench.is_clean
-    assert bench.counted("kvpool_hit_cells", tier="disk") == 0  # of no load
-    bench.load(2, "a b")
-    assert bench.run()[-1] == "loaded 2 to 2 done"
-    assert bench.counted("kvpool_hit_cells", tier="host") == 2
-    assert prefetched(bench, "used") == 2
-    bench.load(3, "a b")
-    bench.run()
-    assert prefetched(bench, "used") == 2  # each once
-
-
-@pytest.mark.parametrize(("num_loads", "leaves"), [(1, "a"), (2, "b")])
-def test_only_the_second_load_of_a_prefetched_cell_counts_as_another_use(
-    num_loads: int, leaves: str
-) -> None:
-    bench = Bench(DISK, slots=8, keep=3, policy="lrfu")
-    bench.prefetch(1, "a")
-    bench.run()
-    for job in range(num_loads):
-        bench.load(2 + job, "a")
-        bench.run()
-    for job, cell in enumerate("bcd"):
-        bench.load(5 + job, cell)
-        words = bench.run()
-    assert f"host -{leaves}" in words
-
-
-def test_a_prefetch_takes_no_more_than_host_memory_holds() -> None:
-    bench = Bench(DISK, keep=2, slots=8)
-    assert bench.prefetch(1, "a b c") == ["0 get-0 a b"]
-    assert Bench(DISK, slots=8).prefetch(1, "a b c") == []
-
-
-def test_a_prefetch_leaves_the_reserve_to_loads() -> None:
-    bench = Bench(DISK, keep=4, slots=5, reserve=2)
-    assert bench.prefetch(1, "a b c d") == ["0 get-0 a b c"]
-    assert bench.load(2, "x y") == ["1 get-0 x y"]
-
-
-def test_a_prefetched_cell_that_leaves_unread_was_of_no_use() -> None:
-    bench = hosted(keep=2)
-    bench.prefetch(1, "a")
-    bench.run()
-    bench.after(1.0)
-    bench.load(2, "x y")
-    bench.run()
-    assert (prefetched(bench, "used"), prefetched(bench, "unused")) == (0, 1)
-
-
-def test_a_load_that_joins_a_prefetch_raises_its_priority() -> None:
-    bench = hosted(slots=12, keep=8, limits=ONE)
-    bench.prefetch(1, "a b c d")
-    bench.load(2, "x")
-    bench.load(3, "d")
-    gets = [line for line in bench.run() if line.startswith("get")]
-    assert gets == ["get-0 x", "get-0 d", "get-0 b", "get-0 c"]
-    assert prefetched(bench, "used") == 1
-
-
-def test_a_prefetch_goes_on_without_the_load_that_joined_it() -> None:
-    bench = hosted(limits=ONE)
-    bench.prefetch(1, "a b")
-    bench.load(2, "b")
-    assert bench.cancel(2) == ["loaded 2 to 0 cancelled"]
-    bench.run()
-    assert bench.cells() == "a b"
-    assert prefetched(bench, "used") == 0
-
-
-def test_a_prefetched_cell_that_is_bad_is_removed_and_forgotten() -> None:
-    bench = hosted()
-    bench.prefetch(1, "a")
-    told = bench.run(lambda lane, key: CORRUPT if lane.kind is OpKind.CHECK else DONE)
-    assert told == ["check a", "remove-0 a"]
-    assert bench.is_clean
-    assert bench.cells() == ""
+@examples(
+    """
+a prefetch brings cells into host memory
+    on disk slots=8 keep=4 limits=2x1; prefetch 1 a b; run -> check a | check b | host +a | host +b
+    clean; count hit_cells 0 tier=disk; load 2 a b; run -> last loaded 2 to 2 done
+    count hit_cells 2 tier=host; count prefetched_cells 2 outcome=used; load 3 a b; run
+    count prefetched_cells 2 outcome=used
+the first load of a prefetched cell counts as no other use
+    on disk slots=8 keep=3 policy=lrfu; prefetch 1 a; run; load 2 a; run; load 5 b; run
+    load 6 c; run; load 7 d; run -> ... host -a
+the second load of a prefetched cell counts as another use
+    on disk slots=8 keep=3 policy=lrfu; prefetch 1 a; run; load 2 a; run; load 3 a; run
+    load 5 b; run; load 6 c; run; load 7 d; run -> ... host -b
+a prefetch takes no more than host memory holds
+    on disk keep=2 slots=8; prefetch 1 a b c -> 0 get-0 a b
+without a host tier nothing is prefetched
+    on disk slots=8; prefetch 1 a b c -> nothing
+a prefetch leaves the reserve to loads
+    on disk keep=4 slots=5 reserve=2; prefetch 1 a b c d -> 0 get-0 a b c
+    load 2 x y -> 1 get-0 x y
+a prefetched cell that leaves unread was of no use
+    on disk slots=8 keep=2 limits=2x1; prefetch 1 a; run; after 1; load 2 x y; run
+    count prefetched_cells 0 outcome=used; count prefetched_cells 1 outcome=unused
+a load that joins a prefetch raises its priority
+    on disk slots=12 keep=8 limits=1x1; prefetch 1 a b c d; load 2 x; load 3 d
+    run -> only get-0 x | get-0 d | get-0 b | get-0 c
+    count prefetched_cells 1 outcome=used
+a prefetch goes on without the load that joined it
+    on disk limits=1x1 slots=8 keep=4; prefetch 1 a b; load 2 b
+    cancel 2 -> loaded 2 to 0 cancelled; run; host a b; count prefetched_cells 0 outcome=used
+a prefetched cell that is bad is removed and forgotten
+    on disk slots=8 keep=4 limits=2x1; prefetch 1 a; run check any corrupt -> check a | remove-0 a
+    clean; host
+"""
+)
+def test_prefetching(example: Example) -> None:
+    example.play()
 
 
 def test_a_load_that_joins_a_prefetch_under_way_hurries_what_is_left_of_it() -> None:
@@ -407,80 +215,29 @@ def test_a_load_that_joins_a_prefetch_under_way_hurries_what_is_left_of_it() -> 
 # Optional cells
 
 
-def lacking(lane: LaneName, key: str) -> CellOutcome:
-    """The tier lacks optional cells of the first chunk."""
-    return MISSING if lane.kind is OpKind.GET and key == "a?" else DONE
-
-
-def test_a_load_clears_the_pages_of_an_optional_cell_that_no_tier_has() -> None:
-    bench = Bench(DISK)
-    bench.load(1, "a a? b b?")
-    told = bench.run(lacking)
-    assert "loaded 1 to 2 done" in told
-    assert sorted(" ".join(line for line in told if "scatter" in line).split()) == sorted(
-        ["a", "a?", "b", "b?", *["scatter"] * sum("scatter" in line for line in told)]
-    )
-    assert bench.loaded[0].cleared == {0}
-    assert bench.is_clean
-
-
-def test_a_damaged_optional_cell_is_removed_and_its_pages_are_cleared() -> None:
-    bench = Bench(DISK)
-    bench.load(1, "a a?")
-    told = bench.run(
-        lambda lane, key: CORRUPT if lane.kind is OpKind.CHECK and key == "a?" else DONE
-    )
-    assert {"remove-0 a?", "loaded 1 to 1 done"} <= set(told)
-    assert bench.loaded[0].cleared == {0}
-
-
-def test_optional_cells_are_cleared_where_no_tier_can_be_asked() -> None:
-    bench = Bench()
-    told = bench.load(1, "a? b?") + bench.run()
-    assert "loaded 1 to 2 done" in told
-    assert bench.loaded[0].cleared == {0, 1}
-
-
-def test_a_late_optional_cell_is_cleared_at_the_deadline() -> None:
-    bench = Bench(DISK, slots=8, limits=SINGLE)
-    bench.load(1, "a a?")
-    bench.ends(0)
-    told = words(bench.run_but("get-0")) + words(bench.after(TIMEOUT_S))
-    assert "scatter a?" in told
-    told += bench.run_but("get-0")
-    assert "loaded 1 to 1 done" in told
-    assert bench.loaded[0].cleared == {0}
-    bench.run()
-    assert bench.is_clean
-
-
-def test_a_late_cell_ends_the_load_though_optional_ones_are_late_too() -> None:
-    bench = Bench(DISK, slots=8, limits=SINGLE)
-    bench.load(1, "a? b")
-    told = bench.after(TIMEOUT_S) + bench.run()
-    assert "loaded 1 to 1 timed_out" in told
-
-
-def test_a_cleared_cell_that_cannot_be_written_ends_its_load() -> None:
-    bench = Bench(DISK)
-    bench.load(1, "a a?")
-    told = bench.run(
-        lambda lane, key: (
-            FAILED if lane.kind is OpKind.SCATTER and key == "a?" else lacking(lane, key)
-        )
-    )
-    assert "loaded 1 to 0 failed" in told
-
-
-def test_a_load_that_ends_early_gives_up_cleared_cells_in_order() -> None:
-    """Pages of chunks behind the end are not written any more."""
-    bench = Bench(DISK, slots=8)
-    bench.load(1, "a? b b? c c?")
-
-    def outcome(lane: LaneName, key: str) -> CellOutcome:
-        is_lost = lane.kind is OpKind.GET and key in ("a?", "b")
-        return MISSING if is_lost else DONE
-
-    told = bench.run(outcome)
-    assert "loaded 1 to 1 missing" in told
-    assert {line.partition(" ")[2] for line in told if line.startswith("scatter")} == {"a?"}
+@examples(
+    """
+a load clears the pages of an optional cell that no tier has
+    on disk; load 1 a a? b b?; run get a? missing -> ... loaded 1 to 2 done
+    told only scatter a? | scatter a b b?; cleared 0; clean
+a damaged optional cell is removed and its pages are cleared
+    on disk; load 1 a a?; run check a? corrupt -> ... remove-0 a? | loaded 1 to 1 done; cleared 0
+optional cells are cleared where no tier can be asked
+    on; load 1 a? b?; run -> ... loaded 1 to 2 done; cleared 0 1
+a late optional cell is cleared at the deadline
+    on disk slots=8 limits=2x1; load 1 a a?; ends 0; run_but get-0
+    after TIMEOUT_S -> ... scatter a?; run_but get-0 -> ... loaded 1 to 1 done; cleared 0
+    run; clean
+a late cell ends the load though optional ones are late too
+    on disk slots=8 limits=2x1; load 1 a? b; after TIMEOUT_S
+    run -> ... loaded 1 to 1 timed_out
+a cleared cell that cannot be written ends its load
+    on disk; load 1 a a?; run get a? missing, scatter a? failed -> ... loaded 1 to 0 failed
+a load that ends early gives up cleared cells in order
+    # Pages of chunks behind the end are not written any more.
+    on disk slots=8; load 1 a? b b? c c?
+    run get a? missing, get b missing -> only scatter a? | loaded 1 to 1 missing
+"""
+)
+def test_optional_cells(example: Example) -> None:
+    example.play()

@@ -16,12 +16,12 @@ from tests.transfer.engine_bench import (
     DONE,
     FAILED,
     MISSING,
-    TIMEOUT_S,
     WIDE,
     Bench,
     keys_of,
     load_job,
 )
+from tests.transfer.scripts import Example, examples
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.ops import CellOutcome, LaneName, LoadJob, OpKind
 
@@ -41,26 +41,36 @@ def lines(told: list[str]) -> list[str]:
     return [line for line in told if line.startswith(("loaded", "span"))]
 
 
-def test_spans_are_told_of_in_the_order_in_which_they_come() -> None:
-    here = bench()
-    here.step(layered_job(1, "a0 b0 a1 b1 a2 b2"))
-    told = here.run()
-    assert lines(told) == ["span 0 of 1", "span 1 of 1", "span 2 of 1", "loaded 1 to 2 done"]
-    assert here.is_clean
-
-
-def test_a_load_of_whole_chunks_tells_of_no_span() -> None:
-    here = bench()
-    here.load(1, "a b")
-    assert lines(here.run()) == ["loaded 1 to 2 done"]
-
-
-def test_what_is_in_host_memory_is_told_of_first() -> None:
-    here = bench(keep=16)
-    here.load(1, "a0 b0")
-    here.run()
-    assert here.step(layered_job(2, "a0 b0 a1 b1")) == ["3 scatter a0 b0", "4 get-0 a1 b1"]
-    assert here.ends(3) == ["span 0 of 2"]
+@examples(
+    """
+spans are told of in the order in which they come
+    on disk slots=32 limits=1x2 apart=True; layered 1 a0 b0 a1 b1 a2 b2
+    run -> only span 0 of 1 | span 1 of 1 | span 2 of 1 | loaded 1 to 2 done; clean
+a load of whole chunks tells of no span
+    on disk slots=32 limits=1x2 apart=True; load 1 a b
+    run -> only loaded 1 to 2 done; told no span
+what is in host memory is told of first
+    on disk keep=16 slots=32 limits=1x2 apart=True; load 1 a0 b0; run
+    layered 2 a0 b0 a1 b1 -> 3 scatter a0 b0 | 4 get-0 a1 b1; ends 3 -> span 0 of 2
+where nothing can be asked the lowest chunk counts
+    # Of the first layer more is in host memory than of the next.
+    on disk slots=32 keep=16 limits=1x2 apart=True; load 1 a0 b0 c0 a1; run; tier_down 0
+    layered 2 a0 b0 c0 a1 b1 c1; run -> last loaded 2 to 1 unreachable; clean
+at its deadline no later layer is there so no chunk is whole
+    on disk slots=32 limits=1x2 apart=True; layered 1 a0 b0 a1 b1; ends 0
+    after TIMEOUT_S -> last loaded 1 to 0 timed_out; run; clean
+a chunk that counts is there in every layer whatever a layer lacks
+    # The second layer lacks a chunk; the third still gets what is before it.
+    on disk slots=32 keep=16 limits=1x2 apart=True; load 1 a0 b0 a1 a2; run; tier_down 0
+    layered 2 a0 b0 a1 b1 a2 b2 -> 6 scatter a0 a1
+    run -> only span 0 of 2 | span 1 of 2 | span 2 of 2 | loaded 2 to 1 unreachable
+nothing is begun behind a chunk that cannot be had
+    on disk slots=32 limits=1x2 apart=True; layered 1 a0 b0 c0 a1 b1 c1 a2 b2 c2
+    run any b0 missing -> only get-0 a1 a2
+"""
+)
+def test_layered_loads(example: Example) -> None:
+    example.play()
 
 
 def test_the_end_of_a_prompt_leaves_host_memory_before_its_beginning() -> None:
@@ -95,30 +105,6 @@ def test_a_cell_that_cannot_be_had_ends_its_chunk_and_those_after_it(
     assert here.is_clean
 
 
-def test_where_nothing_can_be_asked_the_lowest_chunk_counts() -> None:
-    """Of the first layer more is in host memory than of the next."""
-    here = bench(keep=16)
-    here.load(1, "a0 b0 c0 a1")
-    here.run()
-    here.health(0, up=False)
-    told = here.step(layered_job(2, "a0 b0 c0 a1 b1 c1"))
-    told += here.run()
-    assert lines(told)[-1] == "loaded 2 to 1 unreachable"
-    assert here.is_clean
-
-
-def test_at_its_deadline_no_later_layer_is_there_so_no_chunk_is_whole() -> None:
-    here = bench()
-    here.step(layered_job(1, "a0 b0 a1 b1"))
-    here.ends(0)
-    told = here.after(TIMEOUT_S)
-    while here.running and not any(line.startswith("loaded") for line in told):
-        told += here.ends(next(iter(here.running)))
-    assert "loaded 1 to 0 timed_out" in told
-    here.run()
-    assert here.is_clean
-
-
 @given(
     chunks=st.integers(1, 5),
     layers=st.integers(1, 4),
@@ -131,11 +117,7 @@ def test_at_its_deadline_no_later_layer_is_there_so_no_chunk_is_whole() -> None:
     wide=st.booleans(),
 )
 def test_any_order_and_any_bad_cells(
-    chunks: int,
-    layers: int,
-    bad: dict[tuple[int, int], CellOutcome],
-    order: Random,
-    wide: bool,
+    chunks: int, layers: int, bad: dict[tuple[int, int], CellOutcome], order: Random, wide: bool
 ) -> None:
     """What counts as loaded is before every bad cell, and a span that is told of is in the pages,
     as far as the load goes, when it is."""
@@ -168,26 +150,3 @@ def test_any_order_and_any_bad_cells(
     assert {f"{'abcde'[c]}{layer}" for c in range(stop) for layer in range(layers)} <= scattered
     here.run()
     assert here.is_clean
-
-
-def test_a_chunk_that_counts_is_there_in_every_layer_whatever_a_layer_lacks() -> None:
-    """The second layer lacks a chunk; the third still gets what is before it."""
-    here = bench(keep=16)
-    here.load(1, "a0 b0 a1 a2")
-    here.run()
-    here.health(0, up=False)
-    assert here.step(layered_job(2, "a0 b0 a1 b1 a2 b2")) == ["6 scatter a0 a1"]
-    assert lines(here.run()) == [
-        "span 0 of 2",
-        "span 1 of 2",
-        "span 2 of 2",
-        "loaded 2 to 1 unreachable",
-    ]
-
-
-def test_nothing_is_begun_behind_a_chunk_that_cannot_be_had() -> None:
-    here = bench()
-    here.step(layered_job(1, "a0 b0 c0 a1 b1 c1 a2 b2 c2"))
-    told = here.run(lambda lane, key: MISSING if key == "b0" else DONE)
-    later = [key for line in told if line.startswith("get") for key in line.split()[1:]]
-    assert set(later) & {"b1", "c1", "b2", "c2"} == set()

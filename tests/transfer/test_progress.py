@@ -1,11 +1,16 @@
 """How far prompts are stored that are handed over: by saves, lost slabs and ends, in any order."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import scripts
 from tests.support.invariants import check
+from tests.support.scripts import Example
 from tests.transfer.engine_bench import PLACE, PLACES
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import (
@@ -51,174 +56,118 @@ def job(
 class Saves:
     """A progress, and what it has told last of each topic."""
 
-    def __init__(self) -> None:
+    def __init__(self, verb: str = "saves") -> None:
+        assert verb == "saves"
         self.progress = SaveProgress()
         self.told: dict[bytes, tuple[int, int | None]] = {}
+        self.named: dict[str, SaveJob] = {}  # by scripts
 
-    def take(self, news: list[HandOverProgress]) -> tuple[int, int | None] | None:
+    def take(self, news: list[HandOverProgress]) -> list[str]:
+        """What is told last: the chunks stored, and where the prompt ends if that is known."""
         check(self.progress)
-        for topic, *state in news:
-            self.told[topic] = (state[0], state[1])  # type: ignore[assignment]
-        return (news[-1].stored, news[-1].ended) if news else None
+        for topic, stored, ended in news:
+            self.told[topic] = (stored, ended)
+        return [
+            f"{each.stored} of {'?' if each.ended is None else each.ended}" for each in news[-1:]
+        ]
 
-    def plan(self, saved: SaveJob) -> tuple[int, int | None] | None:
+    def plan(self, saved: SaveJob) -> list[str]:
         return self.take(self.progress.planned(saved))
 
-    def record(
-        self, saved: SaveJob, chunk: int, *, is_stored: bool = True, slabs: int = SLABS
-    ) -> tuple[int, int | None] | None:
-        said = None
-        for slab in [each for each in saved.slabs if each.chunk.position == chunk][:slabs]:
+    def plan_named(self, name: str, first: str, stop: str, **more: Any) -> list[str]:
+        """`plan s 0 3`: the save `s` of chunks 0 to 2."""
+        optional = more.pop("optional", False)
+        saved = self.named[name] = job(int(first), int(stop), **more)
+        if optional:
+            *before, last = saved.slabs
+            last = last._replace(kind=replace(last.kind, cells=(PLACES["?"],)))
+            saved = self.named[name] = saved._replace(slabs=(*before, last))
+        return self.plan(saved)
+
+    def record(self, name: str, chunk: str, *slabs: str, is_stored: bool) -> list[str]:
+        """All slabs of a chunk of a named save, or those of these numbers, are stored or lost."""
+        said: list[str] = []
+        saved = self.named[name]
+        found = [each for each in saved.slabs if each.chunk.position == int(chunk)]
+        for slab in [found[int(each)] for each in slabs] or found:
             said = self.take(self.progress.recorded(saved, slab, is_stored=is_stored)) or said
         return said
 
-    def end(self, chunks: int, found: int = 0, request: str = "r") -> tuple[int, int | None] | None:
-        return self.take(self.progress.ends(HandOverEnd(request, TOPIC, found, chunks)))
+    def end(self, chunks: int | str, found: int = 0, request: str = "r") -> list[str]:
+        return self.take(self.progress.ends(HandOverEnd(request, TOPIC, found, int(chunks))))
+
+    def over(self) -> None:
+        assert not self.progress.num_open
 
 
-def test_chunk_is_stored_with_its_last_slab() -> None:
-    saves, saved = Saves(), job(0, 3)
-    assert saves.plan(saved) == (0, None)
-    assert saves.record(saved, 0, slabs=SLABS - 1) is None
-    assert saves.take(saves.progress.recorded(saved, saved.slabs[1], is_stored=True)) == (1, None)
+VERBS: dict[str, Callable[..., Any]] = {
+    "plan": Saves.plan_named,
+    "stored": partial(Saves.record, is_stored=True),
+    "lost": partial(Saves.record, is_stored=False),
+    "end": Saves.end,
+    "over": Saves.over,
+}
 
 
-def test_only_chunks_without_a_gap_count() -> None:
-    saves, saved = Saves(), job(0, 3)
-    saves.plan(saved)
-    assert saves.record(saved, 2) is None
-    assert saves.record(saved, 0) == (1, None)
-    assert saves.record(saved, 1) == (3, None)
-
-
-def test_chunks_that_were_found_count_as_stored() -> None:
-    saves, saved = Saves(), job(2, 3, found=2)
-    assert saves.plan(saved) == (2, None)
-    assert saves.record(saved, 2) == (3, None)
-    assert saves.end(3, found=2) == (3, 3)
-    assert not saves.progress.num_open
-
-
-def test_prompt_that_was_found_whole_is_told_with_its_end() -> None:
-    saves = Saves()
-    assert saves.end(4, found=4) == (4, 4)
-    assert not saves.progress.num_open
-
-
-def test_later_save_of_a_request_counts_no_chunk_of_an_earlier_one() -> None:
-    saves, first, second = Saves(), job(0, 2), job(2, 4)
-    saves.plan(first)
-    assert saves.plan(second) is None
-    assert saves.record(second, 2) is None
-    saves.record(first, 0)
-    assert saves.record(first, 1) == (3, None)
-
-
-def test_lost_chunk_behind_a_gap_makes_no_chunk_of_the_gap_stored() -> None:
-    """A prompt's end is planned while the chunks before it wait for blocks."""
-    saves, first, end = Saves(), job(0, 1), job(3, 4)
-    saves.plan(first)
-    saves.plan(end)
-    saves.record(first, 0)
-    assert saves.record(end, 3, is_stored=False) == (1, 3)
-
-
-def test_lost_chunk_ends_the_hand_over_before_those_in_front_are_stored() -> None:
-    saves, saved = Saves(), job(0, 4)
-    saves.plan(saved)
-    assert saves.record(saved, 2, is_stored=False) == (0, 2)
-    assert saves.record(saved, 0) == (1, 2)
-    assert saves.record(saved, 3) is None
-    assert saves.record(saved, 1, is_stored=False) == (1, 1)
-    saves.end(4)
-    assert not saves.progress.num_open
-
-
-def test_lost_optional_slab_ends_no_hand_over() -> None:
-    saves, saved = Saves(), job(0, 1)
-    first, last = saved.slabs
-    optional = last._replace(kind=replace(last.kind, cells=(PLACES["?"],)))
-    saved = saved._replace(slabs=(first, optional))
-    saves.plan(saved)
-    assert saves.take(saves.progress.recorded(saved, first, is_stored=True)) is None
-    assert saves.take(saves.progress.recorded(saved, optional, is_stored=False)) == (1, None)
-
-
-def test_end_is_told_at_once_and_saves_on_their_way_are_told_later() -> None:
-    saves, saved = Saves(), job(0, 2)
-    saves.plan(saved)
-    assert saves.end(2) == (0, 2)
-    saves.record(saved, 0)
-    assert saves.record(saved, 1) == (2, 2)
-    assert not saves.progress.num_open
-
-
-def test_end_before_its_last_save_waits_for_it() -> None:
-    """The end comes with the plan of a request's last save, or a step before it."""
-    saves, saved = Saves(), job(0, 2)
-    assert saves.end(2) == (0, 2)
-    assert saves.plan(saved) is None
-    saves.record(saved, 0)
-    assert saves.record(saved, 1) == (2, 2)
-
-
-def test_save_that_is_dropped_ends_the_hand_over_where_it_begins() -> None:
-    saves = Saves()
-    assert saves.end(2) == (0, 2)
-    assert saves.end(0) == (0, 0)
-    assert not saves.progress.num_open
-
-
-def test_prompt_end_behind_chunks_that_had_no_room_does_not_count() -> None:
-    """A prompt's end may be saved before whole chunks that wait for blocks."""
-    saves, chunks, end = Saves(), job(1, 3, found=1), job(3, 4, found=1)
-    assert saves.plan(end) == (1, None)
-    assert saves.record(end, 3) is None
-    saves.plan(chunks)
-    saves.record(chunks, 1)
-    assert saves.record(chunks, 2) == (4, None)
-
-
-def test_rank_that_puts_no_slab_of_a_chunk_has_stored_it() -> None:
-    """Ranks with the same KV take turns."""
-    saves = Saves()
-    assert saves.plan(job(0, 2, stored=False)) == (2, None)
-
-
-def test_recurrent_states_alone_count_once_the_request_has_ended() -> None:
-    saves, saved = Saves(), job(3, 4, is_state=True)
-    assert saves.plan(saved) == (0, None)
-    assert saves.record(saved, 3) is None
-    assert saves.end(4, found=4) == (4, 4)
-
-
-def test_recurrent_state_of_a_chunk_is_waited_for() -> None:
-    saves, state, attention = Saves(), job(1, 2, is_state=True), job(0, 2)
-    saves.plan(state)
-    saves.plan(attention)
-    saves.record(attention, 0)
-    assert saves.record(attention, 1) is None
-    assert saves.record(state, 1) == (2, None)
-
-
-def test_other_request_of_the_same_prompt_goes_on() -> None:
-    saves, one, two = Saves(), job(0, 2, "one"), job(0, 2, "two")
-    saves.plan(one)
-    saves.plan(two)
-    assert saves.record(one, 0, is_stored=False) is None, "the other one may store it"
-    assert saves.end(2, request="one") is None
-    assert saves.record(two, 0) == (1, None)
-    saves.record(two, 1)
-    assert saves.end(2, request="two") == (2, 2)
-    assert saves.record(one, 1) is None
-    assert not saves.progress.num_open
+@scripts.examples(
+    """
+chunk is stored with its last slab
+    saves; plan s 0 3 -> 0 of ?; stored s 0 0 -> nothing; stored s 0 1 -> 1 of ?
+only chunks without a gap count
+    saves; plan s 0 3; stored s 2 -> nothing; stored s 0 -> 1 of ?; stored s 1 -> 3 of ?
+chunks that were found count as stored
+    saves; plan s 2 3 found=2 -> 2 of ?; stored s 2 -> 3 of ?; end 3 found=2 -> 3 of 3; over
+prompt that was found whole is told with its end
+    saves; end 4 found=4 -> 4 of 4; over
+later save of a request counts no chunk of an earlier one
+    saves; plan s 0 2; plan t 2 4 -> nothing; stored t 2 -> nothing; stored s 0
+    stored s 1 -> 3 of ?
+lost chunk behind a gap makes no chunk of the gap stored
+    # A prompt's end is planned while the chunks before it wait for blocks.
+    saves; plan s 0 1; plan end 3 4; stored s 0; lost end 3 -> 1 of 3
+lost chunk ends the hand-over before those in front are stored
+    saves; plan s 0 4; lost s 2 -> 0 of 2; stored s 0 -> 1 of 2; stored s 3 -> nothing
+    lost s 1 -> 1 of 1; end 4; over
+lost optional slab ends no hand-over
+    saves; plan s 0 1 optional=True; stored s 0 0 -> nothing; lost s 0 1 -> 1 of ?
+end is told at once and saves on their way are told later
+    saves; plan s 0 2; end 2 -> 0 of 2; stored s 0; stored s 1 -> 2 of 2; over
+end before its last save waits for it
+    # The end comes with the plan of a request's last save, or a step before it.
+    saves; end 2 -> 0 of 2; plan s 0 2 -> nothing; stored s 0; stored s 1 -> 2 of 2
+save that is dropped ends the hand-over where it begins
+    saves; end 2 -> 0 of 2; end 0 -> 0 of 0; over
+prompt's end behind chunks that had no room does not count
+    # A prompt's end may be saved before whole chunks that wait for blocks.
+    saves; plan end 3 4 found=1 -> 1 of ?; stored end 3 -> nothing; plan s 1 3 found=1
+    stored s 1; stored s 2 -> 4 of ?
+rank that puts no slab of a chunk has stored it
+    # Ranks with the same KV take turns.
+    saves; plan s 0 2 stored=False -> 2 of ?
+recurrent states alone count once the request has ended
+    saves; plan s 3 4 is_state=True -> 0 of ?; stored s 3 -> nothing; end 4 found=4 -> 4 of 4
+recurrent state of a chunk is waited for
+    saves; plan state 1 2 is_state=True; plan s 0 2; stored s 0; stored s 1 -> nothing
+    stored state 1 -> 2 of ?
+other request of the same prompt goes on
+    # It may store what the first has lost.
+    saves; plan s 0 2 request=one; plan t 0 2 request=two; lost s 0 -> nothing
+    end 2 request=one -> nothing; stored t 0 -> 1 of ?; stored t 1
+    end 2 request=two -> 2 of 2; stored s 1 -> nothing; over
+""",
+    Saves,
+    VERBS,
+)
+def test_progress_of_a_hand_over(example: Example) -> None:
+    example.play()
 
 
 def test_topics_do_not_meet() -> None:
     saves, one, two = Saves(), job(0, 1), job(0, 1, topic=OTHER)
     saves.plan(one)
     saves.plan(two)
-    saves.record(two, 0)
+    saves.named["two"] = two
+    saves.record("two", "0", is_stored=True)
     assert saves.told == {TOPIC: (0, None), OTHER: (1, None)}
 
 

@@ -219,6 +219,19 @@ def test_prompt_end_is_asked_for_by_its_own_sizes(pair: Pair) -> None:
     assert (asked.id, asked.sizes, asked.nbytes) == ("a", (90, 80), 170)
 
 
+def test_thread_that_fails_ends_the_lending_of_the_others(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise loads would wait for answers that nobody reads."""
+
+    def broken(exchange: ReplicaExchange, link: object) -> None:
+        raise RuntimeError("it cannot be read")
+
+    monkeypatch.setattr(ReplicaExchange, "_read", broken)
+    pair.borrower.exchange.send(ASK)
+    assert pair.lender.next_event() == LenderGone(BORROWER)
+
+
 # Strangers. The tests speak for the borrower, which has no connection of its own
 
 

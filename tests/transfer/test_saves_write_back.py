@@ -1,139 +1,83 @@
 """Write-back: cells stay in host memory until room is needed, and every store gets them before."""
 
-from tests.transfer.engine_bench import (
-    DISK,
-    DONE,
-    EXISTED,
-    FAILED,
-    FAR,
-    FULL,
-    MEMORY,
-    UNREACHABLE,
-    Bench,
-    words,
-)
-from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
-from vllm_kvpool.transfer.context import Tier
+from tests.transfer.engine_bench import DISK, DONE, FAR, UNREACHABLE, Bench
+from tests.transfer.scripts import Example, examples
 from vllm_kvpool.transfer.ops import CellOutcome, LaneName
-from vllm_kvpool.transfer.saves import PATIENCE_LEFT_S, SAVE_STALL_S
 
 
-def back(*tiers: Tier, slots: int = 6, keep: int = 4, reserve: int = 1) -> Bench:
-    return Bench(*(tiers or (DISK,)), slots=slots, keep=keep, reserve=reserve, write_back=True)
-
-
-def fate(bench: Bench, fate: str) -> int:
-    return bench.counted("kvpool_evicted_cells", tier="host", fate=fate)
-
-
-def take_down(bench: Bench) -> None:
-    """Tier 0 fails as often as it takes."""
-    for job in range(FAILURES_TO_OPEN):
-        bench.load(100 + job, "z")
-        bench.run(lambda lane, key: FAILED)
-
-
-def test_a_save_ends_in_host_memory() -> None:
-    bench = back()
-    assert bench.save(1, "a b") == ["0 gather a b"]
-    assert bench.ends(0) == ["gathered 1", "saved 1: 2 done", "host +a +b"]
-    assert bench.cells() == "a* b*"
-    assert bench.is_clean
-
-
-def test_without_a_host_tier_every_tier_is_written_at_once() -> None:
-    bench = Bench(DISK, FAR, write_back=True)
-    bench.save(1, "a")
-    told = bench.run()
-    assert told == ["gathered 1", "seal a", "put-0 a", "put-1 a", "saved 1: 1 done"]
-
-
-def test_without_any_tier_no_cell_is_dirty() -> None:
-    bench = Bench(keep=2, slots=4, write_back=True)
-    bench.save(1, "a")
-    bench.run()
-    assert bench.cells() == "a"
-
-
-def test_what_another_rank_stores_is_not_dirty() -> None:
-    bench = back()
-    bench.save(1, "a", stored=False)
-    bench.run()
-    assert bench.cells() == "a"
-
-
-def test_cells_are_copied_down_when_more_than_their_share_is_dirty() -> None:
-    bench = back(DISK, FAR)
-    bench.save(1, "a b")
-    assert bench.run() == ["gathered 1", "saved 1: 2 done", "host +a +b"]
-    bench.save(2, "c")
-    assert bench.run() == [
-        *("gathered 2", "saved 2: 1 done", "host +c"),
-        *("seal b a c", "put-0 b a c", "put-1 b a c"),
-    ]
-    assert bench.cells() == "a b c"
-    assert fate(bench, "stored") == 3
-    assert bench.is_clean
-
-
-def test_the_coldest_cells_are_copied_down_and_stay_the_coldest() -> None:
-    bench = back(slots=8, keep=4)
-    bench.save(1, "a")
-    bench.run()
-    bench.save(2, "b")
-    bench.run()
-    bench.load(3, "x")
-    bench.run()
-    bench.after(1.0)
-    bench.save(4, "c")
-    assert bench.run()[-2:] == ["seal a b c", "put-0 a b c"]
-    bench.load(5, "y z")
-    assert bench.run()[-1] == "host -a -b"
-    assert bench.cells() == "c x y z"
-
-
-def test_a_cell_that_is_copied_down_holds_its_slot_and_can_be_read() -> None:
-    bench = back(slots=4, keep=2)
-    bench.save(1, "a b")
-    bench.ends(0)
-    assert bench.load(2, "a") == ["2 scatter a"]
-    bench.ends(1)
-    assert bench.slots() == "2 2 0"
-    assert bench.ends(2) == ["loaded 2 to 1 done"]
-    assert bench.ends(3) == []
-    assert bench.is_clean
-
-
-def test_a_cell_that_could_not_be_copied_down_is_lost_once_it_leaves() -> None:
-    bench = back(slots=4, keep=2)
-    bench.save(1, "a b")
-    puts = {"a": FULL, "b": EXISTED}
-    bench.run(lambda lane, key: puts[key] if lane.tier == 0 else DONE)
-    assert bench.cells() == "a b"
-    assert fate(bench, "lost") == 1
-    assert fate(bench, "stored") == 1
-    assert bench.is_clean
-
-
-def test_a_cell_that_one_of_two_tiers_took_is_not_lost() -> None:
-    bench = back(DISK, FAR, slots=4, keep=2)
-    bench.save(1, "a b")
-    bench.run(lambda lane, key: FULL if lane.tier == 0 else DONE)
-    assert fate(bench, "stored") == 2
-    assert fate(bench, "lost") == 0
-    assert bench.is_clean
-
-
-def test_a_cell_that_could_not_be_sealed_is_lost() -> None:
-    bench = back(slots=4, keep=2)
-    bench.save(1, "a b")
-    bench.run(lambda lane, key: FAILED if str(lane) == "seal" else DONE)
-    assert fate(bench, "lost") == 2
-    assert bench.is_clean
+@examples(
+    """
+a save ends in host memory
+    on disk slots=6 keep=4 write_back=True; save 1 a b -> 0 gather a b
+    ends 0 -> gathered 1 | saved 1: 2 done | host +a +b; host a* b*; clean
+without a host tier every tier is written at once
+    on disk far write_back=True; save 1 a
+    run -> gathered 1 | seal a | put-0 a | put-1 a | saved 1: 1 done
+without any tier no cell is dirty
+    on keep=2 slots=4 write_back=True; save 1 a; run; host a
+what another rank stores is not dirty
+    on disk slots=6 keep=4 write_back=True; save 1 a stored=False; run; host a
+cells are copied down when more than their share is dirty
+    on disk far slots=6 keep=4 write_back=True; save 1 a b
+    run -> gathered 1 | saved 1: 2 done | host +a +b; save 2 c
+    run -> gathered 2 | saved 2: 1 done | host +c | seal b a c | put-0 b a c | put-1 b a c
+    host a b c; count evicted_cells 3 tier=host fate=stored; clean
+the coldest cells are copied down and stay the coldest
+    on disk slots=8 keep=4 write_back=True; save 1 a; run; save 2 b; run; load 3 x; run
+    after 1; save 4 c; run -> gathered 4 | saved 4: 1 done | host +c | seal a b c | put-0 a b c
+    load 5 y z; run -> last host -a -b; host c x y z
+a cell that is copied down holds its slot and can be read
+    on disk slots=4 keep=2 write_back=True; save 1 a b; ends 0; load 2 a -> 2 scatter a; ends 1
+    slots 2 2 0; ends 2 -> loaded 2 to 1 done; ends 3 -> nothing; clean
+a cell that could not be copied down is lost once it leaves
+    on disk keep=2 write_back=True; save 1 a b; run put a full, put b existed; host a b
+    count evicted_cells 1 tier=host fate=lost; count evicted_cells 1 tier=host fate=stored
+    clean
+a cell that one of two tiers took is not lost
+    on disk far slots=4 keep=2 write_back=True; save 1 a b; run tier-0 any full
+    count evicted_cells 2 tier=host fate=stored; count evicted_cells 0 tier=host fate=lost; clean
+a cell that could not be sealed is lost
+    on disk slots=4 keep=2 write_back=True; save 1 a b; run seal any failed
+    count evicted_cells 2 tier=host fate=lost; clean
+cells are copied down when room is needed
+    on disk slots=4 keep=8 reserve=1 write_back=True; save 1 a b c
+    run -> gathered 1 | saved 1: 3 done | host +a +b +c | seal c b a | put-0 c b a
+a save waits for room rather than lose a cell
+    on disk slots=4 keep=3 reserve=1 write_back=True; save 1 a b c; ends 0; save 2 d -> nothing
+    due SAVE_STALL_S-PATIENCE_LEFT_S; ends 1; ends 2 -> 3 gather d
+    run -> gathered 2 | saved 2: 1 done | host +d -c
+with no tier up cells are lost only when room is needed
+    on disk slots=4 keep=3 reserve=1 write_back=True; take_down; save 1 a b c
+    run -> gathered 1 | saved 1: 3 done | host +a +b +c; host a* b* c*; save 2 d; run
+    host a* b* d*; count evicted_cells 1 tier=host fate=lost; after FIRST_PAUSE_S; run; host a b d
+    count evicted_cells 3 tier=host fate=stored
+a flush copies down all that is in host memory alone
+    on disk slots=6 keep=4 write_back=True; save 1 a b; run; flush -> 1 seal b a; saves 2
+    run -> put-0 b a; host a b; saves 0
+a flush copies into every durable tier
+    on memory disk far slots=6 keep=4 write_back=True; save 1 a b; run; flush
+    run -> put-1 b a | put-2 b a; saves 0
+a flush does not wait with one tier for another
+    # The end of the process is limited in time: a slow store costs its own copies alone.
+    on disk far slots=6 keep=4 write_back=True; save 1 a b; run; flush; run_but put-1; saves 2
+    lanes put-1
+a flush copies down what was still to come
+    on disk slots=6 keep=4 write_back=True; save 1 a; flush -> nothing
+    run -> gathered 1 | saved 1: 1 done | host +a | seal a | put-0 a
+a flush goes on for what comes after it
+    on disk slots=6 keep=4 write_back=True; save 1 a; run; save 2 b; flush -> 2 seal a
+    run -> gathered 2 | saved 2: 1 done | host +b | seal b | put-0 a | put-0 b
+a flush with no tier up loses what is dirty
+    on disk slots=6 keep=4 write_back=True; take_down; save 1 a; run; flush -> nothing; idle
+    count evicted_cells 1 tier=host fate=lost
+"""
+)
+def test_write_back(example: Example) -> None:
+    example.play()
 
 
 def test_a_copy_into_a_remote_tier_is_tried_again() -> None:
-    bench = back(FAR, slots=4, keep=2)
+    bench = Bench(FAR, keep=2, write_back=True)
     bench.save(1, "a b")
     failed: set[str] = set()
 
@@ -144,101 +88,7 @@ def test_a_copy_into_a_remote_tier_is_tried_again() -> None:
         return UNREACHABLE
 
     assert bench.run(fails_once).count("put-0 b a") == 2
-    assert fate(bench, "stored") == 2
-
-
-def test_cells_are_copied_down_when_room_is_needed() -> None:
-    bench = back(slots=4, keep=8, reserve=1)  # less than its share is dirty
-    bench.save(1, "a b c")
-    assert bench.run() == [
-        *("gathered 1", "saved 1: 3 done", "host +a +b +c"),
-        *("seal c b a", "put-0 c b a"),
-    ]
-
-
-def test_a_save_waits_for_room_rather_than_lose_a_cell() -> None:
-    bench = back(slots=4, keep=3, reserve=1)
-    bench.save(1, "a b c")
-    bench.ends(0)
-    assert bench.save(2, "d") == []
-    assert bench.engine.next_deadline() == SAVE_STALL_S - PATIENCE_LEFT_S
-    bench.ends(1)
-    assert bench.ends(2) == ["3 gather d"]
-    assert bench.run() == ["gathered 2", "saved 2: 1 done", "host +d -c"]
-
-
-def test_with_no_tier_up_cells_are_lost_only_when_room_is_needed() -> None:
-    bench = back(slots=4, keep=3, reserve=1)
-    take_down(bench)
-    bench.save(1, "a b c")
-    assert bench.run() == ["gathered 1", "saved 1: 3 done", "host +a +b +c"]
-    assert bench.cells() == "a* b* c*"
-    bench.save(2, "d")
-    bench.run()
-    assert bench.cells() == "a* b* d*"
-    assert fate(bench, "lost") == 1
-    # When the tier is back what is left is copied down.
-    bench.after(FIRST_PAUSE_S)
-    bench.run()
-    assert bench.cells() == "a b d"
-    assert fate(bench, "stored") == 3
-
-
-def test_a_flush_copies_down_all_that_is_in_host_memory_alone() -> None:
-    bench = back()
-    bench.save(1, "a b")
-    bench.run()
-    assert bench.flush() == ["1 seal b a"]
-    assert bench.engine.num_saves == 2
-    assert bench.run() == ["put-0 b a"]
-    assert bench.cells() == "a b"
-    assert bench.engine.num_saves == 0
-
-
-def test_a_flush_copies_into_every_durable_tier() -> None:
-    bench = back(MEMORY, DISK, FAR)
-    bench.save(1, "a b")
-    bench.run()
-    bench.flush()
-    assert bench.run() == ["put-1 b a", "put-2 b a"]
-    assert bench.engine.num_saves == 0
-
-
-def test_a_flush_does_not_wait_with_one_tier_for_another() -> None:
-    """The end of the process is limited in time: a slow store costs its own copies alone."""
-    bench = back(DISK, FAR)
-    bench.save(1, "a b")
-    bench.run()
-    bench.flush()
-    bench.run_but("put-1")
-    assert bench.engine.num_saves == 2
-    assert [str(batch.lane) for batch in bench.running.values()] == ["put-1"]
-
-
-def test_a_flush_copies_down_what_was_still_to_come() -> None:
-    bench = back()
-    bench.save(1, "a")
-    assert bench.flush() == []
-    assert bench.run() == ["gathered 1", "saved 1: 1 done", "host +a", "seal a", "put-0 a"]
-
-
-def test_a_flush_goes_on_for_what_comes_after_it() -> None:
-    bench = back()
-    bench.save(1, "a")
-    bench.run()
-    bench.save(2, "b")
-    assert bench.flush() == ["2 seal a"]
-    assert bench.run()[-2:] == ["put-0 a", "put-0 b"]
-
-
-def test_a_flush_with_no_tier_up_loses_what_is_dirty() -> None:
-    bench = back()
-    take_down(bench)
-    bench.save(1, "a")
-    bench.run()
-    assert bench.flush() == []
-    assert bench.engine.idle
-    assert fate(bench, "lost") == 1
+    assert bench.counted("kvpool_evicted_cells", tier="host", fate="stored") == 2
 
 
 def test_many_dirty_cells_do_not_keep_clean_ones_from_leaving() -> None:
@@ -257,124 +107,51 @@ def test_many_dirty_cells_do_not_keep_clean_ones_from_leaving() -> None:
 # Prompts that are handed over
 
 
-def test_hand_over_puts_a_dirty_cell_that_then_is_clean() -> None:
-    bench = back(DISK, FAR)
-    bench.save(1, "a b")
-    bench.run()
-    assert bench.cells() == "a* b*"
-    told = [*words(bench.hand_over(2, "a b c")), *bench.run()]
-    assert [each for each in told if each.startswith(("gather ", "put"))] == [
-        *("gather c", "put-0 a b", "put-1 a b", "put-0 c", "put-1 c"),
-    ]
-    assert bench.cells() == "a b c"
-    assert fate(bench, "stored") == 0, "it did not leave"
-    assert bench.is_clean
-
-
-def test_hand_over_is_told_once_of_all_chunks_of_a_put() -> None:
-    bench = back()
-    told = [*bench.hand_over(1, "a b c"), *bench.run()]
-    assert "put-0 a b c" in told
-    assert [each for each in told if each.startswith("told")] == [
-        *("told t1: 0 None", "told t1: 3 None"),
-    ]
-
-
-def test_hand_over_whose_put_fails_leaves_the_cell_dirty() -> None:
-    bench = back()
-    bench.save(1, "a")
-    bench.run()
-    bench.hand_over(2, "a")
-    told = bench.run(lambda lane, key: FULL if lane.tier == 0 else DONE)
-    assert "told t2: 0 0" in told
-    assert bench.cells() == "a*"
-    assert fate(bench, "lost") == 0
-    assert bench.is_clean
-
-
-def test_hand_over_puts_a_cell_that_another_save_brings() -> None:
-    bench = back()
-    bench.save(1, "a")
-    assert bench.hand_over(2, "a") == ["gathered 2", "told t2: 0 None"]
-    assert bench.run() == [
-        *("gathered 1", "saved 1: 1 done", "host +a", "seal a", "put-0 a"),
-        *("saved 2: 1 done", "told t2: 1 None"),
-    ]
-    assert bench.cells() == "a"
-    assert bench.is_clean
-
-
-def test_hand_over_puts_cells_of_host_memory_without_pages() -> None:
-    bench = back()
-    bench.save(1, "a b")
-    bench.run()
-    told = [*words(bench.hand_over(2, "a b c", without_pages="ab")), *bench.run()]
-    assert [each for each in told if each.startswith(("gather ", "put"))] == [
-        *("gather c", "put-0 a b", "put-0 c"),
-    ]
-    assert "told t2: 3 None" in told
-    assert bench.is_clean
-
-
-def test_hand_over_without_pages_waits_for_a_fetch() -> None:
-    bench = back()
-    bench.load(1, "a")
-    told = [*words(bench.hand_over(2, "a", without_pages="a")), *bench.run()]
-    assert not [each for each in told if each.startswith("gather ")]
-    assert "put-0 a" in told
-    assert "told t2: 1 None" in told
-    assert bench.is_clean
-
-
-def test_hand_over_without_pages_ends_where_a_cell_has_left_host_memory() -> None:
-    bench = back()
-    bench.save(1, "a c")
-    bench.run()
-    told = [*bench.hand_over(2, "a b c", without_pages="abc"), *bench.run()]
-    assert "told t2: 1 1" in told
-    assert bench.saved[-1].missed == (1,)
-    assert dict(bench.saved[-1].lost) == {1: CellOutcome.MISSING}
-    assert bench.is_clean
-
-
-def test_hand_over_without_pages_leaves_out_windows_that_host_memory_lacks() -> None:
-    bench = back()
-    bench.save(1, "a b bw")
-    bench.run()
-    told = [*bench.hand_over(2, "a aw b bw", without_pages="ab"), *bench.run()]
-    assert "told t2: 2 None" in told
-    assert bench.saved[-1].missed == ()
-    assert bench.is_clean
-
-
-def test_hand_over_ends_where_a_window_has_left_host_memory_since_the_lookup() -> None:
-    bench = back()
-    bench.save(1, "a b c cw")
-    bench.run()
-    told = bench.hand_over(2, "a aw b bw c cw", without_pages="abc", host_windows="bc")
-    assert "told t2: 1 1" in [*told, *bench.run()]
-    assert bench.saved[-1].missed == (1,)
-    assert bench.is_clean
-
-
-def test_hand_over_ends_where_the_save_that_brings_its_cell_fails() -> None:
-    bench = back()
-    bench.save(1, "a")
-    bench.hand_over(2, "a")
-    told = bench.run(lambda lane, key: FAILED)
-    assert "told t2: 0 0" in told
-    assert "saved 2: 1 failed" in told
-    assert bench.cells() == ""
-    assert bench.is_clean
-
-
-def test_hand_over_without_a_tier_to_write_to_keeps_the_cell_and_ends() -> None:
-    bench = back()
-    bench.save(1, "a")
-    bench.run()
-    bench.health(0, up=False)
-    told = ["gathered 2", "saved 2: 1 done", "told t2: 0 0"]
-    assert bench.hand_over(2, "a") == told
-    assert bench.cells() == "a*"
-    assert bench.saved[-1].missed == (0,)
-    assert bench.is_clean
+@examples(
+    """
+hand over puts a dirty cell that then is clean
+    # It did not leave.
+    on disk far slots=6 keep=4 write_back=True; save 1 a b; run; host a* b*
+    hand_over 2 a b c -> told t2: 0 None | seal a b | gather c
+    run -> only put-0 a b | put-1 a b | put-0 c | put-1 c; host a b c
+    count evicted_cells 0 tier=host fate=stored; clean
+hand over is told once of all chunks of a put
+    on disk slots=6 keep=4 write_back=True; hand_over 1 a b c -> told t1: 0 None | gather a b c
+    run -> ... put-0 a b c; told only told t1: 3 None
+hand over whose put fails leaves the cell dirty
+    on disk slots=6 keep=4 write_back=True; save 1 a; run; hand_over 2 a
+    run tier-0 any full -> ... told t2: 0 0; host a*; count evicted_cells 0 tier=host fate=lost
+    clean
+hand over puts a cell that another save brings
+    on disk slots=6 keep=4 write_back=True; save 1 a; hand_over 2 a -> gathered 2 | told t2: 0 None
+    run -> gathered 1 | saved 1: 1 done | host +a | seal a | put-0 a | saved 2: 1 done | told t2: 1
+      None
+    host a; clean
+hand over puts cells of host memory without pages
+    on disk slots=6 keep=4 write_back=True; save 1 a b; run; hand_over 2 a b c without=ab
+    told told t2: 0 None | seal a b | gather c; run -> only put-0 a b | put-0 c
+    told last told t2: 3 None; clean
+hand over without pages waits for a fetch
+    on disk slots=6 keep=4 write_back=True; load 1 a; hand_over 2 a without=a -> no gather a
+    run -> ... put-0 a | told t2: 1 None; told no gather a; clean
+hand over without pages ends where a cell has left host memory
+    on disk slots=6 keep=4 write_back=True; save 1 a c; run; hand_over 2 a b c without=abc
+    run -> ... told t2: 1 1; saved missed=(1,) lost=1:missing; clean
+hand over without pages leaves out windows that host memory lacks
+    on disk slots=6 keep=4 write_back=True; save 1 a b bw; run; hand_over 2 a aw b bw without=ab
+    run -> ... told t2: 2 None; saved missed=(); clean
+hand over ends where a window has left host memory since the lookup
+    on disk slots=6 keep=4 write_back=True; save 1 a b c cw; run
+    hand_over 2 a aw b bw c cw without=abc windows=bc; run -> ... told t2: 1 1
+    saved missed=(1,); clean
+hand over ends where the save that brings its cell fails
+    on disk slots=6 keep=4 write_back=True; save 1 a; hand_over 2 a
+    run any any failed -> ... told t2: 0 0; told ... saved 2: 1 failed; host; clean
+hand over without a tier to write to keeps the cell and ends
+    on disk slots=6 keep=4 write_back=True; save 1 a; run; tier_down 0
+    hand_over 2 a -> gathered 2 | saved 2: 1 done | told t2: 0 0; host a*
+    saved missed=(0,); clean
+"""
+)
+def test_prompts_that_are_handed_over(example: Example) -> None:
+    example.play()
