@@ -76,8 +76,8 @@ def run(main: Callable[[], Coroutine[Any, Any, T]], limit_s: float = 60.0) -> T:
     try:
         result = runner.run(limited())
     finally:
-        # uvloop warns of an open handle before it closes the handle. A warning that is raised leaves
-        # the handle open, and uvloop waits for it without end.
+        # uvloop warns of an open handle before it closes the handle. A warning that is raised keeps
+        # the handle open, and uvloop waits for its end.
         with warnings.catch_warnings(record=True, action="always") as unclosed:
             runner.close()
     assert not unclosed, [str(each.message) for each in unclosed]
