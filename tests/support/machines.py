@@ -13,11 +13,11 @@ from hypothesis.stateful import Rule, RuleBasedStateMachine, RuleStrategy
 
 @contextmanager
 def every_rule_runs(machine: type[RuleBasedStateMachine]) -> Iterator[None]:
-    """Draw each example of a machine anew with all its rules, and refuse a run without one of them.
+    """Draw each example of a machine anew with all rules, and refuse a run without one of them.
 
-    Hypothesis makes up to five examples out of each that it draws, and leaves half of the rules out
-    of an example. That finds more in thousands of examples, as of `make fuzz`. But 50 examples were
-    nine in truth: a load never ended in the scheduler's machine, a step that needs four others.
+    Hypothesis derives up to five examples from each that it draws, and leaves rules out of each.
+    About nine of 50 examples were drawn, and no load ever ended in the scheduler's machine.
+    `make fuzz` has thousands of examples and leaves the choice to Hypothesis.
     """
     if not settings().derandomize:
         yield
