@@ -100,6 +100,18 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     end_if_hung(item)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Have machines of Hypothesis reach what they are for."""
+    machine = getattr(getattr(item, "obj", None), "_hypothesis_state_machine_class", None)
+    if machine is None:
+        return (yield)
+    from tests.support.machines import every_rule_runs
+
+    with every_rule_runs(machine):
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
     gc.freeze()

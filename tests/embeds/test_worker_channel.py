@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import zmq
 
+from tests.embeds.engines import Engine, wait_for
 from tests.embeds.sessions import frame
 from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.protocol.messages import (
@@ -265,3 +266,19 @@ def test_a_worker_that_says_that_it_ends_is_lost_at_once(watched: Watched) -> No
     watched.say(Goodbye())
     assert not watched.links.are_up
     assert watched.links.silent_s == float("inf")
+
+
+def test_orders_that_a_full_queue_refuses_are_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(PeerRole.CONSUMER) as engine:
+        views = [engine.request(f"r{number}", (f"h{number}", 4)) for number in range(10)]
+        engine.awaits(views[0])
+        channel = engine.scheduler._channel
+        with monkeypatch.context() as patch:
+            patch.setattr(channel._sockets, "send", lambda link, data: False)
+            engine.may_go(views[1])
+        assert not channel.are_up
+        for view in views:
+            engine.awaits(view)
+        consumer = engine.workers[0]._control._consumer
+        assert consumer is not None
+        wait_for(lambda: consumer.items.keys() == {f"h{number}" for number in range(10)})

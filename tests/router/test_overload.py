@@ -57,6 +57,12 @@ def test_full_replicas_are_locked_but_not_the_last(used: tuple[int, ...], expect
     assert locked(overload) == expected
 
 
+def test_watermark_below_the_share_of_the_mean_locks_at_its_value() -> None:
+    overload = Overload(lock_at=0.4)
+    overload.step(0.0, loads(400, 399))
+    assert locked(overload) == "a"
+
+
 @pytest.mark.parametrize(
     ("engine", "committed", "used"),
     [(0, 90, 90), (90, 0, 90), (None, 90, 90), (80, 90, 90), (None, 0, 0)],

@@ -220,6 +220,15 @@ def test_a_reserve_is_kept_for_what_comes_first(
     assert let_in(answers(replace(CALM, queued_requests=most_queued), ask)) == 0.0
 
 
+def test_requests_that_find_the_queue_full_come_back_when_half_of_it_is_computed() -> None:
+    """19.6 s of waiting are allowed to all; 20 s of prompts wait."""
+    shedder = Shedder(OverloadConfig(ttft_target_s=50.0, max_queue=100))
+    full = replace(CALM, queued_requests=80, queued_tokens=400_000.0)
+    refused = [shedder.decide(full, ASK) for _ in range(20)]
+    assert {each.reason for each in refused if each} == {RejectionReason.QUEUE_FULL}
+    assert min(each.retry_after_s for each in refused if each) == 10
+
+
 def test_those_refused_come_back_when_the_queue_is_shorter_and_not_all_at_once() -> None:
     # 20 s of waiting, of which 1.6 s may stay
     after = [

@@ -268,7 +268,7 @@ async def test_engines_are_told_whose_request_it_is(
 ) -> None:
     keys = write_secret(tmp_path / "keys.toml", ENTRY)
     is_read = path in (COMPLETIONS, CHAT)
-    front = {"keys_file": keys, "engine_timeout_s": 0.5, "answer_timeout_s": 1.0}
+    front = {"keys_file": keys}
     async with RouterRig(1, 2, config={"front": front}) as rig:
         body = {**ENDPOINTS[path], "stream": stream, "kv_transfer_params": OTHERS}
         if is_read:  # others break off with their engine
@@ -322,7 +322,6 @@ async def test_tenants_are_kept_apart_by_salts_that_they_cannot_name(
     salt = write_secret(tmp_path / "salt", SECRET.decode())
     salts, is_read = TenantSalts(SECRET), path in (COMPLETIONS, CHAT)
     front = {"keys_file": keys, "salt_file": salt, "trust_clients": True}
-    front |= {"engine_timeout_s": 0.5, "answer_timeout_s": 1.0}
     async with RouterRig(1, 2, config={"front": front}) as rig:
         for tenant, key in (("a", KEY), ("b", OTHER)):
             for given in (None, "own", salts.of("a", "")):

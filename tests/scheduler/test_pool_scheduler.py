@@ -906,6 +906,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         save_decode=st.booleans(),
         role=st.sampled_from(KVRole),
         alias_step=st.sampled_from((0, 8)),
+        stored=st.integers(0, 200),
     )
     def begin(
         self,
@@ -915,6 +916,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         save_decode: bool,
         role: KVRole,
         alias_step: int,
+        stored: int,
     ) -> None:
         self.bench = Bench(
             block,
@@ -932,6 +934,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.saves: dict[int, tuple[SavePlan, int]] = {}  # and ranks that have not gathered
         self.expected_loads: list[tuple[str, int, int]] = []
         self.arrived = 0
+        if stored:
+            self.serve(stored, 200)
 
     def with_state(self, *states: str) -> list[str]:
         return sorted(r for r, live in self.live.items() if live.state in states)
@@ -953,12 +957,51 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.bench.lookups.wait(LIMIT_S)
             self.plan()  # takes the answer, so that a run can be repeated
 
-    @precondition(lambda self: self.with_state("waiting"))
-    @rule(data=st.data())
+    @rule(length=st.integers(1, 200), shared=st.sampled_from((200, 60, 30)))
+    def serve(self, length: int, shared: int) -> None:
+        """A request comes, is computed, and its saves are stored."""
+        self.arrive(length, load=True, save=True, reads_cache=True, shared=shared)
+        request_id = f"r{self.arrived}"
+        live = self.live[request_id]
+        self.admit_at(request_id, 0, has_room=True)
+        if live.state == "loading":
+            self.stop_load(request_id, live.load[1])
+        while left := max(0, length - live.view.num_computed_tokens):
+            self.compute({request_id: min(left, 2 * CHUNK)})
+            self.plan()  # late saves
+            for job in sorted(self.saves):
+                self.end_gather(job, self.saves[job][1], is_stored=True)
+        self.end(request_id)
+
+    @precondition(lambda self: self.live or self.saves or self.ended_loads)
+    @rule(data=st.data(), is_good=st.booleans())
+    def advance(self, data: st.DataObject, is_good: bool) -> None:
+        """Something that has to come comes: an admission, a step, a load's end, a gather."""
+        possible = {
+            "admit": self.with_state("waiting"),
+            "step": self.with_state("running"),
+            "end_load": self.with_state("loading") + self.ended_loads,
+            "gather": sorted(self.saves),
+        }
+        match data.draw(st.sampled_from([name for name, each in possible.items() if each])):
+            case "admit":
+                self.admit(data)
+            case "step":
+                self.step(data)
+            case "end_load":
+                self.end_load(data, is_full=is_good)
+            case _:
+                self.gather(data, is_stored=is_good)
+
     def admit(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(self.with_state("waiting")))
+        most = (self.live[request_id].view.num_tokens - 1) // self.block
+        local = data.draw(st.one_of(st.just(0), st.integers(0, most))) * self.block
+        has_room = data.draw(st.sampled_from((True, True, True, False)))
+        self.admit_at(request_id, local, has_room=has_room)
+
+    def admit_at(self, request_id: str, local: int, *, has_room: bool) -> None:
         live = self.live[request_id]
-        local = data.draw(st.integers(0, (live.view.num_tokens - 1) // self.block)) * self.block
         count, is_async = self.bench.match(request_id, local)
         assert count is not None
         assert is_async == (count > 0)
@@ -969,7 +1012,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert stop <= live.limit
             assert live.view.options.load
             assert live.view.reads_cache
-        if data.draw(st.sampled_from((True, True, True, False))):
+        if has_room:
             self.bench.allocate(request_id, local, count)
             live.state = "loading" if count else "running"
             live.load = (local, stop)
@@ -977,9 +1020,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.expected_loads.append((request_id, local, stop))
             self.plan()
 
-    @precondition(lambda self: self.with_state("running"))
-    @rule(data=st.data(), drafts=st.integers(0, 2))
-    def step(self, data: st.DataObject, drafts: int) -> None:
+    def step(self, data: st.DataObject) -> None:
+        drafts = data.draw(st.integers(0, 2))
         scheduled: dict[str, int] = {}
         for request_id in self.with_state("running"):
             view = self.live[request_id].view
@@ -987,6 +1029,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             count = data.draw(st.integers(0, left))
             if count:
                 scheduled[request_id] = count + (drafts if count == left else 0)
+        self.compute(scheduled)
+
+    def compute(self, scheduled: dict[str, int]) -> None:
         self.plan(scheduled)
         for request_id in scheduled:
             view = self.live[request_id].view
@@ -1033,18 +1078,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not live.planned & set(chunks)
         live.planned |= set(chunks)
 
-    @precondition(lambda self: self.with_state("loading") or self.ended_loads)
-    @rule(data=st.data(), is_full=st.booleans())
-    def end_load(self, data: st.DataObject, is_full: bool) -> None:
+    def end_load(self, data: st.DataObject, *, is_full: bool) -> None:
         request_id = data.draw(st.sampled_from(self.with_state("loading") + self.ended_loads))
         if request_id in self.ended_loads:
             self.ended_loads.remove(request_id)
             self.bench.scheduler.apply(StepReport(loads={request_id: Loaded(0)}))
             self.bench.scheduler.load_ended(request_id)
             return
+        start, stop = self.live[request_id].load
+        self.stop_load(request_id, stop if is_full else data.draw(st.integers(start, stop)))
+
+    def stop_load(self, request_id: str, kept: int) -> None:
+        """End a load that has come so far."""
         live = self.live[request_id]
-        start, stop = live.load
-        kept = stop if is_full else data.draw(st.integers(start, stop))
+        stop = live.load[1]
         if kept == stop:
             self.bench.scheduler.load_ended(request_id)
         else:
@@ -1056,12 +1103,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             live.state = "waiting"
             self.bench.tables[request_id] = []
 
-    @precondition(lambda self: self.saves)
-    @rule(data=st.data(), is_stored=st.booleans())
-    def gather(self, data: st.DataObject, is_stored: bool) -> None:
+    def gather(self, data: st.DataObject, *, is_stored: bool) -> None:
         job = data.draw(st.sampled_from(sorted(self.saves)))
+        self.end_gather(job, data.draw(st.integers(1, self.saves[job][1])), is_stored=is_stored)
+
+    def end_gather(self, job: int, ranks: int, *, is_stored: bool) -> None:
         save, left = self.saves.pop(job)
-        ranks = data.draw(st.integers(1, left))
         self.bench.scheduler.apply(StepReport(gathered={save.job_id: ranks}))
         if left > ranks:
             self.saves[job] = (save, left - ranks)
@@ -1077,11 +1124,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.live[request_id].state = "waiting"
         self.bench.tables[request_id] = []
 
+    @precondition(lambda self: self.bench.memory._table.list_keys())
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
         keys = sorted(self.bench.memory._table.list_keys())
-        if keys:
-            self.bench.memory.remove([data.draw(st.sampled_from(keys))])
+        self.bench.memory.remove([data.draw(st.sampled_from(keys))])
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -1102,14 +1149,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert answer is None
 
-    @rule()
-    def reset(self) -> None:
+    @precondition(lambda self: self.bench.memory._table.list_keys())
+    @rule(is_known=st.booleans())
+    def reset(self, is_known: bool) -> None:
         assert self.bench.scheduler.reset()
         for live in self.live.values():
             live.planned.clear()
+        if is_known:
+            self.end_reset()
 
+    @precondition(lambda self: self.bench.scheduler._validity.reset.pending)
     @rule()
-    def reset_is_known(self) -> None:
+    def end_reset(self) -> None:
         self.plan()  # saves that are due are told to somebody
         self.bench.end_reset()  # so that a run can be repeated
 

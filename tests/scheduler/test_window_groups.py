@@ -592,6 +592,34 @@ class GroupsMachine(RuleBasedStateMachine):
             self.arrived += 1
             self.engine.add(f"r{self.arrived}", range(family * 1000, family * 1000 + length))
 
+    @precondition(lambda self: len(self.engine.requests) < 4)
+    @rule(
+        length=st.integers(30, 200),
+        family=st.integers(0, 1),
+        gathers=st.sampled_from(("never", "at the end", "each step")),
+    )
+    def serve(self, length: int, family: int, gathers: str) -> None:
+        """A request comes, is computed as far as there is room, and ends."""
+        self.arrive(length, family)
+        request_id = f"r{self.arrived}"
+        if self.engine.admit(request_id) is not None:
+            self.engine.step({})
+            if request_id in self.named("loading"):
+                self.engine.end_load(request_id)
+        view, computed = self.engine.requests[request_id].view, -1
+        while request_id in self.named("running") and computed < view.num_computed_tokens < length:
+            computed = view.num_computed_tokens
+            self.engine.step({request_id: min(length - computed, 60)})
+            if gathers == "each step":
+                self.gather_all()
+        if gathers == "at the end":
+            self.gather_all()
+        self.engine.finish(request_id)
+
+    def gather_all(self) -> None:
+        for job, gathering in list(self.engine.gathering.items()):
+            self.engine.gather(job, gathering.ranks_left)
+
     @precondition(lambda self: self.named("waiting"))
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
@@ -633,12 +661,13 @@ class GroupsMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         self.engine.finish(data.draw(st.sampled_from(self.named("running", "waiting"))))
 
+    @precondition(lambda self: self.engine.memory._table.list_keys())
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
         keys = sorted(self.engine.memory._table.list_keys())
-        if keys:
-            self.engine.memory.remove([data.draw(st.sampled_from(keys))])
+        self.engine.memory.remove([data.draw(st.sampled_from(keys))])
 
+    @precondition(lambda self: self.engine.scheduler.saves._late)
     @rule()
     def drop_late_saves(self) -> None:
         """As when the engine's own prefix cache is emptied."""

@@ -173,6 +173,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.unwritable: set[int] = set()  # likewise
         self.contents: dict[Slot, Content] = {}
         self.whole: set[str] = set()  # groups, as reported
+        self.is_ending = False
 
     # What may happen
 
@@ -273,6 +274,13 @@ class EngineMachine(RuleBasedStateMachine):
         batch = data.draw(st.sampled_from(self.flying))
         self.finish(batch, [DONE] * len(batch.ops))
 
+    @precondition(lambda self: self.flying)
+    @rule(rounds=st.integers(1, 3))
+    def complete_all_well(self, rounds: int) -> None:
+        for _ in range(rounds):
+            for batch in list(self.flying):
+                self.finish(batch, [DONE] * len(batch.ops))
+
     @precondition(lambda self: any(batch.lane.tier >= 0 for batch in self.flying))
     @rule(data=st.data(), outcome=st.sampled_from(PASSING))
     def tier_fails(self, data: st.DataObject, outcome: CellOutcome) -> None:
@@ -311,9 +319,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.clock.advance(seconds)
         self.step(TimePassed())
 
-    @rule(job=st.integers(0, 10))
-    def cancel(self, job: int) -> None:
-        self.step(CancelRequest(f"r{job}"))
+    @precondition(lambda self: self.told)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.step(CancelRequest(f"r{data.draw(st.sampled_from(sorted(self.told)))}"))
 
     @rule(forget=st.booleans())
     def drop_saves(self, forget: bool) -> None:
@@ -321,8 +330,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.step(DropSaves(forget))
         assert not forget or not list(self.host_cache)
 
+    @precondition(lambda self: len(self.told) > 4 and not self.is_ending)
     @rule()
     def flush(self) -> None:
+        """The process is about to end."""
+        self.is_ending = True
         self.step(Flush())
 
     # What is watched

@@ -338,9 +338,9 @@ def test_the_heaps_do_not_grow_with_cells_that_come_and_are_forgotten() -> None:
 class ResidencyMachine(RuleBasedStateMachine):
     """LRU of single chunks, against a list of keys in order of leaving."""
 
-    @initialize(keep=st.integers(1, 5))
-    def begin(self, keep: int) -> None:
-        self.host_cache = host(keep, slots=12)
+    @initialize(keep=st.integers(1, 5), spare=st.integers(0, 3))
+    def begin(self, keep: int, spare: int) -> None:
+        self.host_cache = host(keep, keep + spare)
         self.keep = keep
         self.order: list[str] = []
         self.dirty: set[str] = set()

@@ -9,7 +9,7 @@ from collections import deque
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.fakes import FakeClock
 from tests.transfer.engine_bench import DISK, DONE, MISSING, Bench, load_job
@@ -61,15 +61,11 @@ class Host(RuleBasedStateMachine):
         self.ranks: list[Rank] = []
         self.network: dict[tuple[int, int], deque[Event]] = {}  # by sender and receiver
 
-    def start(self, keep: int) -> None:
+    @initialize(keep=st.sampled_from([0, 2]))
+    def begin(self, keep: int) -> None:
         clock = FakeClock()
         self.ranks = [Rank(number, clock, keep) for number in RANKS]
         self.network = {(a, b): deque() for a in RANKS for b in RANKS if a != b}
-
-    @precondition(lambda self: not self.ranks)
-    @rule(keep=st.sampled_from([0, 2]))
-    def begin(self, keep: int) -> None:
-        self.start(keep)
 
     # The world around the engines
 
@@ -130,9 +126,10 @@ class Host(RuleBasedStateMachine):
 
     # Rules
 
-    @precondition(lambda self: self.ranks)
-    @rule(number=rank_numbers, first=st.integers(0, 4), count=st.integers(1, 3))
-    def load(self, number: int, first: int, count: int) -> None:
+    @rule(
+        number=rank_numbers, first=st.integers(0, 4), count=st.integers(1, 3), goes_on=st.booleans()
+    )
+    def load(self, number: int, first: int, count: int, goes_on: bool) -> None:
         rank = self.ranks[number]
         rank.job += 1
         job = load_job(rank.job, " ".join(CHUNKS[first : first + count]), first, timeout_s=60.0)
@@ -143,8 +140,9 @@ class Host(RuleBasedStateMachine):
         )
         if not rank.is_dead:
             self.tell(rank, job._replace(slabs=slabs))
+        if goes_on:
+            self.go_on_but_for_scatters()
 
-    @precondition(lambda self: self.ranks)
     @rule(
         number=rank_numbers,
         which=st.integers(0, 9),
@@ -152,19 +150,17 @@ class Host(RuleBasedStateMachine):
     )
     def end(self, number: int, which: int, outcome: CellOutcome) -> None:
         rank = self.ranks[number]
-        if rank.running and not rank.is_dead:
+        if rank.running:
             batch = sorted(rank.running)[which % len(rank.running)]
             is_get = rank.running[batch].lane.kind is OpKind.GET
             self.end_batch(rank, batch, outcome if is_get else DONE)
 
-    @precondition(lambda self: self.ranks)
     @rule(sender=rank_numbers, receiver=rank_numbers, count=st.integers(1, 4))
     def deliver(self, sender: int, receiver: int, count: int) -> None:
         queue = self.network.get((sender, receiver), deque())
         for _ in range(min(count, len(queue))):
             self.tell(self.ranks[receiver], queue.popleft())
 
-    @precondition(lambda self: self.ranks)
     @rule()
     def go_on_but_for_scatters(self) -> None:
         """All messages arrive, and all gets and checks succeed."""
@@ -174,10 +170,9 @@ class Host(RuleBasedStateMachine):
                     self.tell(self.ranks[receiver], queue.popleft())
             for rank in self.ranks:
                 for number, batch in list(rank.running.items()):
-                    if batch.lane.kind is not OpKind.SCATTER and not rank.is_dead:
+                    if batch.lane.kind is not OpKind.SCATTER:
                         self.end_batch(rank, number, DONE)
 
-    @precondition(lambda self: self.ranks)
     @rule(seconds=st.sampled_from([0.1, HOLD_S, ASK_S, LOAN_S - ASK_S, LOAN_S]))
     def advance(self, seconds: float) -> None:
         self.ranks[0].clock.advance(seconds)
@@ -185,7 +180,7 @@ class Host(RuleBasedStateMachine):
             if not (rank.is_hung or rank.is_dead):
                 self.step(rank, TimePassed())
 
-    @precondition(lambda self: self.ranks)
+    @precondition(lambda self: not any(rank.is_hung for rank in self.ranks))
     @rule(number=rank_numbers)
     def hang(self, number: int) -> None:
         self.ranks[number].is_hung = True
@@ -200,17 +195,18 @@ class Host(RuleBasedStateMachine):
                 self.step(rank, rank.inbox.popleft())
 
     @precondition(lambda self: sum(not rank.is_dead for rank in self.ranks) > 1)
+    @precondition(lambda self: sum(rank.job for rank in self.ranks) > 4)
     @rule(number=rank_numbers)
     def kill(self, number: int) -> None:
-        """Its messages that were sent still arrive, then the end of its connections."""
+        """Its copies end. Messages that it has sent still arrive, then the end of its links."""
         if not self.ranks[number].is_dead:
             self.ranks[number].is_dead = True
+            self.ranks[number].running.clear()
             for other in RANKS:
                 if other != number:
                     ends = LenderGone(number), BorrowerGone(number)
                     self.network[number, other] += ends
 
-    @precondition(lambda self: self.ranks)
     @rule(number=rank_numbers)
     def reset(self, number: int) -> None:
         rank = self.ranks[number]
@@ -241,7 +237,7 @@ class Host(RuleBasedStateMachine):
             for (sender, receiver), queue in self.network.items():
                 self.deliver(sender, receiver, len(queue) or 1)
             for rank in self.ranks:
-                while rank.running and not rank.is_dead:
+                while rank.running:
                     self.end_batch(rank, min(rank.running), DONE)
             if all(rank.is_dead or rank.is_clean for rank in self.ranks):
                 break
@@ -252,5 +248,5 @@ class Host(RuleBasedStateMachine):
                 assert len({done.job_id for done in rank.loaded}) == rank.job
 
 
-Host.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Host.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestHost = Host.TestCase

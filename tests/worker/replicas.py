@@ -23,7 +23,14 @@ from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.executor import IDLE_TICK_S
-from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, PrefetchPlan, SavePlan
+from vllm_kvpool.transfer.ops import (
+    JobId,
+    JobPages,
+    LoadPlan,
+    PrefetchPlan,
+    SaveGathered,
+    SavePlan,
+)
 from vllm_kvpool.transfer.replicas import Card
 from vllm_kvpool.worker.pool_worker import StepResults
 from vllm_kvpool.worker.worker_part import WorkerPart
@@ -86,6 +93,9 @@ class ReplicaRank:
         self.pages.copy_(blocks)
         plan = SavePlan(JobId(next(self.jobs)), f"s{prompt}", 0, hashes_of(prompt), self.blocks)
         self.part.worker.start_saves(StepPlan(saves=(plan,)))
+        # A step ends after GATHER_WAIT_S, and the next load writes the pages.
+        gathered = SaveGathered(plan.job_id, plan.request_id)
+        assert self.part._executor.wait(lambda reports: gathered in reports, LIMIT_S)
 
     def prefetch(self, prompt: int) -> None:
         plan = PrefetchPlan(f"p{prompt}", hashes_of(prompt))

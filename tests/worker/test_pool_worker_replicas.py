@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.threads import NewThreads
-from tests.worker.replicas import CHUNKS, NUM_CELLS, ReplicaRank, ranks_in_threads
+from tests.worker.replicas import CHUNKS, LIMIT_S, NUM_CELLS, ReplicaRank, ranks_in_threads
+from vllm_kvpool.worker import worker_part
 
 Maker = Callable[..., list[ReplicaRank]]
 
@@ -106,8 +107,12 @@ def test_each_keeps_its_part_in_host_memory(make: Maker) -> None:
     assert [rank.num_kept for rank in ranks] == [NUM_CELLS / 2] * 2
 
 
-def test_what_is_dirty_is_lent_before_any_store_has_it(make: Maker) -> None:
-    ranks = make(2, host="host://1MiB", write_policy="back")
+def test_what_is_dirty_is_lent_before_any_store_has_it(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_part, "VLLM_SHUTDOWN_S", LIMIT_S)
+    back = {"write_policy": "back", "shutdown_timeout_s": LIMIT_S}
+    ranks = make(2, host="host://1MiB", **back)
     for rank in ranks:
         rank.save(1)
     for rank in ranks:
