@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.router.bodies import CHAT, COMPLETION, request
 from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES, spans_of
 from vllm_kvpool.router.dataplane.request_body import (
     MAX_ANSWER_BYTES,
@@ -32,15 +33,6 @@ from vllm_kvpool.router.dataplane.resume.policy import (
 )
 from vllm_kvpool.router.dataplane.resume.stream_resumer import StreamResumer
 from vllm_kvpool.router.dataplane.resume.whole_answer import is_streamable, streamed
-
-COMPLETION: dict[str, Any] = {"model": "m", "prompt": "Say"}
-CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Say"}]}
-
-
-def request(body: dict[str, Any], **more: Any) -> ClientRequest:
-    kind = ApiPath.CHAT if "messages" in body else ApiPath.COMPLETION
-    return parse_request(kind, json.dumps({**body, **more}).encode(), is_trusted=True)
-
 
 NESTED = b"[" * 100_000 + b"]" * 100_000
 NO_JSON = (b"", b"{", b"null", b'"model"', b'{"model":"m"', b'{"model":"\xff"}', b'{"a":"\\q"}')
@@ -155,9 +147,7 @@ def test_how_long_the_prompt_is(
 
 
 def conversation(*texts: str, **more: Any) -> ClientRequest:
-    return request(
-        {"model": "m", "messages": [{"role": "user", "content": t} for t in texts]}, **more
-    )
+    return request(CHAT, messages=[{"role": "user", "content": each} for each in texts], **more)
 
 
 def test_a_conversation_that_goes_on_has_the_prefix_of_the_one_before() -> None:
