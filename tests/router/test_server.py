@@ -391,7 +391,6 @@ async def test_request_of_more_sequences_than_a_decoder_takes_is_refused(name: s
         before = rig.engines[0].counts.received[COMPLETIONS]
         reply = await rig.complete(MANY[name])
         assert reply.status == 400
-        assert reply.error is not None
         assert "flow.decode_requests" in reply.error["message"]
         assert rig.engines[0].counts.received[COMPLETIONS] == before
         assert (await rig.complete({"prompt": ["x", "y"], "n": 2, "max_tokens": 1})).status == 200

@@ -297,7 +297,6 @@ async def test_metrics_of_a_scripted_engine() -> None:
         assert found.total_blocks == FAST.kv_blocks
         assert found.block_size == FAST.block_size
         assert found.pool_is_up
-        assert engine.pool is not None
         engine.pool.up = False
         assert not (await sample(engines, url, 1.0)).pool_is_up
         await engine.stop()

@@ -432,6 +432,15 @@ class RouterRig:
         """Ask for a stream and read it to its end."""
         return await self.complete({"stream": True, **body}, path, headers, at)
 
+    async def told(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """All bytes of an answer, as they come, up to where it ends or breaks off."""
+        told = b""
+        with contextlib.suppress(aiohttp.ClientPayloadError):
+            async with self.session.post(self.url + path, json=self.body(body)) as got:
+                async for piece in got.content.iter_any():
+                    told += piece
+        return told
+
     async def raw(self, data: bytes) -> bytes:
         """Send bytes to the router; all that comes until it closes the connection."""
         client = await self.connect()

@@ -139,6 +139,12 @@ class ScriptedEngine:
         """What computes, while there is a model."""
         return self._api.core
 
+    @property
+    def running(self) -> EngineCore:
+        """The same, of an engine that has a model."""
+        assert self._api.core is not None
+        return self._api.core
+
     async def start(self) -> str:
         """Begin to load and return the url; what takes no time to load listens then."""
         host, port = self._address
