@@ -122,10 +122,9 @@ async def test_no_form_of_answer_tells_what_is_the_clusters(
 ) -> None:
     """Streams of /v1/responses told `kv_transfer_params`."""
     status, content_type, body = FORMS[form]
-    config = {"front": {"trust_clients": trusts}}
     asked = {"prompt": "a", "messages": TALK, "input": "a", "tokens": [5], "echo": True}
     asked |= {"stream": "stream" in form, "tools": [{"type": "function"}]}
-    async with RouterRig(0, 1, config=config) as rig:
+    async with RouterRig(0, 1, front={"trust_clients": trusts}) as rig:
         fault = {"status": status, "body": body, "content_type": content_type, "paths": (path,)}
         rig.fail(0, FaultKind.STATUS, **fault)
         told = await rig.told(path, asked)
@@ -138,7 +137,7 @@ async def test_no_form_of_answer_tells_what_is_the_clusters(
 async def test_engines_addresses_are_told_to_trusted_clients_alone(
     path: ApiPath, body: dict[str, Any], stream: bool, trusts: bool
 ) -> None:
-    async with RouterRig(0, 1, config={"front": {"trust_clients": trusts}}) as rig:
+    async with RouterRig(0, 1, front={"trust_clients": trusts}) as rig:
         reply = await rig.complete({**body, "max_tokens": 4, "stream": stream}, path.value)
         assert reply.status == 200
         (answer,) = reply.chunks

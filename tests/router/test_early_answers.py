@@ -46,7 +46,7 @@ async def _begun(rig: RouterRig) -> None:
 @pytest.mark.parametrize("talk", TALKS)
 async def test_decoder_has_the_request_while_its_prompt_is_computed(talk: str) -> None:
     path, body = TALKS[talk]
-    async with RouterRig(1, 1, spec=SLOW, config=TRUSTING) as rig:
+    async with RouterRig(1, 1, spec=SLOW, **TRUSTING) as rig:
         direct = await rig.direct(body, path)
         answer = asyncio.ensure_future(rig.complete(body, path))
         await _begun(rig)
@@ -63,7 +63,7 @@ async def test_decoder_has_the_request_while_its_prompt_is_computed(talk: str) -
 async def test_answer_in_one_piece_counts_as_begun_once_its_prompt_is_computed() -> None:
     """Its decoder may start others."""
     path, body = TALKS["in one piece"]
-    async with RouterRig(1, 1, spec=SLOW, config=TRUSTING) as rig:
+    async with RouterRig(1, 1, spec=SLOW, **TRUSTING) as rig:
         replica = rig.router.controller.state.fleet[ReplicaId("r1")]
         answer = asyncio.ensure_future(rig.complete({**body, "max_tokens": 900}, path))
         await _begun(rig)
@@ -87,7 +87,7 @@ FAULTS: dict[str, Body] = {
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_decoder_waits_no_more_for_a_prompt_that_fails(talk: str, fault: str) -> None:
     path, body = TALKS[talk]
-    async with RouterRig(1, 1, config=TRUSTING) as rig:
+    async with RouterRig(1, 1, **TRUSTING) as rig:
         direct = await rig.direct(body, path)
         rig.fail(0, times=1, **FAULTS[fault])
         reply = await asyncio.wait_for(rig.complete(body, path), 5.0)
@@ -99,7 +99,7 @@ async def test_decoder_waits_no_more_for_a_prompt_that_fails(talk: str, fault: s
 @pytest.mark.parametrize("talk", TALKS)
 async def test_answer_is_right_when_prefill_dies_while_it_computes(talk: str) -> None:
     path, body = TALKS[talk]
-    async with RouterRig(1, 1, spec=SLOW, config=TRUSTING) as rig:
+    async with RouterRig(1, 1, spec=SLOW, **TRUSTING) as rig:
         direct = await rig.direct(body, path)
         answer = asyncio.ensure_future(rig.complete(body, path))
         await _begun(rig)
@@ -126,7 +126,7 @@ async def test_answer_is_right_when_prefill_dies_before_all_is_stored(
 
 
 async def test_next_decoder_waits_for_the_same_prompt() -> None:
-    async with RouterRig(1, 2, spec=SLOW, config=TRUSTING) as rig:
+    async with RouterRig(1, 2, spec=SLOW, **TRUSTING) as rig:
         body = {"prompt": LONG, "stream": True}
         direct = await rig.direct(body)
         before = rig.engines[0].counts.received[COMPLETIONS]
@@ -141,7 +141,7 @@ async def test_next_decoder_waits_for_the_same_prompt() -> None:
 
 async def test_prompt_is_given_up_once_its_client_is_answered() -> None:
     """A decoder that waits no longer computes it: nobody blames the prefill engine for that."""
-    async with RouterRig(1, 1, config=TRUSTING) as rig:
+    async with RouterRig(1, 1, **TRUSTING) as rig:
         rig.fail(0, FaultKind.STALL, after_tokens=0, times=1)
         aborted = rig.engines[0].counts.aborted
         reply = await rig.complete({"prompt": LONG, **transfer(expect_timeout_ms=50)})
@@ -153,8 +153,7 @@ async def test_prompt_is_given_up_once_its_client_is_answered() -> None:
 
 async def test_notices_of_the_prompts_answer_go_to_a_decoder_that_is_asked_after_it() -> None:
     spec = replace(FAST, notices=("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
-    config = {"flow": {"decode_requests": 1}}
-    async with RouterRig(1, 1, spec=spec, config=config) as rig:
+    async with RouterRig(1, 1, spec=spec, flow={"decode_requests": 1}) as rig:
         first = asyncio.ensure_future(rig.complete({"prompt": "hello", "max_tokens": 5000}))
         await rig.until(lambda: rig.holders() == [1], "the decoder is full")
         answer = asyncio.ensure_future(rig.complete({"prompt": LONG}))

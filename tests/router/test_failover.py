@@ -105,7 +105,7 @@ async def test_whatever_happens_to_one_decode_engine(talks: Sequence[str]) -> No
 
     async def faults_in(talk: str) -> None:
         path, body = TALKS[talk]
-        async with RouterRig(1, 2, config=IMPATIENT) as rig:
+        async with RouterRig(1, 2, **IMPATIENT) as rig:
             direct = await rig.direct(body, path)
             for name, fault in FAULTS.items():
                 if (name == "no end" and talk == "unstreamed") or (
@@ -124,7 +124,7 @@ async def test_whatever_happens_to_one_decode_engine(talks: Sequence[str]) -> No
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_whatever_happens_to_a_prefill_engine(path: str) -> None:
-    async with RouterRig(2, 1, config=IMPATIENT) as rig:
+    async with RouterRig(2, 1, **IMPATIENT) as rig:
         for name, fault in FAULTS.items():
             is_late = fault.get("after_tokens", 0) > 1
             if is_late or name == "no end" or (path == CHAT and name not in SOME):
@@ -140,7 +140,7 @@ async def test_whatever_happens_to_a_prefill_engine(path: str) -> None:
 
 
 async def test_a_prefill_engine_that_dies_after_its_answer() -> None:
-    async with RouterRig(1, 1, config={"front": {"expect_timeout_ms": 200}}) as rig:
+    async with RouterRig(1, 1, front={"expect_timeout_ms": 200}) as rig:
         # The answer comes before the last chunks are in the pool, and they never will be.
         rig.pool.up = True
         asked = asyncio.ensure_future(rig.whole(STREAM))
@@ -161,8 +161,9 @@ async def test_a_stream_whose_engines_die_one_after_the_other() -> None:
 
 async def test_many_streams_while_engines_die_at_random_and_come_back() -> None:
     rolled = random.Random(5)
-    config = {"flow": {"max_attempts": 8, "max_lost": 8}, "overload": {"ttft_target_s": 60.0}}
-    async with RouterRig(2, 4, spec=SLOW, config=config) as rig:
+    async with RouterRig(
+        2, 4, spec=SLOW, flow={"max_attempts": 8, "max_lost": 8}, overload={"ttft_target_s": 60.0}
+    ) as rig:
         bodies = [
             {
                 **{"prompt": f"{number} {LONG}", "max_tokens": rolled.randrange(20, 120)},
@@ -292,7 +293,7 @@ async def test_prompt_whose_decoder_waits_ends_three_engines_at_most() -> None:
 
 
 async def test_engines_that_are_not_there_any_more_are_no_reason_to_suspect_a_request() -> None:
-    async with RouterRig(1, 6, config={"health": {"every_s": 60.0}}) as rig:
+    async with RouterRig(1, 6, health={"every_s": 60.0}) as rig:
         for number in range(1, 6):
             rig.kill(number)  # and nobody has told the router
         await rig.whole(STREAM)
@@ -533,6 +534,18 @@ async def test_details_of_the_prompt_are_those_of_the_first_engine_that_had_it(
         call.task.cancel()
         call.report(outcome, TokenCounts(details=FOUND))
         await asyncio.wait([call.task])
+    assert exchange.prompt.details == told
+
+
+@pytest.mark.parametrize(
+    ("expects", "num_payloads", "told"), [(7, 0, None), (7, 1, UNKNOWN), (0, 0, UNKNOWN)]
+)
+async def test_decoder_that_is_lost_while_it_waits_has_not_computed_the_prompt(
+    expects: int, num_payloads: int, told: PromptDetails | None
+) -> None:
+    exchange = _exchange([])
+    call = AnswerCall(exchange, Decode(ONE, R, expects), num_payloads=num_payloads)
+    call.report(Outcome.LOST)
     assert exchange.prompt.details == told
 
 

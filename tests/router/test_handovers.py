@@ -203,9 +203,8 @@ async def test_engines_without_a_common_store_stop_waiting_for_each_other(
 ) -> None:
     """Each prompt was handed over and waited for the whole time, and nothing was said of it."""
     caplog.set_level(logging.WARNING)
-    config = {"front": {"expect_timeout_ms": 1500}}
     spec = replace(FAST, enable_prompt_tokens_details=with_details)
-    async with RouterRig(1, 1, spec=spec, config=config, shares=False) as rig:
+    async with RouterRig(1, 1, spec=spec, front={"expect_timeout_ms": 1500}, shares=False) as rig:
         waits: list[float] = []
         counts = rig.router.controller.state.counts
 

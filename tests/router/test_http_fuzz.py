@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.transport import FakeTransport
 from tests.support.upstreams import quick_upstream
+from tests.support.waiting import turns
 from vllm_kvpool.router.dataplane.http_server import HttpRequest, HttpServer, Response, ServerLimits
 from vllm_kvpool.router.dataplane.responses import EngineLost
 from vllm_kvpool.router.dataplane.upstream import UpstreamConnection
@@ -130,11 +131,9 @@ class Bench:
                 break
             protocol.data_received(piece)
             await asyncio.sleep(0)
-        for _ in range(24):
-            await asyncio.sleep(0)
+        await turns(24)
         transport.close()
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await turns(3)
         assert self.server.held_bytes == 0
         assert not self.server.connections
         return tuple(self.read), transport.written

@@ -15,7 +15,7 @@ from tests.support.player import END, chunk
 from tests.support.raw_client import LIMIT_S, RawClient
 from tests.support.transport import FakeTransport
 from tests.support.upstreams import quick_upstream
-from tests.support.waiting import until
+from tests.support.waiting import turns, until
 from vllm_kvpool.router.config import FrontConfig
 from vllm_kvpool.router.control.events import Refuse
 from vllm_kvpool.router.control.requests import RequestId
@@ -133,12 +133,11 @@ async def test_an_idle_connection_is_closed_by_a_stop_at_once() -> None:
         assert await client.rest() == b""
 
 
-@pytest.mark.parametrize("turns", range(8))
-async def test_a_connection_that_comes_as_a_stop_does_keeps_it_from_nothing(turns: int) -> None:
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_a_connection_that_comes_as_a_stop_does_keeps_it_from_nothing(num_turns: int) -> None:
     async with served() as (server, _), asyncio.timeout(LIMIT_S):
         late = [asyncio.ensure_future(RawClient.connect(server.port)) for _ in range(4)]
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await turns(num_turns)
         await server.stop(60.0)
         for each in await asyncio.gather(*late, return_exceptions=True):
             if isinstance(each, RawClient):
@@ -165,8 +164,7 @@ async def test_a_request_that_waits_as_its_client_goes_is_counted_no_more() -> N
         assert server.held_bytes == 10
         ended.set()
         transport.abort()  # in this turn, in which the first has ended
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await turns(5)
         assert server.held_bytes == 0
 
 
@@ -197,8 +195,7 @@ async def test_a_client_that_takes_no_answers_gets_no_more_of_them() -> None:
         (connection,) = server.connections
         await until(lambda: connection.drained is not None, pause_s=0)
         begun = num_served
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turns(20)
         assert num_served == begun < count
         assert connection._transport.get_write_buffer_size() < 2 * size
         got = 0
@@ -219,8 +216,7 @@ async def test_refused_requests_wait_in_no_larger_number_than_others() -> None:
             client.send(refused)
             await asyncio.sleep(0.001)
         client.send(100 * refused)
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turns(20)
         assert len(connection._waiting) < 3 * MAX_PIPELINED
 
 

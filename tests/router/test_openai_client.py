@@ -49,8 +49,7 @@ async def test_errors_are_those_that_the_package_knows() -> None:
             await ours.chat.completions.create(**{**ASK, "model": "other"})
         with pytest.raises(openai.BadRequestError, match="max_tokens"):
             await ours.chat.completions.create(**{**ASK, "max_tokens": -1})
-    config = {"front": {"max_body_bytes": 100}}
-    async with RouterRig(0, 1, config=config) as rig, client(rig.url) as ours:
+    async with RouterRig(0, 1, front={"max_body_bytes": 100}) as rig, client(rig.url) as ours:
         with pytest.raises(openai.APIStatusError) as raised:
             await ours.chat.completions.create(**{**ASK, "user": "x" * 200})
         assert raised.value.status_code == 413

@@ -59,7 +59,7 @@ async def test_router_without_keys_refuses_pages_and_names_that_are_not_its_own(
 
 
 async def test_router_takes_its_own_names() -> None:
-    async with RouterRig(0, 1, config={"front": {"hosts": ["router.svc"]}}) as rig:
+    async with RouterRig(0, 1, front={"hosts": ["router.svc"]}) as rig:
         reply = await rig.ask("GET", "/v1/models", headers={"Host": "router.svc"})
         assert reply.status == 200
 

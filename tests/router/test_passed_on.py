@@ -60,7 +60,7 @@ async def test_an_engine_that_has_not_begun_is_replaced(path: str) -> None:
 async def test_an_answer_in_one_piece_may_take_longer_than_a_stream_is_silent(path: str) -> None:
     front = {"engine_timeout_s": 0.3, "answer_timeout_s": 60.0}
     spec = replace(FAST, step_base_s=0.05)
-    async with RouterRig(0, 1, spec=spec, config={"front": front}) as rig:
+    async with RouterRig(0, 1, spec=spec, front=front) as rig:
         assert (await rig.ask("POST", path, BODIES[path])).status == 200
         assert rig.engines[0].counts.received[path] == 1
 
@@ -81,9 +81,10 @@ async def test_a_stream_that_breaks_off_breaks_off(path: str) -> None:
 
 @paths
 async def test_a_stream_that_a_drain_takes_too_long_for_breaks_off(path: str) -> None:
-    config = {"flow": {"drain_timeout_s": 0.1}, "front": {"answer_timeout_s": 0.2}}
     spec = replace(FAST, step_base_s=0.02)
-    async with RouterRig(0, 2, spec=spec, config=config) as rig:
+    async with RouterRig(
+        0, 2, spec=spec, flow={"drain_timeout_s": 0.1}, front={"answer_timeout_s": 0.2}
+    ) as rig:
         body = {**BODIES[path], "stream": True}
         async with rig.session.post(rig.url + path, json=body) as got:
             assert got.status == 200
@@ -119,7 +120,7 @@ OWN_ERRORS: dict[str, tuple[int, str, str, Any, dict[str, str]]] = {
 @pytest.mark.parametrize("case", OWN_ERRORS)
 async def test_own_errors_of_anthropics_api_have_its_form(case: str) -> None:
     status, *request = OWN_ERRORS[case]
-    async with RouterRig(0, 1, config={"front": {"max_body_bytes": 1000}}) as rig:
+    async with RouterRig(0, 1, front={"max_body_bytes": 1000}) as rig:
         if status == 503:
             rig.kill(0)
             await rig.start_router(waits=False)

@@ -120,7 +120,7 @@ async def test_answer_of_a_prompt_computed_apart_tells_the_counts_of_prefill(
 ) -> None:
     """The decoder found 850 tokens and created 32, all of them from the prefill engine."""
     path, body = FORMS[form]
-    async with RouterRig(1, 1, spec=SPEC, config=TRUSTING) as rig:
+    async with RouterRig(1, 1, spec=SPEC, **TRUSTING) as rig:
         let_tell(monkeypatch, rig, (PREFILL, DECODE))
         before = rig.engines[0].counts.received[path]
         assert await details_of(rig, path, body) == told_by(path, PREFILL)
@@ -135,7 +135,7 @@ async def test_answer_tells_the_counts_of_the_first_engine_that_had_the_prompt(
     """Where that engine does not tell, or was lost, the counts are null: no count is made up."""
     case, (path, body) = CASES[name], FORMS[form]
     decode = len(case.says) - case.prefill
-    async with RouterRig(case.prefill, decode, spec=SPEC, config=TRUSTING) as rig:
+    async with RouterRig(case.prefill, decode, spec=SPEC, **TRUSTING) as rig:
         let_tell(monkeypatch, rig, case.says)
         if case.fault:
             rig.fail(case.engine, times=1, **case.fault)
@@ -152,7 +152,7 @@ async def test_usage_waits_a_moment_for_the_counts_of_prefill(
 ) -> None:
     """The decoder has answered while the answer of the prefill engine is on its way."""
     path, body = FORMS[form]
-    async with RouterRig(1, 1, spec=SPEC, config=TRUSTING) as rig:
+    async with RouterRig(1, 1, spec=SPEC, **TRUSTING) as rig:
         let_tell(monkeypatch, rig, (PREFILL, DECODE))
         delay_prefill(monkeypatch, late_s)
         assert await details_of(rig, path, {**body, "max_tokens": 2}) == told
@@ -175,7 +175,7 @@ async def test_answer_that_comes_in_one_read_before_the_counts_of_prefill_is_tol
 
     path, body = FORMS[form]
     body = {"max_tokens": 8, **body}
-    async with RouterRig(1, 1, spec=SPEC, config=TRUSTING) as rig:
+    async with RouterRig(1, 1, spec=SPEC, **TRUSTING) as rig:
         let_tell(monkeypatch, rig, (PREFILL, DECODE))
         delay_prefill(monkeypatch, 0.05)
         monkeypatch.setattr(Resumed, "_feed", feed)
@@ -221,7 +221,7 @@ async def test_prompt_tokens_are_counted_for_the_tenant(
     keys.write_text(f'[[tenants]]\nname = "search"\nkey = "{KEY}"\n')
     keys.chmod(0o600)
     front = {"trust_clients": True, "keys_file": str(keys)}
-    async with RouterRig(1, 1, spec=SPEC, config={"front": front}) as rig:
+    async with RouterRig(1, 1, spec=SPEC, front=front) as rig:
         let_tell(monkeypatch, rig, (PREFILL, DECODE))
         reply = await rig.complete(body, path, {"Authorization": f"Bearer {KEY}"})
         assert reply.status == 200

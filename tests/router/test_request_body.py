@@ -42,6 +42,7 @@ WRONG: list[tuple[str, bytes, str]] = [
     ("model", b"[" * 100_000, "nested"),
     ("model", NESTED, "nested"),
     ("stop", NESTED, "nested"),
+    ("prompt", NESTED, "nested"),
     ("stream_options", b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested"),
     ("stream", b'"sure"', "true or false"),
     ("stream", b"2", "true or false"),

@@ -145,7 +145,7 @@ async def test_a_model_that_no_engine_lists_costs_no_prefill() -> None:
 
 
 async def test_keys_are_passed_on_and_judged_by_the_engine() -> None:
-    async with RouterRig(1, 1, spec=KEYED, more={"api_key": "secret"}) as rig:
+    async with RouterRig(1, 1, spec=KEYED, api_key="secret") as rig:
         good = {"Authorization": "Bearer secret"}
         for headers in ({}, {"Authorization": "Bearer wrong"}, good):
             direct = await compared(rig, {"prompt": LONG}, COMPLETIONS, headers)
@@ -177,7 +177,7 @@ async def test_clients_steer_engines_where_they_are_trusted(trusts: bool) -> Non
     steering = {"priority": 0, "ec_transfer_params": {"peer": "tcp://10.9.9.9:1"}}
     headers = {"X-data-parallel-rank": "7", "X-Vllm-Priority": "-9", "X-Tenant": "blue"}
 
-    async with RouterRig(1, 1, config=TRUSTING if trusts else {}) as rig:
+    async with RouterRig(1, 1, **(TRUSTING if trusts else {})) as rig:
         for path, body in (BODIES["long"], BODIES["chat"], BODIES["short"]):
             for stream in (True, False):
                 asked = {**body, **steering, **WISHES, "stream": stream, "stop": ["zz"]}
@@ -233,7 +233,7 @@ async def test_answers_in_one_piece_count_as_begun_when_they_are(more: Body) -> 
 
 
 async def test_a_long_prompt_is_computed_by_one_engine_and_decoded_by_another() -> None:
-    async with RouterRig(1, 1, config=TRUSTING) as rig:
+    async with RouterRig(1, 1, **TRUSTING) as rig:
         prefill, decode = rig.engines
         before = prefill.counts.received[COMPLETIONS]
         wish = {"kv_transfer_params": {"kvpool": {"expect_timeout_ms": 7777}}}
@@ -278,8 +278,9 @@ async def test_a_prompt_that_was_just_computed_is_not_called_cached(more: Body) 
 async def test_a_prompt_takes_longer_than_an_engine_may_be_silent_in_a_stream() -> None:
     """A prefill says nothing until it is done; it was lost after `engine_timeout_s`."""
     spec = ScriptedSpec(prefill_tokens_per_s=300)
-    front = {"front": {"engine_timeout_s": 1.0, "answer_timeout_s": 60.0}}
-    async with RouterRig(1, 1, spec=spec, config=front) as rig:
+    async with RouterRig(
+        1, 1, spec=spec, front={"engine_timeout_s": 1.0, "answer_timeout_s": 60.0}
+    ) as rig:
         before = rig.engines[0].counts.received[COMPLETIONS]
         began = time.monotonic()
         reply = await rig.complete({"prompt": LONG, "max_tokens": 4, "stream": True})
@@ -317,7 +318,7 @@ async def test_short_prompts_stay_together_whatever_is_learned_of_them() -> None
 
 
 async def test_what_is_learned_makes_estimates_exact() -> None:
-    async with RouterRig(1, 1, config={"flow": {"hands_over": False}}) as rig:
+    async with RouterRig(1, 1, flow={"hands_over": False}) as rig:
         rates = rig.router.controller.state.rates
         for number in range(12):
             body = {"prompt": f"{number} {LONG}", "stream": number % 2 == 0}
@@ -373,8 +374,7 @@ async def test_a_client_that_goes_before_its_first_token() -> None:
 
 
 async def test_a_client_that_goes_while_it_waits() -> None:
-    config = {"flow": {"prefill_tokens": 1, "decode_requests": 1}}
-    async with RouterRig(1, 1, config=config) as rig:
+    async with RouterRig(1, 1, flow={"prefill_tokens": 1, "decode_requests": 1}) as rig:
         rig.fail(0, FaultKind.STALL, after_tokens=0, times=1)
         first = asyncio.ensure_future(rig.complete({"prompt": LONG}))
         await rig.until(lambda: not rig.engines[0].board.faults(), "the first is computed")
@@ -406,8 +406,7 @@ async def test_a_client_that_goes_in_mid_stream() -> None:
 
 async def test_a_client_that_reads_nothing_is_let_go_and_its_engine_is_not_blamed() -> None:
     spec = ScriptedSpec(step_base_s=0.0005, max_model_len=60_000)
-    config = {"front": {"client_timeout_s": 0.3}}
-    async with RouterRig(1, 1, spec=spec, config=config) as rig:
+    async with RouterRig(1, 1, spec=spec, front={"client_timeout_s": 0.3}) as rig:
         asked = {"prompt": SHORT, "stream": True, "max_tokens": 50_000, "n": 32}
         data = msgspec.json.encode(rig.body(asked))
         client = socket.socket()

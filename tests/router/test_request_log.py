@@ -32,7 +32,7 @@ async def test_a_line_says_who_answered_how_soon_and_how_much(
     is_stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with RouterRig(1, 1, config={"front": {"access_log": True}}) as rig:
+    async with RouterRig(1, 1, front={"access_log": True}) as rig:
         for more in ({}, {"max_tokens": -1}):
             body = {**STREAM, "stream": is_stream, **more}
             await rig.complete(body, headers={"X-Request-Id": "mine"})

@@ -106,8 +106,9 @@ async def _crowd(rig: RouterRig, num_streams: int) -> AsyncIterator[None]:
     ids=["flip", "drain", "remove"],
 )
 async def test_the_fleet_changes_under_fifty_streams(changes: list[Event]) -> None:
-    config = {"overload": {"ttft_target_s": 60.0}, "flow": {"drain_timeout_s": 0.2}}
-    async with RouterRig(2, 2, config=config) as rig:
+    async with RouterRig(
+        2, 2, overload={"ttft_target_s": 60.0}, flow={"drain_timeout_s": 0.2}
+    ) as rig:
         async with _crowd(rig, 50):
             for change in changes:
                 await asyncio.sleep(0.1)
@@ -126,8 +127,7 @@ async def test_the_fleet_changes_under_fifty_streams(changes: list[Event]) -> No
 
 
 async def test_an_engine_joins_while_streams_run_and_one_that_was_removed_comes_back() -> None:
-    config = {"overload": {"ttft_target_s": 60.0}}
-    async with RouterRig(1, 1, config=config) as rig:
+    async with RouterRig(1, 1, overload={"ttft_target_s": 60.0}) as rig:
         new, fleet = ReplicaId("new"), rig.router.controller.state.fleet
         more = ScriptedEngine(rig.spec, rig.pool)
         added = Added(spec=ReplicaSpec(replica_id=new, url=await more.start()), role=Role.DECODE)
@@ -142,8 +142,7 @@ async def test_an_engine_joins_while_streams_run_and_one_that_was_removed_comes_
 
 
 async def test_a_standby_sleeps_and_wakes() -> None:
-    config = {"planner": {"mode": "automatic", "standby_ttl_s": 0.2}}
-    async with RouterRig(1, 2, config=config) as rig:
+    async with RouterRig(1, 2, planner={"mode": "automatic", "standby_ttl_s": 0.2}) as rig:
         rig.router.post(Drain(name(2)))
         await rig.in_state(2, State.INACTIVE)
         core = rig.engines[2].running
@@ -193,8 +192,7 @@ async def test_a_second_router_in_front_of_the_same_engines() -> None:
 
 
 async def test_requests_may_end_while_the_router_stops() -> None:
-    config = {"front": {"shutdown_timeout_s": 10.0}}
-    async with RouterRig(1, 1, config=config) as rig:
+    async with RouterRig(1, 1, front={"shutdown_timeout_s": 10.0}) as rig:
         running = asyncio.ensure_future(rig.whole({**STREAM, "max_tokens": 300}))
         await rig.until(rig.holders, "an engine has it")
         began = time.monotonic()
@@ -209,8 +207,9 @@ async def test_requests_may_end_while_the_router_stops() -> None:
 
 async def test_requests_that_do_not_end_hold_up_no_stop(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    config = {"front": {"shutdown_timeout_s": 2.0}}
-    async with RouterRig(0, 1, spec=ScriptedSpec(step_base_s=0.05), config=config) as rig:
+    async with RouterRig(
+        0, 1, spec=ScriptedSpec(step_base_s=0.05), front={"shutdown_timeout_s": 2.0}
+    ) as rig:
         running = asyncio.ensure_future(rig.complete({**STREAM, "max_tokens": 2000}))
         await rig.until(rig.holders, "an engine has it")
         began = time.monotonic()
@@ -226,7 +225,7 @@ async def test_requests_that_do_not_end_hold_up_no_stop(caplog: pytest.LogCaptur
 
 async def test_an_engine_that_keeps_failing_is_left_alone_and_comes_back() -> None:
     health = {"max_failures": 3, "quarantine_s": 0.4}
-    async with RouterRig(1, 2, config={"health": health}) as rig:
+    async with RouterRig(1, 2, health=health) as rig:
         for number in range(3):
             rig.kill(2)
             if number < 2:
@@ -242,7 +241,7 @@ async def test_an_engine_that_keeps_failing_is_left_alone_and_comes_back() -> No
 
 async def test_a_frozen_engine_is_noticed_and_its_streams_go_on() -> None:
     health = {"timeout_s": 0.1, "failures": 2}
-    async with RouterRig(1, 2, config={"health": health}) as rig:
+    async with RouterRig(1, 2, health=health) as rig:
         async with _crowd(rig, 6):
             await rig.until(lambda: len(rig.holders()) > 1, "they are decoded")
             rig.fail(1, K.FREEZE)
@@ -252,9 +251,14 @@ async def test_a_frozen_engine_is_noticed_and_its_streams_go_on() -> None:
 
 async def test_sixty_four_replicas() -> None:
     # All share this process, so the machine may be slow for them.
-    config = {"health": {"every_s": 1.0, "timeout_s": 5.0}, "front": {"engine_timeout_s": 30.0}}
     spec = ScriptedSpec(step_base_s=0.05, put_s=0.005)
-    async with RouterRig(16, 48, spec=spec, config=config) as rig:
+    async with RouterRig(
+        16,
+        48,
+        spec=spec,
+        health={"every_s": 1.0, "timeout_s": 5.0},
+        front={"engine_timeout_s": 30.0},
+    ) as rig:
         direct = await rig.direct(STREAM)
         decoders = [engine.core for engine in rig.engines[16:] if engine.core is not None]
         for core in decoders:
@@ -282,8 +286,9 @@ async def test_three_times_too_much(decode_requests: int) -> None:
     # Two decoders of 8 sequences: a request of 20 tokens takes 0.45 s. The figures are small,
     # as clients, router and engines share this process.
     spec = ScriptedSpec(step_base_s=0.02, decode_sequence_s=0.0003, max_num_seqs=8, kv_blocks=512)
-    config = {"overload": {"ttft_target_s": 1.0}, "flow": {"decode_requests": decode_requests}}
-    async with RouterRig(1, 2, spec=spec, config=config) as rig:
+    async with RouterRig(
+        1, 2, spec=spec, overload={"ttft_target_s": 1.0}, flow={"decode_requests": decode_requests}
+    ) as rig:
         capacity = 2 * 8 / (20 * (0.02 + 8 * 0.0003))
 
         async def ask(number: int) -> tuple[Reply, float]:
@@ -327,12 +332,13 @@ async def test_three_times_too_much(decode_requests: int) -> None:
 
 
 async def test_who_waits_longer_than_allowed_is_refused() -> None:
-    config = {
-        "front": {"max_wait_s": 0.5},
-        "flow": {"prefill_tokens": 1},
-        "overload": {"ttft_target_s": 60.0},
-    }
-    async with RouterRig(1, 1, config=config) as rig:
+    async with RouterRig(
+        1,
+        1,
+        front={"max_wait_s": 0.5},
+        flow={"prefill_tokens": 1},
+        overload={"ttft_target_s": 60.0},
+    ) as rig:
         rig.fail(0, K.STALL, after_tokens=0, times=1)
         first = asyncio.ensure_future(rig.complete(STREAM))
         await rig.until(lambda: not rig.engines[0].board.faults(), "the first is computed")

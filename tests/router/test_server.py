@@ -123,7 +123,7 @@ async def test_without_engines_it_is_not_ready() -> None:
 
 
 async def test_bodies_that_cannot_be_served_are_bad_requests() -> None:
-    async with RouterRig(1, 1, config={"front": {"trust_clients": True}}) as rig:
+    async with RouterRig(1, 1, front={"trust_clients": True}) as rig:
         json = {"Content-Type": "application/json"}
         options = TEXT | {"stream": True, "stream_options": "y"}
         engines = (COMPLETIONS, msgspec.json.encode(options))  # which refuse it
@@ -158,8 +158,10 @@ async def memory_stays_below(limit_bytes: int) -> AsyncIterator[None]:
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 async def test_a_body_of_100_megabytes_is_refused_and_not_kept(is_chunked: bool) -> None:
-    config = {"front": {"max_body_bytes": 1 << 20}}
-    async with RouterRig(1, 1, config=config) as rig, memory_stays_below(24 << 20):
+    async with (
+        RouterRig(1, 1, front={"max_body_bytes": 1 << 20}) as rig,
+        memory_stays_below(24 << 20),
+    ):
         client = await rig.connect()
         client.send(head_of(CHUNKED if is_chunked else b"Content-Length: %d" % (100 << 20)))
         piece = b"x" * (64 << 10)
@@ -179,8 +181,7 @@ async def test_a_body_of_100_megabytes_is_refused_and_not_kept(is_chunked: bool)
 
 
 async def test_a_body_at_the_limit_is_served_and_one_beyond_it_is_not() -> None:
-    config = {"front": {"max_body_bytes": 20_000}}
-    async with RouterRig(1, 1, config=config) as rig:
+    async with RouterRig(1, 1, front={"max_body_bytes": 20_000}) as rig:
         for size, expected in ((20_000, 200), (20_001, 413)):
             room = size - len(ASK) - len(b',"user":""')
             body = ASK[:-1] + b',"user":"%b"}' % (b"x" * room)
@@ -189,8 +190,9 @@ async def test_a_body_at_the_limit_is_served_and_one_beyond_it_is_not() -> None:
 
 
 async def test_all_bodies_together_are_bounded() -> None:
-    config = {"front": {"max_body_bytes": 1 << 20, "max_bodies_bytes": 6 << 20}}
-    async with RouterRig(1, 1, config=config) as rig:
+    async with RouterRig(
+        1, 1, front={"max_body_bytes": 1 << 20, "max_bodies_bytes": 6 << 20}
+    ) as rig:
         slow = [await rig.connect() for _ in range(3)]
         for client in slow:
             client.send(post(b"x" * (1 << 20))[:-10])
@@ -215,7 +217,7 @@ async def test_packed_bodies_are_refused() -> None:
 
 
 async def test_a_client_may_ask_before_it_sends() -> None:
-    async with RouterRig(1, 1, config={"front": {"max_body_bytes": 1000}}) as rig:
+    async with RouterRig(1, 1, front={"max_body_bytes": 1000}) as rig:
         client = await rig.connect()
         client.send(post(ASK, b"Expect: 100-continue")[: -len(ASK)])
         assert await client.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -238,7 +240,7 @@ async def test_clients_that_are_too_slow_are_let_go_while_others_are_served() ->
         "half a body": (post()[:-5], 408),
         "half a chunk": (head_of(CHUNKED) + b"8\r\nab", 408),
     }
-    async with RouterRig(1, 1, config=HASTY) as rig:
+    async with RouterRig(1, 1, **HASTY) as rig:
         slow = {name: await rig.connect() for name in beginnings}
         for name, (beginning, _) in beginnings.items():
             slow[name].send(beginning)
@@ -257,7 +259,7 @@ DRIPPED = {
 @pytest.mark.alone
 @pytest.mark.parametrize("name", DRIPPED)
 async def test_a_head_that_drips_does_not_win_time(name: str) -> None:
-    async with RouterRig(1, 1, config=HASTY) as rig:
+    async with RouterRig(1, 1, **HASTY) as rig:
         client, head, num_sent = await rig.connect(), DRIPPED[name], 0
         with contextlib.suppress(ConnectionError, RuntimeError):  # uvloop, of a closed one
             while not client.reader.at_eof() and num_sent < len(head):
@@ -269,7 +271,7 @@ async def test_a_head_that_drips_does_not_win_time(name: str) -> None:
 
 @pytest.mark.alone
 async def test_a_second_request_must_come_in_time_too() -> None:
-    async with RouterRig(1, 1, config=HASTY) as rig:
+    async with RouterRig(1, 1, **HASTY) as rig:
         client = await rig.connect()
         for _ in range(2):
             client.send(post())
@@ -282,7 +284,7 @@ async def test_a_second_request_must_come_in_time_too() -> None:
 
 
 async def test_more_connections_than_allowed_are_closed() -> None:
-    async with RouterRig(1, 1, config={"front": {"max_connections": 20}}) as rig:
+    async with RouterRig(1, 1, front={"max_connections": 20}) as rig:
         idle = [await rig.connect() for _ in range(20)]
         surplus = await rig.connect()
         surplus.send(post())
@@ -320,7 +322,7 @@ RUBBISH = {
 
 
 async def test_what_is_no_http_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    async with RouterRig(1, 1, config=HASTY) as rig:
+    async with RouterRig(1, 1, **HASTY) as rig:
         for name, data in RUBBISH.items():
             answer = await rig.raw(data)
             assert status(answer) == 400, (name, answer)
@@ -409,7 +411,7 @@ async def test_target_that_vllm_understands_finds_its_route(target: str) -> None
 async def test_forwarded_answer_may_take_as_long_as_any_in_one_piece() -> None:
     """An engine that needed more than `front.engine_timeout_s` for many texts was given up."""
     front = {"engine_timeout_s": 0.2, "answer_timeout_s": 60.0}
-    async with RouterRig(0, 1, config={"front": front}) as rig:
+    async with RouterRig(0, 1, front=front) as rig:
         rig.fail(0, FaultKind.SLOW, seconds=0.5, paths=("/tokenize",))
         assert (await rig.ask("POST", "/tokenize", TEXT)).status == 200
 

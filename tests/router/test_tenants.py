@@ -164,8 +164,7 @@ async def test_clients_are_answered_as_their_keys_allow(
     path = write_secret(tmp_path / "keys.toml", first + second)
     spec = ScriptedSpec(step_base_s=0.001, put_s=0.005, api_key="of-engines")
     front = {"keys_file": path, "access_log": True}
-    more = {"api_key": "of-engines"}
-    async with RouterRig(1, 1, spec=spec, config={"front": front}, more=more) as rig:
+    async with RouterRig(1, 1, spec=spec, front=front, api_key="of-engines") as rig:
 
         async def ask(key: str, body: Mapping[str, Any] = ASK, path: str = COMPLETIONS) -> Reply:
             return await rig.ask("POST", path, body, bearer(key))
@@ -253,7 +252,7 @@ async def test_engines_are_told_whose_request_it_is(
     keys = write_secret(tmp_path / "keys.toml", ENTRY)
     is_read = path in (COMPLETIONS, CHAT)
     front = {"keys_file": keys, "engine_timeout_s": 0.5, "answer_timeout_s": 1.0}
-    async with RouterRig(1, 2, config={"front": front}) as rig:
+    async with RouterRig(1, 2, front=front) as rig:
         body = {**ENDPOINTS[path], "stream": stream, "kv_transfer_params": OTHERS}
         if is_read:  # others break off with their engine
             rig.fail((1, 2), FaultKind.CUT, after_tokens=20, times=1)
@@ -283,7 +282,7 @@ async def test_routes_that_compute_kv_get_a_salt_and_all_need_a_key(
         "salt_file": write_secret(tmp_path / "salt", SECRET.decode()),
     }
     body = {"prompt": "a", "input": "a", "messages": TALK, "tokens": [5]}
-    async with RouterRig(0, 1, config={"front": front}) as rig:
+    async with RouterRig(0, 1, front=front) as rig:
         counts, is_open = rig.engines[0].counts, path == "/ping"
         before = counts.received[path]
         assert (await rig.complete(body, path)).status == (200 if is_open else 401)
@@ -306,7 +305,7 @@ async def test_tenants_are_kept_apart_by_salts_that_they_cannot_name(
     salts, is_read = TenantSalts(SECRET), path in (COMPLETIONS, CHAT)
     front = {"keys_file": keys, "salt_file": salt, "trust_clients": True}
     front |= {"engine_timeout_s": 0.5, "answer_timeout_s": 1.0}
-    async with RouterRig(1, 2, config={"front": front}) as rig:
+    async with RouterRig(1, 2, front=front) as rig:
         for tenant, key in (("a", KEY), ("b", OTHER)):
             for given in (None, "own", salts.of("a", "")):
                 for each in rig.engines:

@@ -47,7 +47,7 @@ def attributes(span: Any) -> dict[str, Any]:
 async def test_a_request_is_a_span_between_its_client_and_its_engines() -> None:
     seen: list[str] = []
     with collector() as (url, spans):
-        async with RouterRig(1, 1, config={"front": {"otlp_traces_endpoint": url}}) as rig:
+        async with RouterRig(1, 1, front={"otlp_traces_endpoint": url}) as rig:
             given = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
             await rig.complete(ASK, headers=given)
             seen += [each.counts.last_headers["traceparent"] for each in rig.engines]
@@ -72,7 +72,7 @@ async def test_a_collector_that_is_away_costs_spans_alone(monkeypatch: pytest.Mo
     """Also at the end, with as many spans as are kept, each batch of which is tried for seconds."""
     monkeypatch.setattr(tracing, "CLOSE_S", 0.1)
 
-    async with RouterRig(0, 1, config={"front": {"otlp_traces_endpoint": AWAY}}) as rig:
+    async with RouterRig(0, 1, front={"otlp_traces_endpoint": AWAY}) as rig:
         assert (await rig.complete({"prompt": "hello", "max_tokens": 2})).status == 200
     full = Tracing(AWAY)
     for _ in range(2048):

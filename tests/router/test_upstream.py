@@ -15,7 +15,7 @@ from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.transport import FakeTransport
 from tests.support.upstreams import quick_upstream
-from tests.support.waiting import until
+from tests.support.waiting import turns, until
 from vllm_kvpool.config import MAX_ENDPOINT_CHARS, MAX_NOTICES
 from vllm_kvpool.router.control.events import Sample
 from vllm_kvpool.router.dataplane import upstream
@@ -342,27 +342,25 @@ def test_lines_that_are_not_asked_for_are_not_even_parsed() -> None:
     assert read_sample('vllm:e2e_seconds_bucket{le="0.1 1.0\n' + TEXT) == read_sample(TEXT)
 
 
-@pytest.mark.parametrize("turns", range(8))
-async def test_it_closes_whatever_is_being_connected(turns: int) -> None:
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_it_closes_whatever_is_being_connected(num_turns: int) -> None:
     async with player(FINE) as (url, _):
         engines = quick_upstream(silence_timeout_s=5.0, answer_timeout_s=5.0)
         assert (await engines.post(url, b"")).status == 200
         calls = [asyncio.ensure_future(engines.post(url, b"")) for _ in range(4)]
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await turns(num_turns)
         async with asyncio.timeout(2.0):
             await engines.close()
             ended = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(each, EngineLost) or each.status == 200 for each in ended)
 
 
-@pytest.mark.parametrize("turns", range(12))
-async def test_it_closes_after_calls_that_were_cancelled_as_they_connected(turns: int) -> None:
+@pytest.mark.parametrize("num_turns", range(12))
+async def test_it_closes_after_calls_that_were_cancelled_as_they_connected(num_turns: int) -> None:
     async with player(FINE) as (url, _):
         engines = quick_upstream(silence_timeout_s=5.0, answer_timeout_s=5.0)
         calls = [asyncio.ensure_future(take(engines, url)) for _ in range(4)]
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await turns(num_turns)
         for each in calls:
             each.cancel()
         await asyncio.gather(*calls, return_exceptions=True)

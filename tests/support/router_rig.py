@@ -172,11 +172,10 @@ class RouterRig:
         decode: int = 2,
         *,
         spec: ScriptedSpec = FAST,
-        config: Mapping[str, Mapping[str, Any]] | None = None,
-        more: Mapping[str, Any] | None = None,
         shares: bool = True,
+        **config: Any,
     ) -> None:
-        """`config`: values of sections, beside or instead of QUICK's; `more`: of the top level.
+        """`config`: the router's, sections beside or instead of QUICK's values.
 
         Not `shares`: each engine has a pool of its own.
         """
@@ -189,11 +188,9 @@ class RouterRig:
         self.reference = ScriptedEngine(spec, None)
         """One that nobody disturbs, which knows no pool."""
         self._roles = ["prefill"] * prefill + ["decode"] * decode
-        given = dict(config or {})
-        self._config: dict[str, Any] = {
-            name: {**QUICK.get(name, {}), **given.get(name, {})} for name in (*QUICK, *given)
+        self._config = config | {
+            name: {**section, **config.get(name, {})} for name, section in QUICK.items()
         }
-        self._config |= more or {}
         self._routers: list[Router] = []
         self._clients: list[RawClient] = []
         self.ids = [f"r{number}" for number in range(prefill + decode)]
