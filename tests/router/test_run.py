@@ -127,10 +127,12 @@ async def test_the_fleet_changes_under_fifty_streams(changes: list[Event]) -> No
 
 
 async def test_an_engine_joins_while_streams_run_and_one_that_was_removed_comes_back() -> None:
-    async with RouterRig(1, 1, overload={"ttft_target_s": 60.0}) as rig:
+    async with (
+        RouterRig(1, 1, overload={"ttft_target_s": 60.0}) as rig,
+        ScriptedEngine(rig.spec, rig.pool) as more,
+    ):
         new, fleet = ReplicaId("new"), rig.router.controller.state.fleet
-        more = ScriptedEngine(rig.spec, rig.pool)
-        added = Added(spec=ReplicaSpec(replica_id=new, url=await more.start()), role=Role.DECODE)
+        added = Added(spec=ReplicaSpec(replica_id=new, url=more.url), role=Role.DECODE)
         for number in range(3):
             async with _crowd(rig, 0 if number else 20):
                 rig.router.post(added)
@@ -138,7 +140,6 @@ async def test_an_engine_joins_while_streams_run_and_one_that_was_removed_comes_
             assert len(rig.router.replicas.monitors) == 3
             rig.router.post(Remove(new))
             await rig.until(lambda: new not in fleet, "it is forgotten")
-        await more.stop()
 
 
 async def test_a_standby_sleeps_and_wakes() -> None:

@@ -138,14 +138,11 @@ async def test_an_answer_beyond_all_bounds() -> None:
 
 
 async def test_a_large_body_is_sent() -> None:
-    engine = ScriptedEngine(FAST)
-    async with calls() as engines:
-        url = await engine.start()
+    async with calls(answer_timeout_s=10.0) as engines, ScriptedEngine(FAST) as engine:
         body = b'{"model":"scripted","prompt":"x","user":"%b"}' % (b"x" * (3 << 20))
         headers = {"Content-Type": "application/json"}
-        answer = await engines.post(f"{url}/v1/completions", body, headers)
+        answer = await engines.post(f"{engine.url}/v1/completions", body, headers)
         assert answer.status == 200
-        await engine.stop()
 
 
 async def test_a_connection_is_used_again_after_a_stream() -> None:
@@ -290,18 +287,17 @@ def test_metrics_of_something_else_say_nothing() -> None:
 
 
 async def test_metrics_of_a_scripted_engine() -> None:
-    engine = ScriptedEngine(FAST, ScriptedPool())
+    pool = ScriptedPool()
     async with calls() as engines:
-        url = await engine.start()
-        found = await sample(engines, url, 1.0)
-        assert found.total_blocks == FAST.kv_blocks
-        assert found.block_size == FAST.block_size
-        assert found.pool_is_up
-        engine.pool.up = False
-        assert not (await sample(engines, url, 1.0)).pool_is_up
-        await engine.stop()
+        async with ScriptedEngine(FAST, pool) as engine:
+            found = await sample(engines, engine.url, 1.0)
+            assert found.total_blocks == FAST.kv_blocks
+            assert found.block_size == FAST.block_size
+            assert found.pool_is_up
+            pool.up = False
+            assert not (await sample(engines, engine.url, 1.0)).pool_is_up
         with pytest.raises(EngineUnreached):
-            await sample(engines, url, 1.0)
+            await sample(engines, engine.url, 1.0)
 
 
 NOTICES = "# HELP vllm:kvpool_notices_info 1: an endpoint.\n"
@@ -352,6 +348,8 @@ async def test_it_closes_whatever_is_being_connected(num_turns: int) -> None:
         async with asyncio.timeout(2.0):
             await engines.close()
             ended = await asyncio.gather(*calls, return_exceptions=True)
+        with pytest.raises(EngineUnreached, match="the router ends"):
+            await engines.post(url, b"")
     assert all(isinstance(each, EngineLost) or each.status == 200 for each in ended)
 
 
