@@ -317,7 +317,6 @@ async def test_a_body_that_is_too_large_is_not_read() -> None:
 
 async def connected(client: ClientSession) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     url = client._base_url
-    assert url is not None
     return await asyncio.open_connection(url.host, url.port)
 
 

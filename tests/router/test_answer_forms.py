@@ -1,7 +1,6 @@
 """What holds for every form of answer: an abort is no end, and engines' addresses stay inside."""
 
 import asyncio
-import contextlib
 import json
 from typing import Any
 
@@ -9,14 +8,9 @@ import aiohttp
 import pytest
 
 from tests.support.router_rig import Reply, RouterRig
-from tests.support.scripted_spec import Fault, FaultKind
+from tests.support.scripted_spec import FaultKind
 from vllm_kvpool.router.dataplane.data_plane import METHODS
-from vllm_kvpool.router.dataplane.request_body import (
-    READ,
-    RESERVED_FIELDS,
-    ApiPath,
-    parse_request,
-)
+from vllm_kvpool.router.dataplane.request_body import READ, RESERVED_FIELDS, ApiPath, parse_request
 from vllm_kvpool.router.dataplane.resume.whole_answer import is_streamable
 
 TALK = [{"role": "user", "content": "hello"}]
@@ -52,8 +46,7 @@ async def ask_and_put_to_sleep(rig: RouterRig, body: dict[str, Any], path: str) 
     try:
         await rig.until(rig.holders, "an engine has the request")
         (holder,) = rig.holders()
-        core = rig.engines[holder].core
-        assert core is not None
+        core = rig.engines[holder].running
         await rig.until(lambda: core.batch.free_blocks < rig.spec.kv_blocks, "it is computed")
         core.sleep(1, "abort")
         return await asked
@@ -67,7 +60,7 @@ async def test_an_aborted_answer_is_not_passed_on_as_its_end(
 ) -> None:
     body = {"max_tokens": MOST, "ignore_eos": True, "stream": stream, **body}
     async with RouterRig(0, 2) as rig:
-        direct = await rig.complete(body, path.value, at=rig.reference)
+        direct = await rig.direct(body, path.value)
         if path in READ:
             reply = await ask_and_put_to_sleep(rig, body, path.value)
             assert reply.status == 200
@@ -87,10 +80,9 @@ async def test_an_aborted_answer_is_not_passed_on_as_its_end(
 async def test_an_aborted_prompt_is_not_computed() -> None:
     async with RouterRig(1, 1) as rig:
         prompt = "hello world " * 400
-        direct = await rig.complete({"prompt": prompt}, at=rig.reference)
+        direct = await rig.direct({"prompt": prompt})
         asked = asyncio.create_task(rig.complete({"prompt": prompt}))
-        prefill = rig.engines[0].core
-        assert prefill is not None
+        prefill = rig.engines[0].running
         await rig.until(lambda: not prefill.batch.is_empty, "its prompt is being computed")
         prefill.sleep(1, "abort")
         reply = await asked
@@ -130,22 +122,12 @@ async def test_no_form_of_answer_tells_what_is_the_clusters(
 ) -> None:
     """Streams of /v1/responses told `kv_transfer_params`."""
     status, content_type, body = FORMS[form]
-    config = {"front": {"trust_clients": trusts}}
     asked = {"prompt": "a", "messages": TALK, "input": "a", "tokens": [5], "echo": True}
     asked |= {"stream": "stream" in form, "tools": [{"type": "function"}]}
-    async with RouterRig(0, 1, config=config) as rig:
-        rig.engines[0].board.set(
-            Fault(
-                kind=FaultKind.STATUS,
-                **{"status": status, "body": body, "content_type": content_type},
-                paths=(path,),
-            )
-        )
-        told = b""
-        with contextlib.suppress(aiohttp.ClientPayloadError):
-            async with rig.session.post(rig.url + path, json=rig.body(asked)) as got:
-                async for piece in got.content.iter_any():
-                    told += piece
+    async with RouterRig(0, 1, front={"trust_clients": trusts}) as rig:
+        fault = {"status": status, "body": body, "content_type": content_type, "paths": (path,)}
+        rig.fail(0, FaultKind.STATUS, **fault)
+        told = await rig.told(path, asked)
         assert rig.engines[0].counts.received[path]
         assert (ADDRESS.encode() in told) is trusts
 
@@ -155,7 +137,7 @@ async def test_no_form_of_answer_tells_what_is_the_clusters(
 async def test_engines_addresses_are_told_to_trusted_clients_alone(
     path: ApiPath, body: dict[str, Any], stream: bool, trusts: bool
 ) -> None:
-    async with RouterRig(0, 1, config={"front": {"trust_clients": trusts}}) as rig:
+    async with RouterRig(0, 1, front={"trust_clients": trusts}) as rig:
         reply = await rig.complete({**body, "max_tokens": 4, "stream": stream}, path.value)
         assert reply.status == 200
         (answer,) = reply.chunks

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.router.scenes import Scene
-from tests.support.router_rig import RouterRig, run
+from tests.support.router_rig import RouterRig
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import ScriptedSpec
 from vllm_kvpool.router.control.events import (
@@ -89,26 +89,20 @@ def test_engine_that_was_to_sleep_and_does_not_is_named_until_it_is_loaded() -> 
         (ScriptedSpec(model="n"), "model", "--served-model-name"),
     ],
 )
-def test_log_health_metric_and_page_say_which_engine_differs(
+async def test_log_health_metric_and_page_say_which_engine_differs(
     spec: ScriptedSpec, mismatch: str, advice: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        async with RouterRig(1, 2) as rig:
-            rig.engines.append(ScriptedEngine(spec, rig.pool))
-            url = await rig.engines[-1].start()
-            odd_spec = ReplicaSpec(replica_id=ReplicaId("odd"), url=url)
-            rig.router.post(Added(spec=odd_spec, role=Role.DECODE))
-            await rig.until(lambda: advice in caplog.text, "the log says what to set")
-            async with rig.session.get(f"{rig.url}/health") as answer:
-                assert answer.status == 200
-                health = await answer.json()
-            assert health["status"] == "degraded"
-            assert health["mismatches"] == {"odd": mismatch}
-            line = f'replica_mismatch{{replica="odd",mismatch="{mismatch}"}} 1.0'
-            assert line in rig.router.telemetry.expose()[1].decode()
-            view = state_of(rig.router.controller, time.monotonic())
-            assert view.replicas[-1].mismatch == mismatch
-            assert advice in view.replicas[-1].problem
-
-    with caplog.at_level(logging.WARNING):
-        run(main)
+    caplog.set_level(logging.WARNING)
+    async with RouterRig(1, 2) as rig:
+        rig.engines.append(ScriptedEngine(spec, rig.pool))
+        odd = ReplicaSpec(replica_id=ReplicaId("odd"), url=await rig.engines[-1].start())
+        rig.router.post(Added(spec=odd, role=Role.DECODE))
+        await rig.until(lambda: advice in caplog.text, "the log says what to set")
+        health = await rig.ask("GET", "/health")
+        assert (health.status, health.json["status"]) == (200, "degraded")
+        assert health.json["mismatches"] == {"odd": mismatch}
+        line = f'replica_mismatch{{replica="odd",mismatch="{mismatch}"}} 1.0'
+        assert line in rig.router.telemetry.expose()[1].decode()
+        view = state_of(rig.router.controller, time.monotonic())
+        assert view.replicas[-1].mismatch == mismatch
+        assert advice in view.replicas[-1].problem

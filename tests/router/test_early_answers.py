@@ -15,19 +15,21 @@ pytestmark = pytest.mark.alone
 
 LONG = "hello world " * 400
 Body = dict[str, Any]
+
+
+def transfer(**options: Any) -> Body:
+    return {"kv_transfer_params": {"kvpool": options}}
+
+
 TALKS: dict[str, tuple[str, Body]] = {
     "stream": (COMPLETIONS, {"prompt": LONG, "stream": True}),
     "whole": (COMPLETIONS, {"prompt": LONG}),
-    "in one piece": (
-        COMPLETIONS,
-        {"prompt": LONG, "kv_transfer_params": {"kvpool": {"tenant": "search"}}},
-    ),
+    "in one piece": (COMPLETIONS, {"prompt": LONG, **transfer(tenant="search")}),
     "choices": (COMPLETIONS, {"prompt": LONG, "n": 2, "stream": True}),
     "chat": (CHAT, {"messages": [{"role": "user", "content": LONG}]}),
 }
 SLOW = ScriptedSpec(step_base_s=0.001, put_s=0.005, prefill_tokens_per_s=3000)
 TRUSTING = {"front": {"trust_clients": True}}
-STALLED = {"kind": FaultKind.STALL, "after_tokens": 0, "times": 1}
 
 
 def _options(rig: RouterRig, number: int) -> Body:
@@ -44,8 +46,8 @@ async def _begun(rig: RouterRig) -> None:
 @pytest.mark.parametrize("talk", TALKS)
 async def test_decoder_has_the_request_while_its_prompt_is_computed(talk: str) -> None:
     path, body = TALKS[talk]
-    async with RouterRig(1, 1, spec=SLOW, config=TRUSTING) as rig:
-        direct = await rig.complete(body, path, at=rig.reference)
+    async with RouterRig(1, 1, spec=SLOW, **TRUSTING) as rig:
+        direct = await rig.direct(body, path)
         answer = asyncio.ensure_future(rig.complete(body, path))
         await _begun(rig)
         reply = await answer
@@ -61,7 +63,7 @@ async def test_decoder_has_the_request_while_its_prompt_is_computed(talk: str) -
 async def test_answer_in_one_piece_counts_as_begun_once_its_prompt_is_computed() -> None:
     """Its decoder may start others."""
     path, body = TALKS["in one piece"]
-    async with RouterRig(1, 1, spec=SLOW, config=TRUSTING) as rig:
+    async with RouterRig(1, 1, spec=SLOW, **TRUSTING) as rig:
         replica = rig.router.controller.state.fleet[ReplicaId("r1")]
         answer = asyncio.ensure_future(rig.complete({**body, "max_tokens": 900}, path))
         await _begun(rig)
@@ -72,23 +74,22 @@ async def test_answer_in_one_piece_counts_as_begun_once_its_prompt_is_computed()
         assert (await answer).status == 200
 
 
+FAULTS: dict[str, Body] = {
+    "busy": {"kind": FaultKind.BUSY},
+    "500": {"kind": FaultKind.STATUS, "status": 500},
+    "400": {"kind": FaultKind.STATUS, "status": 400},
+    "cut": {"kind": FaultKind.CUT, "after_tokens": 0},
+    "no HTTP": {"kind": FaultKind.NOT_HTTP},
+}
+
+
 @pytest.mark.parametrize("talk", TALKS)
-@pytest.mark.parametrize(
-    "fault",
-    [
-        {"kind": FaultKind.BUSY},
-        {"kind": FaultKind.STATUS, "status": 500},
-        {"kind": FaultKind.STATUS, "status": 400},
-        {"kind": FaultKind.CUT, "after_tokens": 0},
-        {"kind": FaultKind.NOT_HTTP},
-    ],
-    ids=lambda fault: f"{fault['kind'].value} {fault.get('status', '')}",
-)
-async def test_decoder_waits_no_more_for_a_prompt_that_fails(talk: str, fault: Body) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_decoder_waits_no_more_for_a_prompt_that_fails(talk: str, fault: str) -> None:
     path, body = TALKS[talk]
-    async with RouterRig(1, 1, config=TRUSTING) as rig:
-        direct = await rig.complete(body, path, at=rig.reference)
-        rig.fail(0, times=1, **fault)
+    async with RouterRig(1, 1, **TRUSTING) as rig:
+        direct = await rig.direct(body, path)
+        rig.fail(0, times=1, **FAULTS[fault])
         reply = await asyncio.wait_for(rig.complete(body, path), 5.0)
         assert reply.text == direct.text
         assert rig.counts["served"] == 1
@@ -98,8 +99,8 @@ async def test_decoder_waits_no_more_for_a_prompt_that_fails(talk: str, fault: B
 @pytest.mark.parametrize("talk", TALKS)
 async def test_answer_is_right_when_prefill_dies_while_it_computes(talk: str) -> None:
     path, body = TALKS[talk]
-    async with RouterRig(1, 1, spec=SLOW, config=TRUSTING) as rig:
-        direct = await rig.complete(body, path, at=rig.reference)
+    async with RouterRig(1, 1, spec=SLOW, **TRUSTING) as rig:
+        direct = await rig.direct(body, path)
         answer = asyncio.ensure_future(rig.complete(body, path))
         await _begun(rig)
         rig.kill(0)
@@ -114,7 +115,7 @@ async def test_answer_is_right_when_prefill_dies_before_all_is_stored(
     """It has answered, and what it was saving is lost; the decoder waited all of its time."""
     async with RouterRig(1, 1, spec=replace(FAST, put_s=5.0, notices=notices)) as rig:
         body = {"prompt": LONG, "stream": True}
-        direct = await rig.complete(body, at=rig.reference)
+        direct = await rig.direct(body)
         answer = asyncio.ensure_future(rig.complete(body))
         state = rig.router.controller.state
         await rig.until(lambda: state.rates.handed_tokens.per_second(state.now), "it is computed")
@@ -125,9 +126,9 @@ async def test_answer_is_right_when_prefill_dies_before_all_is_stored(
 
 
 async def test_next_decoder_waits_for_the_same_prompt() -> None:
-    async with RouterRig(1, 2, spec=SLOW, config=TRUSTING) as rig:
+    async with RouterRig(1, 2, spec=SLOW, **TRUSTING) as rig:
         body = {"prompt": LONG, "stream": True}
-        direct = await rig.complete(body, at=rig.reference)
+        direct = await rig.direct(body)
         before = rig.engines[0].counts.received[COMPLETIONS]
         answer = asyncio.ensure_future(rig.complete(body))
         await rig.until(lambda: len(rig.holders()) == 2, "both engines have it")
@@ -140,12 +141,10 @@ async def test_next_decoder_waits_for_the_same_prompt() -> None:
 
 async def test_prompt_is_given_up_once_its_client_is_answered() -> None:
     """A decoder that waits no longer computes it: nobody blames the prefill engine for that."""
-    async with RouterRig(1, 1, config=TRUSTING) as rig:
-        rig.fail(0, **STALLED)
+    async with RouterRig(1, 1, **TRUSTING) as rig:
+        rig.fail(0, FaultKind.STALL, after_tokens=0, times=1)
         aborted = rig.engines[0].counts.aborted
-        reply = await rig.complete(
-            {"prompt": LONG, "kv_transfer_params": {"kvpool": {"expect_timeout_ms": 50}}}
-        )
+        reply = await rig.complete({"prompt": LONG, **transfer(expect_timeout_ms=50)})
         assert reply.status == 200
         await rig.until(lambda: rig.engines[0].counts.aborted == aborted + 1, "it is given up")
         assert "resumed" not in rig.counts
@@ -154,8 +153,7 @@ async def test_prompt_is_given_up_once_its_client_is_answered() -> None:
 
 async def test_notices_of_the_prompts_answer_go_to_a_decoder_that_is_asked_after_it() -> None:
     spec = replace(FAST, notices=("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
-    config = {"flow": {"decode_requests": 1}}
-    async with RouterRig(1, 1, spec=spec, config=config) as rig:
+    async with RouterRig(1, 1, spec=spec, flow={"decode_requests": 1}) as rig:
         first = asyncio.ensure_future(rig.complete({"prompt": "hello", "max_tokens": 5000}))
         await rig.until(lambda: rig.holders() == [1], "the decoder is full")
         answer = asyncio.ensure_future(rig.complete({"prompt": LONG}))

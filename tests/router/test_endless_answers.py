@@ -1,16 +1,14 @@
 """An engine that never ends an answer: the router takes what was asked for, and no more."""
 
 import asyncio
-import contextlib
 import json
 from typing import Any
 
-import aiohttp
 import pytest
 
 from tests.router.test_passed_on import MESSAGES, RESPONSES
 from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig
-from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
+from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.router.dataplane.request_body import (
     ANSWER_BYTES,
     MAX_ANSWER_BYTES,
@@ -46,13 +44,9 @@ async def test_endless_answer_is_cut_at_what_was_asked_for(name: str) -> None:
     path, body = ASKED[name]
     async with RouterRig(0, 1) as rig:
         engine = rig.engines[0]
-        engine.board.set(Fault(kind=FaultKind.ENDLESS))
-        asked = {"model": "scripted", "temperature": 0, **body}
-        told = b""
-        with contextlib.suppress(aiohttp.ClientPayloadError):
-            async with asyncio.timeout(20), rig.session.post(rig.url + path, json=asked) as got:
-                async for piece in got.content.iter_any():
-                    told += piece
+        rig.fail(0, FaultKind.ENDLESS)
+        async with asyncio.timeout(20):
+            told = await rig.told(path, body)
         await rig.until(lambda: not rig.router.controller.state.requests, "it is over")
         calls = engine.counts.received[path]
         assert engine.counts.endless_bytes <= calls * (ANSWER_BYTES + BUFFERS)
@@ -65,7 +59,7 @@ async def test_endless_answer_is_cut_at_what_was_asked_for(name: str) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_tokens_beyond_those_asked_for_end_the_answer_with_its_length(path: str) -> None:
     async with RouterRig(0, 1) as rig:
-        rig.engines[0].board.set(Fault(kind=FaultKind.ENDLESS))
+        rig.fail(0, FaultKind.ENDLESS)
         reply = await rig.stream(OWN[path] | {"temperature": 0}, path)
         assert reply.text == "a " * 4
         assert reply.finish_reason == "length"
@@ -81,7 +75,7 @@ async def test_answer_without_a_length_is_cut_at_the_models(stream: bool) -> Non
     async with RouterRig(0, 1, spec=spec) as rig:
         assert rig.router.model_length("scripted") == rig.router.model_length("") == 64
         assert rig.router.model_length("another") is None
-        rig.engines[0].board.set(Fault(kind=FaultKind.ENDLESS))
+        rig.fail(0, FaultKind.ENDLESS)
         asked = {"messages": TALK, "temperature": 0, "stream": stream, "max_tokens": None}
         reply = await (rig.stream if stream else rig.complete)(asked, CHAT)
         assert reply.text == "a " * 64

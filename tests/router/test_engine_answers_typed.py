@@ -193,7 +193,7 @@ def test_usage_without_a_count_is_not_assembled(gone: str) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/version"])
 async def test_status_that_is_none_of_an_answer_is_not_passed_on(path: str, status: int) -> None:
     """Behind 204 and 304 a body would be read as the next answer; 302 leads past the router."""
-    async with RouterRig(0, 1, config={"flow": {"max_attempts": 1}}) as rig:
+    async with RouterRig(0, 1, flow={"max_attempts": 1}) as rig:
         fault = Fault(kind=FaultKind.STATUS, status=status, body="{}", paths=(path,))
         rig.engines[0].board.set(fault)
         body = {"model": "scripted", "prompt": "a", "messages": []}

@@ -10,11 +10,7 @@ import pytest
 from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, ClientRequest, parse_request
 from vllm_kvpool.router.dataplane.resume import whole_answer
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode, goes_on_elsewhere
-from vllm_kvpool.router.dataplane.resume.stream_resumer import (
-    Refusal,
-    Resume,
-    StreamResumer,
-)
+from vllm_kvpool.router.dataplane.resume.stream_resumer import Refusal, Resume, StreamResumer
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "router_failover.md"
 KINDS = {"completion": [ApiPath.COMPLETION], "chat": [ApiPath.CHAT], "both": list(READ)}

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from tests.router.scripts import Example, examples
-from tests.support.router_rig import FAST, RouterRig, run
+from tests.support.router_rig import FAST, RouterRig
 from tests.support.router_steps import Steps
 from vllm_kvpool.router.control.handovers import (
     APART_AFTER,
@@ -203,42 +203,36 @@ def test_engines_that_share_no_store_are_named() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("with_details", [True, False])
-def test_engines_without_a_common_store_stop_waiting_for_each_other(
+async def test_engines_without_a_common_store_stop_waiting_for_each_other(
     stream: bool, with_details: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each prompt was handed over and waited for the whole time, and nothing was said of it."""
+    caplog.set_level(logging.WARNING)
+    spec = replace(FAST, enable_prompt_tokens_details=with_details)
+    async with RouterRig(1, 1, spec=spec, front={"expect_timeout_ms": 1500}, shares=False) as rig:
+        waits: list[float] = []
+        counts = rig.router.controller.state.counts
 
-    async def main() -> None:
-        config = {"front": {"expect_timeout_ms": 1500}}
-        spec = replace(FAST, enable_prompt_tokens_details=with_details)
-        async with RouterRig(1, 1, spec=spec, config=config, shares=False) as rig:
-            waits: list[float] = []
-            counts = rig.router.controller.state.counts
+        def are_counted(num_prompts: int) -> bool:
+            """Return True if each prompt's path is known, and each hand-over's miss."""
+            missing = counts.events["handovers_missing"]
+            is_known = missing == counts.prompts[PromptPath.HANDED_OVER]
+            return is_known and counts.prompts.total() == num_prompts
 
-            def are_counted(num_prompts: int) -> bool:
-                """Return True if each prompt's path is known, and each hand-over's miss."""
-                missing = counts.events["handovers_missing"]
-                is_known = missing == counts.prompts[PromptPath.HANDED_OVER]
-                return is_known and counts.prompts.total() == num_prompts
-
-            for number in range(9):
-                body = {"prompt": f"{number} " * 2000, "max_tokens": 4, "stream": stream}
-                began = asyncio.get_running_loop().time()
-                reply = await rig.complete(body)
-                waits.append(asyncio.get_running_loop().time() - began)
-                assert reply.status == 200
-                await rig.until(partial(are_counted, number + 1), "it is counted")
-            slow = [each for each in waits if each >= 1.5]
-            assert len(slow) == APART_AFTER, waits
-            paths = {PromptPath.HANDED_OVER: 3, PromptPath.NO_SHARED_STORE: 6}
-            assert +counts.prompts == paths
-            await rig.until(lambda: "file:// on a file system" in caplog.text, "it is logged")
-            async with rig.session.get(f"{rig.url}/health") as answer:
-                assert (await answer.json())["mismatches"] == {"r1": "no_shared_store"}
-            async with rig.session.get(f"{rig.url}/metrics") as answer:
-                text = await answer.text()
-            assert 'kvpool_router_handovers_total{outcome="missing"} 3.0' in text
-            assert 'kvpool_router_prompts_total{path="no_shared_store"} 6.0' in text
-
-    with caplog.at_level(logging.WARNING):
-        run(main)
+        for number in range(9):
+            body = {"prompt": f"{number} " * 2000, "max_tokens": 4, "stream": stream}
+            began = asyncio.get_running_loop().time()
+            reply = await rig.complete(body)
+            waits.append(asyncio.get_running_loop().time() - began)
+            assert reply.status == 200
+            await rig.until(partial(are_counted, number + 1), "it is counted")
+        slow = [each for each in waits if each >= 1.5]
+        assert len(slow) == APART_AFTER, waits
+        paths = {PromptPath.HANDED_OVER: 3, PromptPath.NO_SHARED_STORE: 6}
+        assert +counts.prompts == paths
+        await rig.until(lambda: "file:// on a file system" in caplog.text, "it is logged")
+        health = (await rig.ask("GET", "/health")).json
+        assert health["mismatches"] == {"r1": "no_shared_store"}
+        text = (await rig.ask("GET", "/metrics")).body.decode()
+        assert 'kvpool_router_handovers_total{outcome="missing"} 3.0' in text
+        assert 'kvpool_router_prompts_total{path="no_shared_store"} 6.0' in text

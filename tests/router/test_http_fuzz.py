@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.transport import FakeTransport
 from tests.support.upstreams import quick_upstream
+from tests.support.waiting import turns
 from vllm_kvpool.router.dataplane.http_server import HttpRequest, HttpServer, Response, ServerLimits
 from vllm_kvpool.router.dataplane.responses import EngineLost
 from vllm_kvpool.router.dataplane.upstream import UpstreamConnection
@@ -27,11 +28,8 @@ LIMIT_S = 300 + RUNS // 500
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
 LIMITS = ServerLimits(
-    max_body_bytes=2000,
-    max_bodies_bytes=1 << 20,
-    max_connections=10,
-    read_timeout_s=60.0,
-    write_timeout_s=5.0,
+    **{"max_body_bytes": 2000, "max_bodies_bytes": 1 << 20, "max_connections": 10},
+    **{"read_timeout_s": 60.0, "write_timeout_s": 5.0},
 )
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 BODY = b'{"model":"m","prompt":"hello"}'
@@ -54,34 +52,14 @@ RESPONSES = (
     b"HTTP/1.1 503 Busy\r\nConnection: close\r\nContent-Length: 4\r\n\r\nbusy",
 )
 PIECES = (
-    *(
-        b"\r\n",
-        b"\n",
-        b"\r",
-        b" ",
-        b"\t",
-        b"\0",
-        b":",
-        b";",
-        b",",
-        b"0",
-        b"\xff",
-        b"-1",
-        b"+",
-        b"0x",
-    ),
+    *(b"\r\n", b"\n", b"\r", b" ", b"\t", b"\0", b":", b";", b",", b"0", b"\xff"),
+    *(b"-1", b"+", b"0x"),
     *(b"Content-Length: 5\r\n", b"Content-Length: 30\r\n", b"content-length:0\r\n"),
     *(b"Transfer-Encoding: chunked\r\n", b"Transfer-Encoding: gzip, chunked\r\n"),
     *(b"Transfer-Encoding: identity\r\n", b"Transfer-Encoding:\x0bchunked\r\n", b"Host: y\r\n"),
     *(b" folded\r\n", b"Connection: close\r\n", b"Upgrade: h2c\r\nConnection: upgrade\r\n"),
-    *(
-        b"0\r\n\r\n",
-        b"5\r\nhello\r\n",
-        b"ffffffffffffffff\r\n",
-        b"HTTP/1.1",
-        b"HTTP/1.0",
-        b"HTTP/2.0",
-    ),
+    *(b"0\r\n\r\n", b"5\r\nhello\r\n", b"ffffffffffffffff\r\n"),
+    *(b"HTTP/1.1", b"HTTP/1.0", b"HTTP/2.0"),
     b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n",
 )
 
@@ -153,11 +131,9 @@ class Bench:
                 break
             protocol.data_received(piece)
             await asyncio.sleep(0)
-        for _ in range(24):
-            await asyncio.sleep(0)
+        await turns(24)
         transport.close()
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await turns(3)
         assert self.server.held_bytes == 0
         assert not self.server.connections
         return tuple(self.read), transport.written
@@ -183,7 +159,6 @@ def h11_requests(data: bytes) -> Reading:
             elif isinstance(event, h11.Data):
                 body += bytes(event.data)
             elif isinstance(event, h11.EndOfMessage):
-                assert request is not None
                 headers = tuple((n.decode(), v.decode("latin-1")) for n, v in request.headers)
                 target = request.target.partition(b"?")[0].decode("latin-1")
                 found.append((request.method.decode(), target, headers, body))
@@ -223,55 +198,40 @@ def test_a_request_has_one_reading_or_none() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        *(
-            b"Content-Length: 3\r\nContent-Length: 3\r\n",
-            b"Content-Length: 3\r\nContent-Length: 4\r\n",
-        ),
+        b"Content-Length: 3\r\nContent-Length: 3\r\n",
+        b"Content-Length: 3\r\nContent-Length: 4\r\n",
         *(b"Content-Length: 3, 3\r\n", b"Content-Length: +3\r\n", b"Content-Length: 0x3\r\n"),
         *(b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n", b"Content-Length : 3\r\n"),
         *(b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n", b"Content-Length: 3 4\r\n"),
         *(b"Transfer-Encoding: gzip, chunked\r\n", b"Transfer-Encoding: identity\r\n"),
         *(b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n", b"Host: y\r\n"),
-        *(
-            b"Transfer-Encoding: xchunked\r\n",
-            b"Transfer-Encoding:\x0bchunked\r\n",
-            b"A: b\r\n c\r\n",
-        ),
-        *(b"A: b\nContent-Length: 3\r\n", b"A: b\rContent-Length: 3\r\n", b"A: \0\r\n"),
+        *(b"Transfer-Encoding: xchunked\r\n", b"Transfer-Encoding:\x0bchunked\r\n"),
+        *(b"A: b\r\n c\r\n", b"A: b\nContent-Length: 3\r\n", b"A: b\rContent-Length: 3\r\n"),
+        b"A: \0\r\n",
     ],
 )
-def test_what_could_be_read_in_two_ways_is_refused(more: bytes) -> None:
-    async def main() -> None:
-        bench = Bench()
-        await bench.server.start("127.0.0.1", 0)
-        for tail in (
-            b"abc",
-            b"3\r\nabc\r\n0\r\n\r\n",
-            b"0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n",
-        ):
-            read, answers = await bench.reading([HEAD + more + b"\r\n" + tail])
-            assert not read, read
-            assert answers.startswith(b"HTTP/1.1 400 "), answers
-            assert b"Connection: close" in answers
-        await bench.server.stop(0.0)
-
-    asyncio.run(main())
+async def test_what_could_be_read_in_two_ways_is_refused(more: bytes) -> None:
+    smuggled = b"0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
+    for tail in (b"abc", b"3\r\nabc\r\n0\r\n\r\n", smuggled):
+        assert b"Connection: close" in await refused(HEAD + more + b"\r\n" + tail)
 
 
 @pytest.mark.parametrize(
-    "chunk", [b"0x3", b"+3", b"3 ", b" 3", b"", b"-3", b"f" * 17, b"3\n", b"3\r"]
+    "size", [b"0x3", b"+3", b"3 ", b" 3", b"", b"-3", b"f" * 17, b"3\n", b"3\r"]
 )
-def test_sizes_of_chunks_have_one_form(chunk: bytes) -> None:
-    async def main() -> None:
-        bench = Bench()
-        await bench.server.start("127.0.0.1", 0)
-        data = HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk + b"\r\nabc\r\n0\r\n\r\n"
-        read, answers = await bench.reading([data])
-        assert not read
-        assert answers.startswith(b"HTTP/1.1 400 ")
-        await bench.server.stop(0.0)
+async def test_sizes_of_chunks_have_one_form(size: bytes) -> None:
+    await refused(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + size + b"\r\nabc\r\n0\r\n\r\n")
 
-    asyncio.run(main())
+
+async def refused(data: bytes) -> bytes:
+    """The answer to bytes of which no request is read."""
+    bench = Bench()
+    await bench.server.start("127.0.0.1", 0)
+    read, answers = await bench.reading([data])
+    await bench.server.stop(0.0)
+    assert not read, read
+    assert answers.startswith(b"HTTP/1.1 400 "), answers
+    return answers
 
 
 # Responses

@@ -8,13 +8,7 @@ from tests.router.scripts import Example, examples
 from tests.support.router_invariants import check_controller
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.control.events import (
-    ASKED_BY_ADMIN,
-    Abort,
-    Added,
-    Outcome,
-    ReplicaSpec,
-)
+from vllm_kvpool.router.control.events import ASKED_BY_ADMIN, Abort, Added, Outcome, ReplicaSpec
 from vllm_kvpool.router.control.settings import Settings
 from vllm_kvpool.router.control.states import Role, State
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -59,6 +60,9 @@ class Bench:
         """Have it loaded, and wait for the report."""
         self.watch.load()
         await self.until(ReplicaLoaded)
+
+    def fail(self, kind: FaultKind, **more: Any) -> None:
+        self.engine.fail(Fault(kind=kind, **more))
 
     async def so(self, is_so: Callable[[], object]) -> None:
         """Wait until it is."""
@@ -117,11 +121,11 @@ async def test_an_engine_that_does_not_come_has_failed() -> None:
 
 async def test_health_is_not_enough() -> None:
     async with bench() as each:
-        each.engine.fail(Fault(kind=FaultKind.STATUS, status=500))
+        each.fail(FaultKind.STATUS, status=500)
         each.watch.load()
         assert "answered 500" in str(await each.until(Failed))
         each.engine.board.clear()
-        each.engine.fail(Fault(kind=FaultKind.BUSY))
+        each.fail(FaultKind.BUSY)
         await each.load()
 
 
@@ -160,21 +164,21 @@ async def test_one_answer_that_is_late_is_no_failure_and_two_are() -> None:
     async with bench(IMPATIENT) as each:
         await each.load()
         for path in ("/health", "/metrics"):
-            each.engine.fail(Fault(kind=FaultKind.HANG, paths=(path,), times=1))
+            each.fail(FaultKind.HANG, paths=(path,), times=1)
             await each.until(Measured, 4)
             assert not each.engine.board.faults()
             assert not each.told(Failed)
-        each.engine.fail(Fault(kind=FaultKind.HANG, paths=("/health",), times=2))
+        each.fail(FaultKind.HANG, paths=("/health",), times=2)
         assert "no answer within" in str(await each.until(Failed))
 
 
 async def test_rubbish_of_metrics_is_a_missed_answer() -> None:
     async with bench() as each:
         await each.load()
-        each.engine.fail(Fault(kind=FaultKind.STATUS, status=200, paths=("/metrics",), times=1))
+        each.fail(FaultKind.STATUS, status=200, paths=("/metrics",), times=1)
         await each.until(Measured, 2)
         assert not each.told(Failed)
-        each.engine.fail(Fault(kind=FaultKind.STATUS, status=200, paths=("/metrics",), times=2))
+        each.fail(FaultKind.STATUS, status=200, paths=("/metrics",), times=2)
         await each.until(Failed)
 
 
@@ -193,7 +197,7 @@ async def test_a_standby_is_warm_or_has_failed() -> None:
         await each.load()
         each.watch.warm()
         assert await each.until(Warmed) == Warmed(ONE)
-        each.engine.fail(Fault(kind=FaultKind.STATUS, status=500))
+        each.fail(FaultKind.STATUS, status=500)
         each.watch.warm()
         assert "does not answer" in str(await each.until(Failed))
 
@@ -202,8 +206,7 @@ async def test_at_rest_nothing_is_asked_and_a_sleeper_is_woken() -> None:
     async with bench() as each:
         await each.load()
         each.watch.rest(sleeps=True)
-        core = each.engine.core
-        assert core is not None
+        core = each.engine.running
         await each.so(lambda: core.sleep_level == 1)
         known = len(each.events)
         each.engine.fail(FaultKind.REFUSE)
@@ -219,33 +222,25 @@ async def test_at_rest_nothing_is_asked_and_a_sleeper_is_woken() -> None:
 async def test_a_load_after_a_rest_waits_for_the_sleep() -> None:
     async with bench() as each:
         await each.load()
-        slow = Fault(kind=FaultKind.SLOW, seconds=0.3, paths=("/sleep",), times=1)
-        each.engine.fail(slow)
+        each.fail(FaultKind.SLOW, seconds=0.3, paths=("/sleep",), times=1)
         each.watch.rest(sleeps=True)
         await each.load()
-        core = each.engine.core
-        assert core is not None
+        core = each.engine.running
         await asyncio.sleep(0.3)
         assert core.sleep_level is None, "it would sleep now, and nobody would know"
 
 
-async def test_engine_with_a_request_to_sleep_is_not_sent_another_which_would_hide_the_first() -> (
-    None
-):
+async def test_engine_with_a_request_to_sleep_is_sent_no_other_which_would_hide_the_first() -> None:
     """The last load waited for the second request alone, and the first then put it to sleep."""
     async with bench() as each:
-        each.watch.load()
-        await each.until(ReplicaLoaded)
-        slow = Fault(kind=FaultKind.SLOW, seconds=0.5, paths=("/sleep",), times=1)
-        each.engine.fail(slow)
+        await each.load()
+        each.fail(FaultKind.SLOW, seconds=0.5, paths=("/sleep",), times=1)
         each.watch.rest(sleeps=True)
         await each.so(lambda: each.engine.counts.received["/sleep"])
         each.watch.load()
         each.watch.rest(sleeps=True)
-        each.watch.load()
-        await each.until(ReplicaLoaded)
-        core = each.engine.core
-        assert core is not None
+        await each.load()
+        core = each.engine.running
         await asyncio.sleep(0.5)
         assert core.sleep_level is None
         assert each.engine.counts.received["/sleep"] == 1
@@ -258,8 +253,7 @@ async def save(each: Bench) -> EngineCore:
     url = each.engine.url + COMPLETIONS
     async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
         assert answer.status == 200
-    core = each.engine.core
-    assert core is not None
+    core = each.engine.running
     assert core.stats.pending_chunks
     return core
 
@@ -300,7 +294,7 @@ async def test_engine_whose_saves_cannot_be_asked_for_is_named(
 ) -> None:
     async with bench(spec=replace(FAST, put_s=3600.0)) as each:
         core = await save(each)
-        each.engine.fail(Fault(kind=FaultKind.STATUS, status=500))
+        each.fail(FaultKind.STATUS, status=500)
         each.watch.rest(sleeps=True)
         await each.so(lambda: core.sleep_level == 1)
         assert "one: whether its saves have ended is not known" in caplog.text
@@ -311,7 +305,7 @@ async def test_engine_that_does_not_sleep_is_named_with_what_to_set(status: int)
     """vLLM has /sleep with VLLM_SERVER_DEV_MODE alone; a 404 counted as asleep."""
     async with bench() as each:
         await each.load()
-        each.engine.fail(Fault(kind=FaultKind.STATUS, status=status, paths=("/sleep",)))
+        each.fail(FaultKind.STATUS, status=status, paths=("/sleep",))
         each.watch.rest(sleeps=True)
         failed = await each.until(SleepFailed)
         assert f"/sleep?level=1 answers {status}" in str(failed)
@@ -322,17 +316,16 @@ async def test_engine_that_does_not_wake_up_has_failed_and_says_why() -> None:
     async with bench(msgspec.structs.replace(QUICK, load_timeout_s=0.5)) as each:
         await each.load()
         each.watch.rest(sleeps=True)
-        core = each.engine.core
-        assert core is not None
+        core = each.engine.running
         await each.so(lambda: core.sleep_level == 1)
-        each.engine.fail(Fault(kind=FaultKind.STATUS, status=404, paths=("/wake_up",)))
+        each.fail(FaultKind.STATUS, status=404, paths=("/wake_up",))
         each.watch.load()
         assert "/wake_up answers 404" in str(await each.until(Failed))
 
 
 async def test_a_load_that_was_given_up_reports_nothing() -> None:
     async with bench() as each:
-        each.engine.fail(Fault(kind=FaultKind.STATUS, status=503, paths=("/health",)))
+        each.fail(FaultKind.STATUS, status=503, paths=("/health",))
         before = each.engine.counts.received["/health"]
         each.watch.load()
         # The first answer after this may be that of a question before it.
@@ -348,6 +341,5 @@ async def test_models_come_and_go() -> None:
     async with bench() as each:
         await each.load()
         body = '{"object":"list","data":[{"id":"a"},{"id":"b"},{"no":"id"}]}'
-        fault = Fault(kind=FaultKind.STATUS, status=200, body=body, paths=("/v1/models",))
-        each.engine.fail(fault)
+        each.fail(FaultKind.STATUS, status=200, body=body, paths=("/v1/models",))
         await each.so(lambda: list(each.watch.models) == ["a", "b"])

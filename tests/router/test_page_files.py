@@ -54,7 +54,6 @@ def test_the_files_of_the_page_are_in_the_wheel() -> None:
 def test_page_every_state_has_its_colour_and_tooltip() -> None:
     shown = (FILES / "shown.js").read_text()
     table = re.search(r"const STATES = \{(.*?)\n\};", shown, re.DOTALL)
-    assert table is not None
     assert re.findall(r"^  (\w+): \[", table[1], re.MULTILINE) == [each.value for each in State]
 
 

@@ -39,9 +39,9 @@ async def test_an_answer_is_the_engines_own(path: str, stream: bool) -> None:
         for url in (rig.reference.url, rig.url):
             async with rig.session.post(url + path, json=body) as got:
                 answers.append((got.status, got.headers["Content-Type"], await got.read()))
-        assert answers[0] == answers[1]
-        assert answers[1][0] == 200
-        assert (b"event: end" in answers[1][2]) is stream
+        (status, _, told), direct = answers
+        assert (status, (status, _, told)) == (200, direct)
+        assert (b"event: end" in told) is stream
         await rig.until(lambda: not rig.router.controller.state.requests, "it is over")
         assert rig.router.controller.state.counts.events["served"] == 1
         # The prompt is computed by the replica that answers.
@@ -53,19 +53,15 @@ async def test_an_engine_that_has_not_begun_is_replaced(path: str) -> None:
     async with RouterRig(0, 2) as rig:
         rig.kill(0)
         for _ in range(2):
-            async with rig.session.post(rig.url + path, json=BODIES[path]) as got:
-                assert got.status == 200
+            assert (await rig.ask("POST", path, BODIES[path])).status == 200
 
 
 @paths
-async def test_an_answer_in_one_piece_may_take_longer_than_a_stream_may_be_silent(
-    path: str,
-) -> None:
+async def test_an_answer_in_one_piece_may_take_longer_than_a_stream_is_silent(path: str) -> None:
     front = {"engine_timeout_s": 0.3, "answer_timeout_s": 60.0}
     spec = replace(FAST, step_base_s=0.05)
-    async with RouterRig(0, 1, spec=spec, config={"front": front}) as rig:
-        async with rig.session.post(rig.url + path, json=BODIES[path]) as got:
-            assert got.status == 200
+    async with RouterRig(0, 1, spec=spec, front=front) as rig:
+        assert (await rig.ask("POST", path, BODIES[path])).status == 200
         assert rig.engines[0].counts.received[path] == 1
 
 
@@ -85,9 +81,10 @@ async def test_a_stream_that_breaks_off_breaks_off(path: str) -> None:
 
 @paths
 async def test_a_stream_that_a_drain_takes_too_long_for_breaks_off(path: str) -> None:
-    config = {"flow": {"drain_timeout_s": 0.1}, "front": {"answer_timeout_s": 0.2}}
     spec = replace(FAST, step_base_s=0.02)
-    async with RouterRig(0, 2, spec=spec, config=config) as rig:
+    async with RouterRig(
+        0, 2, spec=spec, flow={"drain_timeout_s": 0.1}, front={"answer_timeout_s": 0.2}
+    ) as rig:
         body = {**BODIES[path], "stream": True}
         async with rig.session.post(rig.url + path, json=body) as got:
             assert got.status == 200
@@ -103,37 +100,33 @@ async def test_a_stream_that_a_drain_takes_too_long_for_breaks_off(path: str) ->
 @paths
 async def test_what_an_engine_refuses_is_refused(path: str) -> None:
     async with RouterRig(0, 1) as rig:
-        body = {**BODIES[path], "model": "another"}
-        async with rig.session.post(rig.url + path, json=body) as got:
-            assert got.status == 404
+        assert (await rig.ask("POST", path, {**BODIES[path], "model": "another"})).status == 404
 
 
 BATCHES = f"{MESSAGES}/batches"
-OWN_ERRORS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
-    "no such path": (404, "POST", BATCHES, {"json": {}}),
-    "method": (405, "GET", MESSAGES, {}),
-    "coding": (415, "POST", MESSAGES, {"data": b"x", "headers": {"Content-Encoding": "gzip"}}),
-    "no JSON": (400, "POST", MESSAGES, {"data": b"{"}),
-    "no prompt": (400, "POST", MESSAGES, {"json": {}}),
-    "too large": (413, "POST", MESSAGES, {"data": b" " * 2000}),
-    "bad header": (400, "POST", MESSAGES, {"data": b"{}", "headers": {"Transfer-Encoding": "x"}}),
-    "no engine": (503, "POST", MESSAGES, {"json": BODIES[MESSAGES]}),
+OWN_ERRORS: dict[str, tuple[int, str, str, Any, dict[str, str]]] = {
+    "no such path": (404, "POST", BATCHES, {}, {}),
+    "method": (405, "GET", MESSAGES, None, {}),
+    "coding": (415, "POST", MESSAGES, b"x", {"Content-Encoding": "gzip"}),
+    "no JSON": (400, "POST", MESSAGES, b"{", {}),
+    "no prompt": (400, "POST", MESSAGES, {}, {}),
+    "too large": (413, "POST", MESSAGES, b" " * 2000, {}),
+    "bad header": (400, "POST", MESSAGES, b"{}", {"Transfer-Encoding": "x"}),
+    "no engine": (503, "POST", MESSAGES, BODIES[MESSAGES], {}),
 }
 """The router's own refusals of Anthropic's API: status, and the request."""
 
 
 @pytest.mark.parametrize("case", OWN_ERRORS)
 async def test_own_errors_of_anthropics_api_have_its_form(case: str) -> None:
-    status, method, path, request = OWN_ERRORS[case]
-
-    front = {"max_body_bytes": 1000}
-    async with RouterRig(0, 1, config={"front": front}) as rig:
+    status, *request = OWN_ERRORS[case]
+    async with RouterRig(0, 1, front={"max_body_bytes": 1000}) as rig:
         if status == 503:
             rig.kill(0)
             await rig.start_router(waits=False)
-        async with rig.session.request(method, rig.url + path, **request) as got:
-            assert got.status == status
-            answer = await got.json()
+        reply = await rig.ask(*request)
+        assert reply.status == status
+        answer = reply.json
         assert set(answer) == {"type", "error"}
         assert answer["type"] == "error"
         assert set(answer["error"]) == {"type", "message"}
@@ -162,12 +155,8 @@ def test_without_a_prompt_they_are_refused(kind: ApiPath, body: bytes) -> None:
 
 def test_what_shapes_the_prompt_counts() -> None:
     text = "word " * 3000
-    made = {
-        parse_request(
-            ApiPath.MESSAGES, f'{{"messages": ["{text}"], "system": "{s}"}}'.encode()
-        ).prefix
-        for s in ("a", "b")
-    }
+    body = '{"messages": ["%s"], "system": "%s"}'
+    made = {parse_request(ApiPath.MESSAGES, (body % (text, each)).encode()).prefix for each in "ab"}
     assert len(made) == 2
     assert all(made)
     request = parse_request(ApiPath.RESPONSES, f'{{"input": "{text}"}}'.encode())
@@ -188,9 +177,8 @@ async def test_reserved_fields_and_headers_reach_engines_on_no_route(path: str) 
     own |= {"messages": [{"role": "user", "content": "hello"}]}
     sent_headers = dict.fromkeys(RESERVED_HEADERS, mark)
     async with RouterRig(0, 1) as rig:
-        body = own | fields | xargs
-        async with rig.session.post(rig.url + path, json=body, headers=sent_headers) as got:
-            assert got.status in (200, 404)
+        reply = await rig.ask("POST", path, own | fields | xargs, sent_headers)
+        assert reply.status in (200, 404)
         counts = rig.engines[0].counts
         assert mark.encode() not in counts.body_of[path]
         assert json.loads(counts.body_of[path])["vllm_xargs"] == {"own": 1}

@@ -131,10 +131,7 @@ def test_plan_changes_replicas_by_load(
         # Down waits while others come.
         ([], replace(IDLE_PREFILL, prefill=Counts(2, loading=1)), 1000.0, {}),
         # Of two roles the one with too many for longer goes first.
-        (
-            *([replace(IDLE_DECODE, now=995.0)], ALL_IDLE, 31.0),
-            {25.0: (0, -1), 30.0: (-1, 0)},
-        ),
+        (*([replace(IDLE_DECODE, now=995.0)], ALL_IDLE, 31.0), {25.0: (0, -1), 30.0: (-1, 0)}),
     ],
 )
 def test_plan_changes_replicas_over_time(

@@ -88,11 +88,23 @@ def let_tell(monkeypatch: pytest.MonkeyPatch, rig: RouterRig, says: tuple[Any, .
     monkeypatch.setattr(scripted_http.Reply, "usage", usage)
 
 
+def delay_prefill(monkeypatch: pytest.MonkeyPatch, late_s: float) -> None:
+    """Have the answers of prefill engines come later."""
+    own = Upstream.post
+
+    async def post(upstream: Upstream, url: str, body: bytes, *more: Any, **named: Any) -> Any:
+        answer = await own(upstream, url, body, *more, **named)
+        if b'"hand_over":true' in body:
+            await asyncio.sleep(late_s)
+        return answer
+
+    monkeypatch.setattr(Upstream, "post", post)
+
+
 async def details_of(rig: RouterRig, path: str, body: Body) -> Any:
     """The counts that a client is told; None without details."""
     reply = await rig.complete({"max_tokens": 8, **body}, path)
     assert reply.status == 200, reply
-    assert reply.usage is not None
     details = reply.usage.get("prompt_tokens_details")
     return details and (details["cached_tokens"], details.get("created_cache_tokens"))
 
@@ -108,7 +120,7 @@ async def test_answer_of_a_prompt_computed_apart_tells_the_counts_of_prefill(
 ) -> None:
     """The decoder found 850 tokens and created 32, all of them from the prefill engine."""
     path, body = FORMS[form]
-    async with RouterRig(1, 1, spec=SPEC, config=TRUSTING) as rig:
+    async with RouterRig(1, 1, spec=SPEC, **TRUSTING) as rig:
         let_tell(monkeypatch, rig, (PREFILL, DECODE))
         before = rig.engines[0].counts.received[path]
         assert await details_of(rig, path, body) == told_by(path, PREFILL)
@@ -123,7 +135,7 @@ async def test_answer_tells_the_counts_of_the_first_engine_that_had_the_prompt(
     """Where that engine does not tell, or was lost, the counts are null: no count is made up."""
     case, (path, body) = CASES[name], FORMS[form]
     decode = len(case.says) - case.prefill
-    async with RouterRig(case.prefill, decode, spec=SPEC, config=TRUSTING) as rig:
+    async with RouterRig(case.prefill, decode, spec=SPEC, **TRUSTING) as rig:
         let_tell(monkeypatch, rig, case.says)
         if case.fault:
             rig.fail(case.engine, times=1, **case.fault)
@@ -139,18 +151,10 @@ async def test_usage_waits_a_moment_for_the_counts_of_prefill(
     form: str, late_s: float, told: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decoder has answered while the answer of the prefill engine is on its way."""
-    own = Upstream.post
-
-    async def post(upstream: Upstream, url: str, body: bytes, *more: Any, **named: Any) -> Any:
-        answer = await own(upstream, url, body, *more, **named)
-        if b'"hand_over":true' in body:
-            await asyncio.sleep(late_s)
-        return answer
-
     path, body = FORMS[form]
-    async with RouterRig(1, 1, spec=SPEC, config=TRUSTING) as rig:
+    async with RouterRig(1, 1, spec=SPEC, **TRUSTING) as rig:
         let_tell(monkeypatch, rig, (PREFILL, DECODE))
-        monkeypatch.setattr(Upstream, "post", post)
+        delay_prefill(monkeypatch, late_s)
         assert await details_of(rig, path, {**body, "max_tokens": 2}) == told
         assert rig.counts["served"] == 1
 
@@ -160,14 +164,8 @@ async def test_answer_that_comes_in_one_read_before_the_counts_of_prefill_is_tol
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine the decoder's stream is read when it has ended."""
-    own_post, own_feed = Upstream.post, Resumed._feed
+    own_feed = Resumed._feed
     read: defaultdict[int, bytes] = defaultdict(bytes)
-
-    async def post(upstream: Upstream, url: str, body: bytes, *more: Any, **named: Any) -> Any:
-        answer = await own_post(upstream, url, body, *more, **named)
-        if b'"hand_over":true' in body:
-            await asyncio.sleep(0.05)
-        return answer
 
     def feed(answer: Resumed, call: AnswerCall, data: bytes) -> bool:
         read[id(call)] += data
@@ -177,9 +175,9 @@ async def test_answer_that_comes_in_one_read_before_the_counts_of_prefill_is_tol
 
     path, body = FORMS[form]
     body = {"max_tokens": 8, **body}
-    async with RouterRig(1, 1, spec=SPEC, config=TRUSTING) as rig:
+    async with RouterRig(1, 1, spec=SPEC, **TRUSTING) as rig:
         let_tell(monkeypatch, rig, (PREFILL, DECODE))
-        monkeypatch.setattr(Upstream, "post", post)
+        delay_prefill(monkeypatch, 0.05)
         monkeypatch.setattr(Resumed, "_feed", feed)
         before = rig.engines[0].counts.received[path]
         reply = await rig.complete(body, path)
@@ -203,8 +201,7 @@ COUNTED: dict[str, tuple[str, Body, str]] = {
     "several prompts": (COMPLETIONS, {"prompt": [LONG, LONG]}, "unknown"),
     **{f"{name}, whole": (*each, "unknown") for name, each in PASSED_ON.items()},
     **{
-        f"{name}, stream": (path, {**body, **STREAM}, "unknown")
-        for name, (path, body) in PASSED_ON.items()
+        f"{name}, stream": (at, {**of, **STREAM}, "unknown") for name, (at, of) in PASSED_ON.items()
     },
 }
 """Path, body, and the source under which the prompt counts. Scripted engines send no cached tokens
@@ -224,7 +221,7 @@ async def test_prompt_tokens_are_counted_for_the_tenant(
     keys.write_text(f'[[tenants]]\nname = "search"\nkey = "{KEY}"\n')
     keys.chmod(0o600)
     front = {"trust_clients": True, "keys_file": str(keys)}
-    async with RouterRig(1, 1, spec=SPEC, config={"front": front}) as rig:
+    async with RouterRig(1, 1, spec=SPEC, front=front) as rig:
         let_tell(monkeypatch, rig, (PREFILL, DECODE))
         reply = await rig.complete(body, path, {"Authorization": f"Bearer {KEY}"})
         assert reply.status == 200

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.router_rig import run
+from tests.support.waiting import turns
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.control.events import Added, Load, ReplicaSpec, Retire, Warm
 from vllm_kvpool.router.control.fleet import Fleet
@@ -277,8 +278,7 @@ def test_engine_runs_in_the_end_if_and_only_if_its_last_order_was_to_load(
             }
             for what, *arguments in steps:
                 if what == "turn":
-                    for _ in range(3):
-                        await asyncio.sleep(0)
+                    await turns(3)
                     continue
                 orders[what](*arguments)
                 if what == "load":
@@ -289,8 +289,7 @@ def test_engine_runs_in_the_end_if_and_only_if_its_last_order_was_to_load(
                     wanted.pop(arguments[0], None)
             engines.may_end.set()
             engines.may_go.set()
-            for _ in range(20):
-                await asyncio.sleep(0)
+            await turns(20)
             assert engines.up == set(wanted.values())
             await engines.replicas.stop()
             await engines.upstream.close()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.router.bodies import CHAT, COMPLETION, request
 from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES, spans_of
 from vllm_kvpool.router.dataplane.request_body import (
     MAX_ANSWER_BYTES,
@@ -33,56 +34,57 @@ from vllm_kvpool.router.dataplane.resume.policy import (
 from vllm_kvpool.router.dataplane.resume.stream_resumer import StreamResumer
 from vllm_kvpool.router.dataplane.resume.whole_answer import is_streamable, streamed
 
-COMPLETION: dict[str, Any] = {"model": "m", "prompt": "Say"}
-CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Say"}]}
+NESTED = b"[" * 100_000 + b"]" * 100_000
+NO_JSON = (b"", b"{", b"null", b'"model"', b'{"model":"m"', b'{"model":"\xff"}', b'{"a":"\\q"}')
+WRONG: list[tuple[str, bytes, str]] = [
+    ("model", b"7", "/v1/models"),
+    ("model", b'"%b"' % (b"m" * 4097), "/v1/models"),
+    ("model", b"[" * 100_000, "nested"),
+    ("model", NESTED, "nested"),
+    ("stop", NESTED, "nested"),
+    ("prompt", NESTED, "nested"),
+    ("stream_options", b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested"),
+    ("stream", b'"sure"', "true or false"),
+    ("stream", b"2", "true or false"),
+    ("stream", b"[]", "true or false"),
+    ("n", b'"two"', "whole number"),
+    ("n", b"[2]", "whole number"),
+    ("n", b"1e999", "JSON"),
+    ("n", b"9" * 5000, "JSON"),
+    ("max_tokens", b"1.5", "whole number"),
+    ("max_tokens", b"[]", "whole number"),
+    ("temperature", b"NaN", "JSON"),
+    ("kv_transfer_params", b"[]", "object"),
+    ("kv_transfer_params", b'"y"', "object"),
+]
+"""A field's name, its JSON, and what the error says."""
+NO_PROMPT = (b"", b',"prompt":null', b',"prompt":{}', b',"prompt":5')
+BAD: list[tuple[ApiPath, bytes, str | None, str]] = [
+    *((kind, raw, None, "JSON") for kind in READ for raw in NO_JSON),
+    (ApiPath.CHAT, b"[]", None, "JSON object"),
+    *(
+        (kind, b'{"prompt":"x","messages":[],"%b":%b}' % (name.encode(), raw), name, says)
+        for kind in READ
+        for name, raw, says in WRONG
+    ),
+    *((ApiPath.COMPLETION, b'{"model":"m"%b}' % raw, "prompt", "token ids") for raw in NO_PROMPT),
+    (ApiPath.CHAT, b'{"model":"m"}', "messages", "list"),
+    (ApiPath.CHAT, b'{"model":"m","messages":"hi"}', "messages", "list"),
+]
+"""Bodies that no engine could be asked with, the field that is named, and what the error says."""
 
 
-def request(body: dict[str, Any], **more: Any) -> ClientRequest:
-    kind = ApiPath.CHAT if "messages" in body else ApiPath.COMPLETION
-    return parse_request(kind, json.dumps({**body, **more}).encode(), is_trusted=True)
-
-
-@pytest.mark.parametrize(
-    ("kind", "raw", "param", "says"),
-    [
-        (ApiPath.CHAT, b"", None, "JSON"),
-        (ApiPath.CHAT, b"{", None, "JSON"),
-        (ApiPath.CHAT, b"[]", None, "JSON object"),
-        (ApiPath.CHAT, b'{"model":"\xff"}', None, "JSON"),
-        (ApiPath.CHAT, b'{"model":"\\q"}', None, "JSON"),
-        (ApiPath.CHAT, b'{"model":' + b"[" * 100_000, None, "nested"),
-        (ApiPath.CHAT, b'{"model":' + b"[" * 100_000 + b"]" * 100_000 + b"}", None, "nested"),
-        (ApiPath.CHAT, b'{"model":7,"messages":[]}', "model", "/v1/models"),
-        (ApiPath.CHAT, b'{"model":"%b","messages":[]}' % (b"m" * 4097), "model", "/v1/models"),
-        (ApiPath.CHAT, b'{"model":"m"}', "messages", "list"),
-        (ApiPath.CHAT, b'{"model":"m","messages":"hi"}', "messages", "list"),
-        (ApiPath.CHAT, b'{"model":"m","messages":[],"stream":"sure"}', "stream", "true or false"),
-        (ApiPath.CHAT, b'{"model":"m","messages":[],"stream":2}', "stream", "true or false"),
-        (ApiPath.CHAT, b'{"model":"m","messages":[],"stream":[]}', "stream", "true or false"),
-        (ApiPath.CHAT, b'{"model":"m","messages":[],"n":"two"}', "n", "whole number"),
-        (ApiPath.CHAT, b'{"model":"m","messages":[],"n":[2]}', "n", "whole number"),
-        (ApiPath.CHAT, b'{"model":"m","messages":[],"max_tokens":1.5}', "max_tokens", "whole"),
-        (ApiPath.CHAT, b'{"model":"m","messages":[],"n":1e999}', None, "JSON"),
-        (
-            *(ApiPath.CHAT, b'{"model":"m","messages":[],"kv_transfer_params":[]}'),
-            *("kv_transfer_params", "object"),
-        ),
-        (ApiPath.COMPLETION, b'{"model":"m"}', "prompt", "token ids"),
-        (ApiPath.COMPLETION, b'{"model":"m","prompt":null}', "prompt", "token ids"),
-        (ApiPath.COMPLETION, b'{"model":"m","prompt":{}}', "prompt", "token ids"),
-        (ApiPath.COMPLETION, b'{"model":"m","prompt":5}', "prompt", "token ids"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "raw", "param", "says"), BAD, ids=lambda each: str(each)[:60])
 def test_what_no_engine_could_be_asked(
     kind: ApiPath, raw: bytes, param: str | None, says: str
 ) -> None:
     with pytest.raises(BadRequest, match=says) as caught:
         parse_request(kind, raw, is_trusted=True)
+    if says in ("JSON", "nested"):
+        param = None  # the body cannot be read
     error = json.loads(caught.value.body(kind.value))["error"]
-    assert error == {
-        **{"message": str(caught.value), "type": "BadRequestError"},
-        **{"param": param, "code": 400},
-    }
+    kept = {"message": str(caught.value), "type": "BadRequestError"}
+    assert error == kept | {"param": param, "code": 400}
 
 
 def test_what_vllm_takes_without_its_type_is_taken() -> None:
@@ -146,9 +148,7 @@ def test_how_long_the_prompt_is(
 
 
 def conversation(*texts: str, **more: Any) -> ClientRequest:
-    return request(
-        {"model": "m", "messages": [{"role": "user", "content": t} for t in texts]}, **more
-    )
+    return request(CHAT, messages=[{"role": "user", "content": each} for each in texts], **more)
 
 
 def test_a_conversation_that_goes_on_has_the_prefix_of_the_one_before() -> None:
@@ -312,29 +312,16 @@ def test_values_are_not_written_anew() -> None:
     assert body == raw[:-1] + b',"return_token_ids":true}'
 
 
+AWAITS = {"expect_tokens": 512, "expect_end": True, "expect_timeout_ms": 900}
+
+
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
-        (None, {"kvpool": {"expect_tokens": 512, "expect_end": True, "expect_timeout_ms": 900}}),
-        ({}, {"kvpool": {"expect_tokens": 512, "expect_end": True, "expect_timeout_ms": 900}}),
-        (
-            {"kvpool": {"save": True}, "other": 1},
-            {
-                **{
-                    "kvpool": {
-                        "expect_tokens": 512,
-                        "expect_end": True,
-                        "expect_timeout_ms": 900,
-                        "save": True,
-                    }
-                },
-                "other": 1,
-            },
-        ),
-        (
-            {"kvpool": {"expect_tokens": 7}},
-            {"kvpool": {"expect_tokens": 7, "expect_end": True, "expect_timeout_ms": 900}},
-        ),
+        (None, {"kvpool": AWAITS}),
+        ({}, {"kvpool": AWAITS}),
+        ({"kvpool": {"save": True}, "other": 1}, {"kvpool": {**AWAITS, "save": True}, "other": 1}),
+        ({"kvpool": {"expect_tokens": 7}}, {"kvpool": {**AWAITS, "expect_tokens": 7}}),
     ],
 )
 def test_what_is_awaited_is_added_to_the_clients_own_parameters(params: Any, expected: Any) -> None:
@@ -343,21 +330,19 @@ def test_what_is_awaited_is_added_to_the_clients_own_parameters(params: Any, exp
     assert body == CHAT | {"kv_transfer_params": expected}
 
 
-def test_how_long_to_await_is_the_engines_unless_said() -> None:
-    body = json.loads(request(CHAT).whole_body(512, notices=()))
-    assert body["kv_transfer_params"] == {"kvpool": {"expect_tokens": 512, "expect_end": True}}
-
-
-def test_engine_without_notices_is_told_nothing_that_it_does_not_know() -> None:
-    """It would save nothing of the request, and wait for nothing."""
-    body = json.loads(request(CHAT).whole_body(512))
-    assert body["kv_transfer_params"] == {"kvpool": {"expect_tokens": 512}}
-
-
-def test_engine_is_told_where_notices_come_from() -> None:
-    body = json.loads(request(CHAT).whole_body(512, notices=("tcp://a:1",)))
-    options = {"expect_tokens": 512, "expect_end": True, "notices": ["tcp://a:1"]}
-    assert body["kv_transfer_params"] == {"kvpool": options}
+@pytest.mark.parametrize(
+    ("notices", "more"),
+    [
+        # It would save nothing of a request with options that it does not know.
+        (None, {}),
+        ((), {"expect_end": True}),
+        (("tcp://a:1",), {"expect_end": True, "notices": ["tcp://a:1"]}),
+    ],
+)
+def test_engine_is_told_of_notices_if_it_knows_them(notices: Any, more: dict[str, Any]) -> None:
+    """How long to await is the engine's own unless it is said."""
+    body = json.loads(request(CHAT).whole_body(512, notices=notices))
+    assert body["kv_transfer_params"] == {"kvpool": {"expect_tokens": 512, **more}}
 
 
 @pytest.mark.parametrize(

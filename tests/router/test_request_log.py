@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.support.router_rig import RouterRig, run
+from tests.support.router_rig import RouterRig
 from vllm_kvpool.router.control.events import Decode, Outcome, Prefill, PrefillEnded
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId
@@ -28,20 +28,15 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[re.Match[str]]:
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_line_says_who_answered_how_soon_and_how_much(
+async def test_a_line_says_who_answered_how_soon_and_how_much(
     is_stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1, config={"front": {"access_log": True}}) as rig:
-            body = rig.body({**STREAM, "stream": is_stream})
-            for sent in (body, {**body, "max_tokens": -1}):
-                url, headers = f"{rig.url}/v1/completions", {"X-Request-Id": "mine"}
-                async with rig.session.post(url, json=sent, headers=headers) as answer:
-                    await answer.read()
-            await rig.until(lambda: len(lines(caplog)) == 2, "both have their lines")
-
-    with caplog.at_level(logging.INFO):
-        run(main)
+    caplog.set_level(logging.INFO)
+    async with RouterRig(1, 1, front={"access_log": True}) as rig:
+        for more in ({}, {"max_tokens": -1}):
+            body = {**STREAM, "stream": is_stream, **more}
+            await rig.complete(body, headers={"X-Request-Id": "mine"})
+        await rig.until(lambda: len(lines(caplog)) == 2, "both have their lines")
     served, rejected = lines(caplog)
     assert (served["replicas"], served["status"], served["output"]) == ("r0,r1", "200", "8")
     assert 0 < float(served["ttft"]) < 10
@@ -49,13 +44,10 @@ def test_a_line_says_who_answered_how_soon_and_how_much(
     assert (rejected["status"], rejected["ttft"], rejected["output"]) == ("400", "-", "0")
 
 
-def test_no_line_unless_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            await rig.stream(STREAM)
-
-    with caplog.at_level(logging.INFO):
-        run(main)
+async def test_no_line_unless_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with RouterRig(1, 1) as rig:
+        await rig.stream(STREAM)
     assert not lines(caplog)
 
 

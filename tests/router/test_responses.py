@@ -1,6 +1,8 @@
 """What is read of engines' answers."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -18,84 +20,71 @@ from vllm_kvpool.router.dataplane.responses import (
 
 
 @pytest.mark.parametrize(
-    ("status", "outcome"),
+    ("outcome", "statuses"),
     [
-        (200, Outcome.OK),
-        (201, Outcome.FAILED),
-        (204, Outcome.FAILED),
-        (307, Outcome.FAILED),
-        (399, Outcome.FAILED),
-        (400, Outcome.REJECTED),
-        (401, Outcome.REJECTED),
-        (404, Outcome.REJECTED),
-        (422, Outcome.REJECTED),
-        (429, Outcome.BUSY),
-        (500, Outcome.FAILED),
-        (502, Outcome.FAILED),
-        (503, Outcome.BUSY),
-        (504, Outcome.FAILED),
+        (Outcome.OK, (200,)),
+        (Outcome.FAILED, (201, 204, 307, 399, 500, 502, 504)),
+        (Outcome.REJECTED, (400, 401, 404, 422)),
+        (Outcome.BUSY, (429, 503)),
     ],
 )
-def test_what_a_status_means(status: int, outcome: Outcome) -> None:
-    assert outcome_of(status) is outcome
+def test_what_a_status_means(outcome: Outcome, statuses: Sequence[int]) -> None:
+    assert {outcome_of(each) for each in statuses} == {outcome}
+
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
 
 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b'{"choices":[]}', TokenCounts()),
-        (b'{"choices":[],"usage":null,"kv_transfer_params":null}', TokenCounts()),
-        (b'{"choices":[],"usage":{"prompt_tokens":7}}', TokenCounts(prompt_tokens=7)),
+        ({}, TokenCounts()),
+        ({"usage": None, "kv_transfer_params": None}, TokenCounts()),
+        ({"usage": {"prompt_tokens": 7}}, TokenCounts(7)),
+        ({"usage": dict.fromkeys(USAGE) | {"prompt_tokens": 7}}, TokenCounts(7)),
         (
-            b'{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":null,'
-            b'"prompt_tokens_details":null}}',
-            TokenCounts(prompt_tokens=7),
+            {"usage": USAGE, "kv_transfer_params": {"kvpool": {"tokens": 6}}},
+            TokenCounts(7, 2, PromptDetails(4), saved_tokens=6),
         ),
-        (
-            b'{"choices":[{"text":"x"}],"usage":{"prompt_tokens":7,"completion_tokens":2,'
-            b'"prompt_tokens_details":{"cached_tokens":4}},'
-            b'"kv_transfer_params":{"kvpool":{"tokens":6}}}',
-            TokenCounts(prompt_tokens=7, output_tokens=2, details=PromptDetails(4), saved_tokens=6),
-        ),
-        (b'{"choices":[],"kv_transfer_params":{"other":1}}', TokenCounts()),
-        (b'{"choices":[],"kv_transfer_params":{"kvpool":null}}', TokenCounts()),
+        ({"kv_transfer_params": {"other": 1}}, TokenCounts()),
+        ({"kv_transfer_params": {"kvpool": None}}, TokenCounts()),
     ],
 )
-def test_counts_of_an_answer(body: bytes, said: TokenCounts) -> None:
-    assert read_reply(body) == said
+def test_counts_of_an_answer(body: dict[str, Any], said: TokenCounts) -> None:
+    for choices in ([], [{"text": "x"}]):
+        assert read_reply(json.dumps({"choices": choices, **body}).encode()) == said
+
+
+READ = {"cache_read_input_tokens": 256, "cache_creation_input_tokens": 32}
+CACHED = {"input_tokens_details": {"cached_tokens": 288, "cache_write_tokens": 0}}
+IN, OUT = {"input_tokens": 302}, {"output_tokens": 4}
 
 
 @pytest.mark.parametrize(
     ("body", "counts"),
     [
-        (b'{"usage":{"input_tokens":302,"output_tokens":4}}', TokenCounts(302, 4)),
+        ({"usage": IN | OUT}, TokenCounts(302, 4)),
+        ({"usage": {"input_tokens": 14} | OUT | READ}, TokenCounts(302, 4, PromptDetails(256))),
+        ({"usage": IN | OUT | CACHED}, TokenCounts(302, 4, PromptDetails(288))),
         (
-            b'{"usage":{"input_tokens":14,"output_tokens":4,"cache_read_input_tokens":256,'
-            b'"cache_creation_input_tokens":32}}',
-            TokenCounts(302, 4, PromptDetails(256)),
-        ),
-        (
-            b'{"usage":{"input_tokens":302,"output_tokens":4,'
-            b'"input_tokens_details":{"cached_tokens":288,"cache_write_tokens":0}}}',
+            {"type": "response.completed", "response": {"usage": IN | OUT | CACHED}},
             TokenCounts(302, 4, PromptDetails(288)),
         ),
         (
-            b'{"type":"response.completed","response":{"usage":{"input_tokens":302,'
-            b'"output_tokens":4,"input_tokens_details":{"cached_tokens":288}}}}',
-            TokenCounts(302, 4, PromptDetails(288)),
+            {"type": "message_start", "message": {"usage": IN | {"output_tokens": 0}}},
+            TokenCounts(302),
         ),
-        (
-            b'{"type":"message_start","message":{"usage":{"input_tokens":302,"output_tokens":0}}}',
-            TokenCounts(302, 0),
-        ),
-        (b'{"type":"response.created","response":{"usage":null}}', TokenCounts()),
-        (b'{"usage":{"input_tokens":-1}}', TokenCounts()),
-        (b"no JSON", TokenCounts()),
+        ({"type": "response.created", "response": {"usage": None}}, TokenCounts()),
+        ({"usage": {"input_tokens": -1}}, TokenCounts()),
     ],
 )
-def test_counts_of_responses_and_messages(body: bytes, counts: TokenCounts) -> None:
+def test_counts_of_responses_and_messages(body: dict[str, Any], counts: TokenCounts) -> None:
     """`input_tokens` of a message are those that were neither found nor created."""
-    assert read_usage(body) == counts
+    assert read_usage(json.dumps(body).encode()) == counts
+
+
+def test_what_is_no_json_has_no_counts() -> None:
+    assert read_usage(b"no JSON") == TokenCounts()
 
 
 @pytest.mark.parametrize(

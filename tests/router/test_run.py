@@ -5,15 +5,15 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import aiohttp
 import pytest
 
 from tests.support.router_invariants import check_controller
-from tests.support.router_rig import COMPLETIONS, Reply, RouterRig, run
+from tests.support.router_rig import COMPLETIONS, Reply, RouterRig, assert_whole, run
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.router.config import read_config
@@ -34,17 +34,10 @@ pytestmark = pytest.mark.alone
 
 LONG = "hello world " * 150  # just worth a prefill of its own
 STREAM: dict[str, Any] = {
-    **{"prompt": LONG, "max_tokens": 30, "return_token_ids": True, "stream": True}
+    **{"prompt": LONG, "max_tokens": 30},
+    **{"return_token_ids": True, "stream": True},
 }
 K = FaultKind
-
-
-def assert_whole(reply: Reply, direct: Reply) -> None:
-    assert reply.status == 200, reply.body
-    assert reply.error is None, reply.error
-    assert reply.token_ids == direct.token_ids
-    assert reply.text == direct.text
-    assert reply.is_done
 
 
 def name(number: int) -> ReplicaId:
@@ -56,59 +49,51 @@ def name(number: int) -> ReplicaId:
 
 async def test_without_the_pool_prompts_are_computed_where_they_are_decoded() -> None:
     async with RouterRig(1, 1) as rig:
-        direct = await rig.complete(STREAM, at=rig.reference)
         state = rig.router.controller.state
         rig.pool.up = False
         await rig.until(lambda: not state.pool.is_up, "metrics say that the pool is down")
         assert state.collapse() is not None
         prefills = rig.engines[0].counts.received[COMPLETIONS]
         for number in range(4):
-            body = {**STREAM, "prompt": f"{number} {LONG}"}
-            alone = await rig.complete(body, at=rig.reference)
-            assert_whole(await rig.complete(body), alone)
+            await rig.whole({**STREAM, "prompt": f"{number} {LONG}"})
         told = rig.engines[0].counts.asked
         assert rig.engines[0].counts.received[COMPLETIONS] == prefills or told["max_tokens"] > 1
         rig.pool.up = True
         await rig.until(lambda: state.pool.is_up, "metrics say that the pool is up")
-        assert_whole(await rig.complete(STREAM), direct)
+        await rig.whole(STREAM)
         assert rig.engines[0].counts.asked["max_tokens"] == 1, "hand-over is back"
 
 
 @pytest.mark.parametrize("gone", [0, 1])
 async def test_without_one_of_the_roles_the_other_does_all(gone: int) -> None:
     async with RouterRig(1, 1) as rig:
-        direct = await rig.complete(STREAM, at=rig.reference)
         rig.kill(gone)
         await rig.in_state(gone, State.FAILED)
         for _ in range(3):
-            assert_whole(await rig.complete(STREAM), direct)
-        rig.restart(gone)
-        await rig.serving()
+            await rig.whole(STREAM)
+        await rig.recovered(gone)
         before = rig.engines[0].counts.received[COMPLETIONS]
-        body = {**STREAM, "prompt": "new " + LONG}
-        alone = await rig.complete(body, at=rig.reference)
-        assert_whole(await rig.complete(body), alone)
+        await rig.whole({**STREAM, "prompt": "new " + LONG})
         assert rig.engines[0].counts.received[COMPLETIONS] == before + 1
 
 
 # Roles and replicas change
 
 
-Replies = list[asyncio.Task[Reply]]
-
-
-async def _crowd(rig: RouterRig, num_streams: int) -> tuple[Replies, Replies]:
-    """Streams that are on their way, and what each of them should say."""
+@asynccontextmanager
+async def _crowd(rig: RouterRig, num_streams: int) -> AsyncIterator[None]:
+    """Streams that are on their way at first, and whole in the end."""
     bodies = [
         {**STREAM, "prompt": f"{number} {LONG}", "max_tokens": 50 + number}
         for number in range(num_streams)
     ]
     asked = [asyncio.ensure_future(rig.complete(each)) for each in bodies]
-    await rig.until(
-        lambda: len(rig.router.controller.state.requests) == num_streams, "all are there"
-    )
-    direct = [asyncio.ensure_future(rig.complete(each, at=rig.reference)) for each in bodies]
-    return asked, direct
+    requests = rig.router.controller.state.requests
+    await rig.until(lambda: len(requests) == num_streams, "all are there")
+    direct = [asyncio.ensure_future(rig.direct(each)) for each in bodies]
+    yield
+    for each, known in zip(asked, direct, strict=True):
+        assert_whole(await each, await known)
 
 
 @pytest.mark.parametrize(
@@ -121,15 +106,14 @@ async def _crowd(rig: RouterRig, num_streams: int) -> tuple[Replies, Replies]:
     ids=["flip", "drain", "remove"],
 )
 async def test_the_fleet_changes_under_fifty_streams(changes: list[Event]) -> None:
-    config = {"overload": {"ttft_target_s": 60.0}, "flow": {"drain_timeout_s": 0.2}}
-    async with RouterRig(2, 2, config=config) as rig:
-        asked, direct = await _crowd(rig, 50)
-        for change in changes:
-            await asyncio.sleep(0.1)
-            rig.router.post(change)
-            check_controller(rig.router.controller)
-        for each, known in zip(asked, direct, strict=True):
-            assert_whole(await each, await known)
+    async with RouterRig(
+        2, 2, overload={"ttft_target_s": 60.0}, flow={"drain_timeout_s": 0.2}
+    ) as rig:
+        async with _crowd(rig, 50):
+            for change in changes:
+                await asyncio.sleep(0.1)
+                rig.router.post(change)
+                check_controller(rig.router.controller)
         assert "given_up" not in rig.counts
         match changes[0]:
             case SetRole():
@@ -143,38 +127,26 @@ async def test_the_fleet_changes_under_fifty_streams(changes: list[Event]) -> No
 
 
 async def test_an_engine_joins_while_streams_run_and_one_that_was_removed_comes_back() -> None:
-    config = {"overload": {"ttft_target_s": 60.0}}
-    async with RouterRig(1, 1, config=config) as rig:
-        asked, direct = await _crowd(rig, 20)
-        more = ScriptedEngine(rig.spec, rig.pool)
-        url = await more.start()
-        rig.router.post(
-            Added(spec=ReplicaSpec(replica_id=ReplicaId("new"), url=url), role=Role.DECODE)
-        )
-        fleet = rig.router.controller.state.fleet
-        await rig.until(lambda: fleet[ReplicaId("new")].state is State.DECODE, "it serves")
-        for each, known in zip(asked, direct, strict=True):
-            assert_whole(await each, await known)
-        for _ in range(2):
-            rig.router.post(Remove(ReplicaId("new")))
-            await rig.until(lambda: ReplicaId("new") not in fleet, "it is forgotten")
-            rig.router.post(
-                Added(spec=ReplicaSpec(replica_id=ReplicaId("new"), url=url), role=Role.DECODE)
-            )
-            await rig.until(lambda: fleet[ReplicaId("new")].state is State.DECODE, "it serves")
-        assert len(rig.router.replicas.monitors) == 3
-        rig.router.post(Remove(ReplicaId("new")))
-        await rig.until(lambda: ReplicaId("new") not in fleet, "it is forgotten")
-        await more.stop()
+    async with (
+        RouterRig(1, 1, overload={"ttft_target_s": 60.0}) as rig,
+        ScriptedEngine(rig.spec, rig.pool) as more,
+    ):
+        new, fleet = ReplicaId("new"), rig.router.controller.state.fleet
+        added = Added(spec=ReplicaSpec(replica_id=new, url=more.url), role=Role.DECODE)
+        for number in range(3):
+            async with _crowd(rig, 0 if number else 20):
+                rig.router.post(added)
+                await rig.until(lambda: fleet[new].state is State.DECODE, "it serves")
+            assert len(rig.router.replicas.monitors) == 3
+            rig.router.post(Remove(new))
+            await rig.until(lambda: new not in fleet, "it is forgotten")
 
 
 async def test_a_standby_sleeps_and_wakes() -> None:
-    config = {"planner": {"mode": "automatic", "standby_ttl_s": 0.2}}
-    async with RouterRig(1, 2, config=config) as rig:
+    async with RouterRig(1, 2, planner={"mode": "automatic", "standby_ttl_s": 0.2}) as rig:
         rig.router.post(Drain(name(2)))
         await rig.in_state(2, State.INACTIVE)
-        core = rig.engines[2].core
-        assert core is not None
+        core = rig.engines[2].running
         await rig.until(lambda: core.sleep_level == 1, "it sleeps")
         rig.router.post(SetRole(name(2), Role.DECODE))
         await rig.in_state(2, State.DECODE)
@@ -186,8 +158,7 @@ async def test_a_standby_sleeps_and_wakes() -> None:
 
 async def test_a_router_that_is_started_again_finds_its_engines() -> None:
     async with RouterRig(1, 2) as rig:
-        direct = await rig.complete(STREAM, at=rig.reference)
-        assert_whole(await rig.complete(STREAM), direct)
+        await rig.whole(STREAM)
         first = rig.router
         running = asyncio.ensure_future(rig.complete({**STREAM, "max_tokens": 4000}))
         await rig.until(rig.holders, "an engine has it")
@@ -196,14 +167,13 @@ async def test_a_router_that_is_started_again_finds_its_engines() -> None:
             await running
         await rig.until(lambda: not rig.holders(), "its engine has given it up")
         await rig.start_router()
-        assert_whole(await rig.complete(STREAM), direct)
+        await rig.whole(STREAM)
 
 
 async def test_a_second_router_in_front_of_the_same_engines() -> None:
     """Each serves; one that stops takes nothing from the other."""
-
     async with RouterRig(1, 2) as rig:
-        direct = await rig.complete(STREAM, at=rig.reference)
+        direct = await rig.direct(STREAM)
         first, url = rig.router, rig.url
         await rig.start_router()
         assert rig.url != url
@@ -223,26 +193,24 @@ async def test_a_second_router_in_front_of_the_same_engines() -> None:
 
 
 async def test_requests_may_end_while_the_router_stops() -> None:
-    config = {"front": {"shutdown_timeout_s": 10.0}}
-    async with RouterRig(1, 1, config=config) as rig:
-        body = {**STREAM, "max_tokens": 300}
-        direct = await rig.complete(body, at=rig.reference)
-        running = asyncio.ensure_future(rig.complete(body))
+    async with RouterRig(1, 1, front={"shutdown_timeout_s": 10.0}) as rig:
+        running = asyncio.ensure_future(rig.whole({**STREAM, "max_tokens": 300}))
         await rig.until(rig.holders, "an engine has it")
         began = time.monotonic()
         stopping = asyncio.ensure_future(rig.router.stop())
         await asyncio.sleep(0.01)
         with pytest.raises(OSError, match="onnect"):
             await rig.complete(STREAM)
-        assert_whole(await running, direct)
+        await running
         await stopping
         assert time.monotonic() - began < 5
 
 
 async def test_requests_that_do_not_end_hold_up_no_stop(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    config = {"front": {"shutdown_timeout_s": 2.0}}
-    async with RouterRig(0, 1, spec=ScriptedSpec(step_base_s=0.05), config=config) as rig:
+    async with RouterRig(
+        0, 1, spec=ScriptedSpec(step_base_s=0.05), front={"shutdown_timeout_s": 2.0}
+    ) as rig:
         running = asyncio.ensure_future(rig.complete({**STREAM, "max_tokens": 2000}))
         await rig.until(rig.holders, "an engine has it")
         began = time.monotonic()
@@ -258,8 +226,7 @@ async def test_requests_that_do_not_end_hold_up_no_stop(caplog: pytest.LogCaptur
 
 async def test_an_engine_that_keeps_failing_is_left_alone_and_comes_back() -> None:
     health = {"max_failures": 3, "quarantine_s": 0.4}
-    async with RouterRig(1, 2, config={"health": health}) as rig:
-        direct = await rig.complete(STREAM, at=rig.reference)
+    async with RouterRig(1, 2, health=health) as rig:
         for number in range(3):
             rig.kill(2)
             if number < 2:
@@ -268,30 +235,32 @@ async def test_an_engine_that_keeps_failing_is_left_alone_and_comes_back() -> No
                 await rig.in_state(2, State.DECODE)
         await rig.in_state(2, State.QUARANTINED)
         rig.restart(2)
-        assert_whole(await rig.complete(STREAM), direct)
+        await rig.whole(STREAM)
         assert rig.state(2) is State.QUARANTINED
         await rig.in_state(2, State.DECODE)
 
 
 async def test_a_frozen_engine_is_noticed_and_its_streams_go_on() -> None:
     health = {"timeout_s": 0.1, "failures": 2}
-    async with RouterRig(1, 2, config={"health": health}) as rig:
-        asked, direct = await _crowd(rig, 6)
-        await rig.until(lambda: len(rig.holders()) > 1, "they are decoded")
-        rig.fail(1, K.FREEZE)
-        await rig.until(lambda: rig.state(1) is State.FAILED, "it is noticed")
-        for each, known in zip(asked, direct, strict=True):
-            assert_whole(await each, await known)
-        rig.restart(1)
-        await rig.serving()
+    async with RouterRig(1, 2, health=health) as rig:
+        async with _crowd(rig, 6):
+            await rig.until(lambda: len(rig.holders()) > 1, "they are decoded")
+            rig.fail(1, K.FREEZE)
+            await rig.until(lambda: rig.state(1) is State.FAILED, "it is noticed")
+        await rig.recovered(1)
 
 
 async def test_sixty_four_replicas() -> None:
     # All share this process, so the machine may be slow for them.
-    config = {"health": {"every_s": 1.0, "timeout_s": 5.0}, "front": {"engine_timeout_s": 30.0}}
     spec = ScriptedSpec(step_base_s=0.05, put_s=0.005)
-    async with RouterRig(16, 48, spec=spec, config=config) as rig:
-        direct = await rig.complete(STREAM, at=rig.reference)
+    async with RouterRig(
+        16,
+        48,
+        spec=spec,
+        health={"every_s": 1.0, "timeout_s": 5.0},
+        front={"engine_timeout_s": 30.0},
+    ) as rig:
+        direct = await rig.direct(STREAM)
         decoders = [engine.core for engine in rig.engines[16:] if engine.core is not None]
         for core in decoders:
             core.freeze(True)  # else the first streams end before the last ones begin
@@ -304,9 +273,7 @@ async def test_sixty_four_replicas() -> None:
             rig.kill(number)
         for reply in await asyncio.gather(*running):
             assert_whole(reply, direct)
-        for number in gone:
-            rig.restart(number)
-        await rig.serving()
+        await rig.recovered(*gone)
 
 
 # Overload and deadlines
@@ -320,8 +287,9 @@ async def test_three_times_too_much(decode_requests: int) -> None:
     # Two decoders of 8 sequences: a request of 20 tokens takes 0.45 s. The figures are small,
     # as clients, router and engines share this process.
     spec = ScriptedSpec(step_base_s=0.02, decode_sequence_s=0.0003, max_num_seqs=8, kv_blocks=512)
-    config = {"overload": {"ttft_target_s": 1.0}, "flow": {"decode_requests": decode_requests}}
-    async with RouterRig(1, 2, spec=spec, config=config) as rig:
+    async with RouterRig(
+        1, 2, spec=spec, overload={"ttft_target_s": 1.0}, flow={"decode_requests": decode_requests}
+    ) as rig:
         capacity = 2 * 8 / (20 * (0.02 + 8 * 0.0003))
 
         async def ask(number: int) -> tuple[Reply, float]:
@@ -365,12 +333,13 @@ async def test_three_times_too_much(decode_requests: int) -> None:
 
 
 async def test_who_waits_longer_than_allowed_is_refused() -> None:
-    config = {
-        "front": {"max_wait_s": 0.5},
-        "flow": {"prefill_tokens": 1},
-        "overload": {"ttft_target_s": 60.0},
-    }
-    async with RouterRig(1, 1, config=config) as rig:
+    async with RouterRig(
+        1,
+        1,
+        front={"max_wait_s": 0.5},
+        flow={"prefill_tokens": 1},
+        overload={"ttft_target_s": 60.0},
+    ) as rig:
         rig.fail(0, K.STALL, after_tokens=0, times=1)
         first = asyncio.ensure_future(rig.complete(STREAM))
         await rig.until(lambda: not rig.engines[0].board.faults(), "the first is computed")

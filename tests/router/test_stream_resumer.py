@@ -1,14 +1,13 @@
 """One stream out of several: each rule on its own. With vLLM's: `test_stream_resumer_vllm.py`."""
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
+from tests.router.bodies import CHAT, COMPLETION, request
 from vllm_kvpool.router.dataplane.responses import UNKNOWN, EngineLost, PromptDetails
-from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
+from vllm_kvpool.router.dataplane.resume.policy import Detokenize
 from vllm_kvpool.router.dataplane.resume.stream_resumer import (
     MAX_HELD_CHUNKS,
     MAX_RESUMES,
@@ -23,14 +22,26 @@ USAGE = {"stream_options": {"include_usage": True}}
 COUNTED = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
-def manners(steps: Sequence[Step]) -> list[str]:
-    return [each.mode.value if isinstance(each, Resume) else type(each).__name__ for each in steps]
+def words(step: Step) -> str:
+    """A step in words: `resume 2` from two tokens, `finish`."""
+    if isinstance(step, Resume):
+        return f"{step.mode.value} {step.num_tokens}"
+    return type(step).__name__.lower()
+
+
+def sent(step: Step) -> dict[str, Any]:
+    assert isinstance(step, Resume | Detokenize)
+    return json.loads(step.body)
 
 
 HEAD = b'{"id":"cmpl-1","object":"text_completion","created":1,"model":"m",'
 CHAT_HEAD = b'{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m",'
-COMPLETION: dict[str, Any] = {"model": "m", "prompt": "p", "stream": True, "temperature": 0}
-CHAT: dict[str, Any] = {"model": "m", "messages": [], "stream": True, "temperature": 0}
+DONE = b"[DONE]"
+FINISHED = Finish((DONE,))
+
+
+def packed(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def said(
@@ -38,7 +49,7 @@ def said(
 ) -> bytes:
     choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": end}
     choice |= {"stop_reason": None, "prompt_token_ids": prompt, "token_ids": ids}
-    return HEAD + b'"choices":[%b]}' % json.dumps(choice, separators=(",", ":")).encode()
+    return HEAD + b'"choices":[%b]}' % packed(choice)
 
 
 def first(text: str = "a", ids: list[int] | None = None) -> bytes:
@@ -47,9 +58,11 @@ def first(text: str = "a", ids: list[int] | None = None) -> bytes:
 
 def chat(delta: dict[str, Any], ids: list[int] | None = None, end: str | None = None) -> bytes:
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": end, "token_ids": ids}
-    return CHAT_HEAD + b'"choices":[%b]}' % json.dumps(choice, separators=(",", ":")).encode()
+    return CHAT_HEAD + b'"choices":[%b]}' % packed(choice)
 
 
+TAKEN = [7, 8, 1, 2]
+"""The prompt and two tokens, as an engine says that it goes on from them."""
 ROLE = (
     CHAT_HEAD + b'"choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,'
     b'"finish_reason":null}],"prompt_token_ids":[7,8],"prompt_text":null}'
@@ -57,18 +70,24 @@ ROLE = (
 
 
 def splice_of(body: dict[str, Any], **more: Any) -> StreamResumer:
-    kind = ApiPath.COMPLETION if "prompt" in body else ApiPath.CHAT
-    request = parse_request(kind, json.dumps({**body, **more}).encode(), is_trusted=True)
-    return StreamResumer(request)
+    return StreamResumer(request({**body, "stream": True, "temperature": 0, **more}))
+
+
+def went_on(body: dict[str, Any], *payloads: bytes, **more: Any) -> StreamResumer:
+    """A stream of these payloads whose engine was lost, and which goes on from its tokens."""
+    resumer = splice_of(body, **more)
+    feed(resumer, *payloads)
+    assert words(resumer.lost()).startswith("resume ")
+    return resumer
 
 
 def feed(resumer: StreamResumer, *payloads: bytes) -> list[bytes]:
     return [told for payload in payloads for told in resumer.feed(payload)]
 
 
-def sent(step: Step) -> dict[str, Any]:
-    assert isinstance(step, Resume | Detokenize)
-    return json.loads(step.body)
+def lose(resumer: StreamResumer, payload: bytes, match: str | None = None) -> None:
+    with pytest.raises(EngineLost, match=match):
+        resumer.feed(payload)
 
 
 def test_only_the_ids_that_the_client_has_not_asked_for_are_taken_out() -> None:
@@ -77,25 +96,23 @@ def test_only_the_ids_that_the_client_has_not_asked_for_are_taken_out() -> None:
     assert splice_of(CHAT).feed(ROLE) == [ROLE.replace(b"[7,8]", b"null")]
 
 
+def logged(payload: bytes, logprobs: dict[str, Any]) -> bytes:
+    return payload.replace(b'"logprobs":null', b'"logprobs":' + packed(logprobs))
+
+
 def test_a_key_of_logprobs_may_have_any_name() -> None:
     tops = [{"token_ids": -0.5, "prompt_token_ids": -1.0, '"token_ids":[1]': -2.0}]
     logprobs = {"text_offset": [0], "tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": tops}
-    with_logprobs = said("a", [1]).replace(
-        b'"logprobs":null', b'"logprobs":' + json.dumps(logprobs, separators=(",", ":")).encode()
-    )
-    told = splice_of(COMPLETION, logprobs=3).feed(with_logprobs)
-    assert told == [with_logprobs.replace(b'"token_ids":[1]}', b'"token_ids":null}')]
+    payload = logged(said("a", [1]), logprobs)
+    told = splice_of(COMPLETION, logprobs=3).feed(payload)
+    assert told == [payload.replace(b'"token_ids":[1]}', b'"token_ids":null}')]
 
 
 def test_tokens_without_text_wait_for_it() -> None:
     resumer = splice_of(COMPLETION)
     assert feed(resumer, first("", [1]), said("", [2])) == []
-    held = [said("", None), said("", None), said("é", None)]
-    assert resumer.feed(said("é", [3])) == held
-    assert feed(resumer, said("", [4]), said("", [5], "stop")) == [
-        said("", None),
-        said("", None, "stop"),
-    ]
+    assert resumer.feed(said("é", [3])) == [said(""), said(""), said("é")]
+    assert feed(resumer, said("", [4]), said("", [5], "stop")) == [said(""), said("", end="stop")]
 
 
 def test_what_waits_is_bounded() -> None:
@@ -105,18 +122,14 @@ def test_what_waits_is_bounded() -> None:
 
 
 def test_deltas_that_are_there_for_their_ids_alone_are_dropped() -> None:
-    resumer = splice_of(CHAT)
-    feed(resumer, ROLE)
-    assert resumer.feed(chat({}, [1])) == []
-    assert resumer.feed(chat({"content": "a"}, [2])) == [chat({"content": "a"})]
-    asks = splice_of(CHAT, return_token_ids=True)
-    feed(asks, ROLE)
-    assert feed(asks, chat({}, [1]), chat({"content": "a"}, [2]))[0] == chat({}, [1])
+    bare, a = chat({}, [1]), chat({"content": "a"}, [2])
+    assert feed(splice_of(CHAT), ROLE, bare, a)[1:] == [chat({"content": "a"})]
+    assert feed(splice_of(CHAT, return_token_ids=True), ROLE, bare, a)[1] == bare
 
 
 def test_a_delta_without_text_that_has_logprobs_is_not_dropped() -> None:
     resumer = splice_of(CHAT, logprobs=True)
-    bare = chat({}, [1]).replace(b'"logprobs":null', b'"logprobs":{"content":[]}')
+    bare = logged(chat({}, [1]), {"content": []})
     told = feed(resumer, ROLE, bare, chat({"content": "a"}, [2]))
     assert told[1] == bare.replace(b"[1]", b"null")
 
@@ -125,9 +138,9 @@ def test_nothing_delivered_is_asked_again() -> None:
     resumer = splice_of(COMPLETION, temperature=1)
     feed(resumer, first("", [1]))
     step = resumer.lost()
-    assert isinstance(step, Resume)
-    assert (step.mode, step.num_tokens) == (ResumeMode.REPEAT, 0)
-    assert sent(step) == COMPLETION | {"temperature": 1, "return_token_ids": True}
+    assert words(step) == "repeat 0"
+    asked = {"stream": True, "temperature": 1, "return_token_ids": True}
+    assert sent(step) == COMPLETION | asked
     assert not resumer.has_begun
 
 
@@ -135,29 +148,28 @@ def test_the_role_is_told_once() -> None:
     resumer = splice_of(CHAT, temperature=1)
     feed(resumer, ROLE)
     assert resumer.has_begun
-    step = resumer.lost()
-    assert isinstance(step, Resume)
-    assert step.mode is ResumeMode.REPEAT
-    again = ROLE.replace(b"chatcmpl-1", b"chatcmpl-2").replace(b'"created":1', b'"created":2')
-    told = chat({"content": "a"}, [1]).replace(b"chatcmpl-1", b"chatcmpl-2")
-    assert feed(resumer, again, told.replace(b'"created":1', b'"created":2')) == [
-        chat({"content": "a"})
-    ]
+    assert words(resumer.lost()) == "repeat 0"
+
+    def of_other(payload: bytes) -> bytes:
+        return payload.replace(b"chatcmpl-1", b"chatcmpl-2").replace(b'"created":1', b'"created":2')
+
+    told = feed(resumer, of_other(ROLE), of_other(chat({"content": "a"}, [1])))
+    assert told == [chat({"content": "a"})]
 
 
 def test_a_completion_goes_on_from_its_tokens() -> None:
     fields = {"max_tokens": 9, "min_tokens": 2, "seed": 4, "truncate_prompt_tokens": 3, "n": 1}
-    params = {"kvpool": {"expect_tokens": 5, "load": True}, "other": 1}
+    awaits = {"expect_tokens": 5, "expect_end": True, "expect_timeout_ms": 7}
+    params = {"kvpool": {**awaits, "load": True}, "other": 1}
     resumer = splice_of(COMPLETION, **fields, kv_transfer_params=params, temperature=1)
     feed(resumer, first(), said("b", [2]), said("", [3]))
     step = resumer.lost()
-    assert isinstance(step, Resume)
-    assert (step.mode, step.num_tokens) == (ResumeMode.RESUME, 2)
-    expected = COMPLETION | {"temperature": 1, "prompt": [7, 8, 1, 2], "max_tokens": 7}
+    assert words(step) == "resume 2"
+    expected = COMPLETION | {"stream": True, "temperature": 1, "prompt": TAKEN, "max_tokens": 7}
     expected |= {"min_tokens": 0, "seed": 5, "return_token_ids": True}
     assert sent(step) == expected | {"kv_transfer_params": {"kvpool": {"load": True}, "other": 1}}
-    told = feed(resumer, said("c", [3], prompt=[7, 8, 1, 2]), said("", [0], "stop"), b"[DONE]")
-    assert told == [said("c"), said("", None, "stop"), b"[DONE]"]
+    told = feed(resumer, said("c", [3], prompt=TAKEN), said("", [0], "stop"), DONE)
+    assert told == [said("c"), said("", end="stop"), DONE]
     assert resumer.ended
     assert resumer.answer.ids.tolist() == [1, 2, 3, 0]
 
@@ -166,76 +178,62 @@ def test_a_chat_goes_on_from_its_tokens_as_a_chat() -> None:
     resumer = splice_of(CHAT, max_completion_tokens=9)
     feed(resumer, ROLE, *(chat({"content": each}, [ord(each)]) for each in "abc"))
     step = resumer.lost()
-    assert isinstance(step, Resume)
-    # One token is generated again, to be compared.
-    assert (step.mode, step.num_tokens) == (ResumeMode.RESUME, 2)
+    assert words(step) == "resume 2", "one token is generated again, to be compared"
     ids = {"prompt_token_ids": [7, 8, ord("a"), ord("b")]}
-    expected = CHAT | {"max_tokens": 7, "return_token_ids": True, "kv_transfer_params": ids}
-    assert sent(step) == expected
+    expected = {"max_tokens": 7, "return_token_ids": True, "kv_transfer_params": ids}
+    assert sent(step) == CHAT | {"stream": True, "temperature": 0} | expected
     again = ROLE.replace(b"[7,8]", b"[7,8,97,98]")
     assert feed(resumer, again, chat({"content": "cd"}, [99, 100])) == [chat({"content": "d"})]
 
 
+A, B = chat({"content": "a"}, [1]), chat({"content": "b"}, [2])
+
+
 def test_a_greedy_answer_that_differs_is_begun_again_and_then_given_up() -> None:
-    resumer = splice_of(CHAT)
-    feed(resumer, ROLE, chat({"content": "a"}, [1]), chat({"content": "b"}, [2]))
-    assert isinstance(step := resumer.lost(), Resume)
-    assert step.mode is ResumeMode.RESUME
+    resumer = went_on(CHAT, ROLE, A, B)
     feed(resumer, ROLE.replace(b"[7,8]", b"[7,8,1]"))
-    with pytest.raises(EngineLost):
-        resumer.feed(chat({"content": "x"}, [9]))
-    assert isinstance(step := resumer.lost(), Resume)
-    assert step.mode is ResumeMode.REPLAY
-    assert feed(resumer, ROLE, chat({"content": "a"}, [1])) == []
-    with pytest.raises(EngineLost):
-        resumer.feed(chat({"content": ""}, [0], "stop"))
-    assert isinstance(resumer.lost(), Refusal)
+    lose(resumer, chat({"content": "x"}, [9]))
+    assert words(resumer.lost()) == "replay 0"
+    assert feed(resumer, ROLE, A) == []
+    lose(resumer, chat({"content": ""}, [0], "stop"))
+    assert words(resumer.lost()) == "refusal"
 
 
 def test_an_engine_that_ignores_the_tokens_is_found_out() -> None:
-    resumer = splice_of(CHAT)
-    feed(resumer, ROLE, chat({"content": "a"}, [1]), chat({"content": "b"}, [2]))
-    resumer.lost()
-    with pytest.raises(EngineLost, match="not taken"):
-        resumer.feed(ROLE)
-    assert isinstance(step := resumer.lost(), Resume)
-    assert step.mode is ResumeMode.REPLAY
-    assert feed(resumer, ROLE, chat({"content": "ab"}, [3]), chat({"content": "c"}, [4])) == [
-        chat({"content": "c"})
-    ]
+    resumer = went_on(CHAT, ROLE, A, B)
+    lose(resumer, ROLE, "not taken")
+    assert words(resumer.lost()) == "replay 0"
+    told = feed(resumer, ROLE, chat({"content": "ab"}, [3]), chat({"content": "c"}, [4]))
+    assert told == [chat({"content": "c"})]
 
 
 def test_an_engine_that_does_not_say_what_it_has_taken_is_not_believed() -> None:
-    resumer = splice_of(COMPLETION)
-    feed(resumer, first(), said("b", [2]))
-    resumer.lost()
-    with pytest.raises(EngineLost, match="does not say"):
-        resumer.feed(said("c", [3]))
+    lose(went_on(COMPLETION, first(), said("b", [2])), said("c", [3]), "does not say")
 
 
 @pytest.mark.parametrize("rejected", [True, False])
 def test_an_engine_that_refuses_to_go_on_is_not_asked_again(rejected: bool) -> None:
-    resumer = splice_of(COMPLETION)
-    feed(resumer, first(), said("b", [2]))
-    assert isinstance(step := resumer.lost(), Resume)
-    assert step.mode is ResumeMode.RESUME
+    resumer = went_on(COMPLETION, first(), said("b", [2]))
     if not rejected:
-        with pytest.raises(EngineLost, match="does not go on: no"):
-            resumer.feed(b'{"error":{"message":"no","code":400}}')
-    assert isinstance(step := resumer.lost(rejected=rejected), Resume)
-    assert step.mode is ResumeMode.REPLAY
+        lose(resumer, b'{"error":{"message":"no","code":400}}', "does not go on: no")
+    assert words(resumer.lost(rejected=rejected)) == "replay 0"
+
+
+def resumed(resumer: StreamResumer, *texts: str | None) -> Step:
+    """The step after tokens were detokenized: each time to the next text, at last always to it."""
+    step, left = resumer.lost(), list(texts)
+    while isinstance(step, Detokenize):
+        step = resumer.detokenized(left.pop(0) if len(left) > 1 else left[0])
+    return step
 
 
 def test_what_is_sampled_in_a_chat_is_detokenized_before_it_goes_on() -> None:
     resumer = splice_of(CHAT, temperature=1)
     feed(resumer, ROLE, chat({"content": "ab"}, [1, 2]), chat({"content": ""}, [3]))
-    step = resumer.lost()
-    assert isinstance(step, Detokenize)
-    assert sent(step) == {"model": "m", "tokens": [1, 2, 3]}
+    assert sent(resumer.lost()) == {"model": "m", "tokens": [1, 2, 3]}
     # The last has begun a character.
     assert sent(resumer.detokenized("ab\ufffd")) == {"model": "m", "tokens": [1, 2]}
     step = resumer.detokenized("ab")
-    assert isinstance(step, Resume)
     assert sent(step)["kv_transfer_params"] == {"prompt_token_ids": [7, 8, 1, 2]}
     feed(resumer, ROLE.replace(b"[7,8]", b"[7,8,1,2]"))
     assert resumer.feed(chat({"content": "c"}, [4])) == [chat({"content": "c"})]
@@ -243,20 +241,10 @@ def test_what_is_sampled_in_a_chat_is_detokenized_before_it_goes_on() -> None:
 
 @pytest.mark.parametrize("text", [None, "xy", "a", "", "xxab", "ab\ufffd"])
 def test_what_cannot_be_detokenized_is_refused_unless_a_token_ends_there(text: str | None) -> None:
-    resumer = splice_of(CHAT, temperature=1)
-    feed(resumer, ROLE, chat({"content": "ab"}, [1, 2]))
-    resumer.lost()
-    step = resumer.detokenized(text)
-    while isinstance(step, Detokenize):
-        step = resumer.detokenized(text)
-    assert isinstance(step, Refusal)
-    resumer = splice_of(CHAT, temperature=1)
-    feed(resumer, ROLE, chat({"content": "ab"}, [1]))
-    resumer.lost()
-    step = resumer.detokenized(text)
-    while isinstance(step, Detokenize):
-        step = resumer.detokenized(text)
-    assert isinstance(step, Resume if text is None else Refusal)
+    for ids, step in (([1, 2], "refusal"), ([1], "resume 1" if text is None else "refusal")):
+        resumer = splice_of(CHAT, temperature=1)
+        feed(resumer, ROLE, chat({"content": "ab"}, ids))
+        assert words(resumed(resumer, text)) == step
 
 
 def test_only_tokens_of_a_character_are_left_out_of_what_is_detokenized() -> None:
@@ -264,35 +252,27 @@ def test_only_tokens_of_a_character_are_left_out_of_what_is_detokenized() -> Non
     resumer = splice_of(CHAT, temperature=1)
     feed(resumer, ROLE, chat({"content": "aaa"}, [1, 1, 0, 1]))
     assert sent(resumer.lost())["tokens"] == [1, 1, 0, 1]
-    assert isinstance(resumer.detokenized("aa<end>a"), Refusal)
+    assert words(resumer.detokenized("aa<end>a")) == "refusal"
 
 
 def test_what_was_withheld_for_a_stop_string_is_told_by_the_router() -> None:
     resumer = splice_of(COMPLETION, temperature=1, stop=["xyz"])
     # Of "hello" two characters are withheld.
     feed(resumer, first("hel", [1, 2]))
-    assert isinstance(resumer.lost(), Detokenize)
-    step = resumer.detokenized("hello")
-    assert isinstance(step, Resume)
-    assert step.num_tokens == 2
-    told = feed(resumer, said("!", [3], prompt=[7, 8, 1, 2]))
-    assert told == [said("lo!")]
+    assert words(resumed(resumer, "hello")) == "resume 2"
+    assert feed(resumer, said("!", [3], prompt=TAKEN)) == [said("lo!")]
 
 
 def test_a_stop_string_that_may_have_begun_is_not_passed_over() -> None:
-    resumer = splice_of(COMPLETION, temperature=1, stop=["xyz"])
-    feed(resumer, first("hel", [1, 2]))
-    resumer.lost()
-    assert isinstance(resumer.detokenized("hellx"), Refusal)
-    resumer = splice_of(COMPLETION, temperature=1, stop=["xyz"])
-    feed(resumer, first("hel", [1, 2]))
-    resumer.lost()
-    assert sent(resumer.detokenized("hell\ufffd"))["tokens"] == [1]
+    for text, tokens in (("hellx", None), ("hell\ufffd", [1])):
+        resumer = splice_of(COMPLETION, temperature=1, stop=["xyz"])
+        feed(resumer, first("hel", [1, 2]))
+        resumer.lost()
+        step = resumer.detokenized(text)
+        assert words(step) == "refusal" if tokens is None else sent(step)["tokens"] == tokens
     resumer = splice_of(COMPLETION, stop=["xyz"], include_stop_str_in_output=True)
     feed(resumer, first("a", [1]), said("x", [2]), said("y", [3]))
-    step = resumer.lost()
-    assert isinstance(step, Resume)
-    assert step.num_tokens == 1
+    assert words(resumer.lost()) == "resume 1"
 
 
 def test_tool_calls_pass_and_are_not_continued() -> None:
@@ -303,27 +283,27 @@ def test_tool_calls_pass_and_are_not_continued() -> None:
     step = resumer.lost()
     assert isinstance(step, Refusal)
     assert "tool calls" in step.why
-    said, done = step.payloads
-    error = json.loads(said)["error"]
-    assert (error["type"], error["code"]) == ("InternalServerError", 500)
-    assert done == b"[DONE]"
+    failure, done = step.payloads
+    error = json.loads(failure)["error"]
+    assert (error["type"], error["code"], done) == ("InternalServerError", 500, DONE)
+
+
+ENDED = said("", end="stop")
 
 
 def test_several_choices_pass_and_are_not_continued() -> None:
     resumer = splice_of(COMPLETION, n=2, temperature=1)
     one, other = said("a"), said("b").replace(b'"index":0', b'"index":1')
-    assert isinstance(resumer.lost(), Resume)
-    assert feed(resumer, one, other) == [one, other]
-    assert feed(resumer, said("", None, "stop")) == [said("", None, "stop")]
-    with pytest.raises(EngineLost):
-        resumer.feed(b"[DONE]")
-    assert isinstance(resumer.lost(), Refusal)
+    assert words(resumer.lost()) == "repeat 0"
+    assert feed(resumer, one, other, ENDED) == [one, other, ENDED]
+    lose(resumer, DONE)
+    assert words(resumer.lost()) == "refusal"
 
 
 def test_several_choices_that_have_all_ended_have_ended() -> None:
     resumer = splice_of(COMPLETION, n=2, temperature=1)
-    feed(resumer, said("", None, "stop"), said("", None, "stop"))
-    assert resumer.lost() == Finish((b"[DONE]",))
+    feed(resumer, ENDED, ENDED)
+    assert resumer.lost() == FINISHED
 
 
 USAGE_CHUNK = HEAD + b'"choices":[],"usage":{"prompt_tokens":2,"completion_tokens":3}}'
@@ -333,14 +313,16 @@ USAGE_CHUNK = HEAD + b'"choices":[],"usage":{"prompt_tokens":2,"completion_token
     "more", [{"n": 2}, {"prompt": ["a", "b"]}, {"echo": True}, {"prompt_embeds": "AA=="}]
 )
 def test_a_usage_that_is_asked_for_and_not_known_is_an_error(more: dict[str, Any]) -> None:
-    asks = {"stream_options": {"include_usage": True}}
-    num_choices = 2 if more.keys() & {"n", "prompt"} else 1
-    resumer = splice_of(COMPLETION, **asks, **more)
-    feed(resumer, *[said("", None, "stop")] * num_choices)
-    assert isinstance(resumer.lost(), Refusal)
-    resumer = splice_of(COMPLETION, **asks, **more)
-    feed(resumer, *[said("", None, "stop")] * num_choices, USAGE_CHUNK)
-    assert resumer.lost() == Finish((b"[DONE]",))
+    ends = [ENDED] * (2 if more.keys() & {"n", "prompt"} else 1)
+    resumer = splice_of(COMPLETION, **USAGE, **more)
+    feed(resumer, *ends)
+    assert words(resumer.lost()) == "refusal"
+    resumer = splice_of(COMPLETION, **USAGE, **more)
+    feed(resumer, *ends, USAGE_CHUNK)
+    assert resumer.lost() == FINISHED
+
+
+RECOMPUTED = said("", [2], "stop").replace(b'"stop_reason":null', b'"stop_reason":"recomputed"')
 
 
 @pytest.mark.parametrize(
@@ -349,7 +331,7 @@ def test_a_usage_that_is_asked_for_and_not_known_is_an_error(more: dict[str, Any
         b'{"error":{"message":"dead","type":"InternalServerError","param":null,"code":500}}',
         b'{"error":{"message":"dead"}}',
         said("b", [], "abort"),
-        said("", [], "stop").replace(b'"stop_reason":null', b'"stop_reason":"recomputed"'),
+        RECOMPUTED,
         b"[DONE]",
         b'{"choices":[',
         b"[]",
@@ -366,16 +348,13 @@ def test_a_usage_that_is_asked_for_and_not_known_is_an_error(more: dict[str, Any
 def test_what_a_dying_engine_says_is_not_passed_on(payload: bytes) -> None:
     resumer = splice_of(COMPLETION)
     feed(resumer, first())
-    with pytest.raises(EngineLost):
-        resumer.feed(payload)
-    assert isinstance(resumer.lost(), Resume)
+    lose(resumer, payload)
+    assert words(resumer.lost()) == "resume 1"
 
 
 def test_a_stop_string_that_reads_like_a_request_given_back_ends_the_answer() -> None:
     resumer = splice_of(COMPLETION, stop=["recomputed"])
-    feed(resumer, first())
-    end = said("", [2], "stop").replace(b'"stop_reason":null', b'"stop_reason":"recomputed"')
-    assert len(feed(resumer, end, b"[DONE]")) == 2
+    assert len(feed(resumer, first(), RECOMPUTED, DONE)) == 3
     assert resumer.ended
 
 
@@ -390,16 +369,14 @@ def test_stop_strings_are_withheld_however_the_client_writes_false(no: object) -
 def test_a_temperature_of_zero_is_greedy_however_the_client_writes_it(zero: object) -> None:
     resumer = splice_of(COMPLETION, temperature=zero, presence_penalty=0.5)
     feed(resumer, first())
-    step = resumer.lost()
-    assert isinstance(step, Resume)
-    assert step.mode is ResumeMode.REPLAY
+    assert words(resumer.lost()) == "replay 0"
 
 
 @pytest.mark.parametrize("no", [False, "false", 0, "0", "off"])
 def test_spaces_between_special_tokens_are_seen_however_the_client_writes_it(no: object) -> None:
     resumer = splice_of(COMPLETION, temperature=1, spaces_between_special_tokens=no)
     feed(resumer, first())
-    assert isinstance(resumer.lost(), Refusal)
+    assert words(resumer.lost()) == "refusal"
 
 
 def scored(*tokens: str, text: str | None = None, end: str | None = None) -> bytes:
@@ -409,7 +386,7 @@ def scored(*tokens: str, text: str | None = None, end: str | None = None) -> byt
     choice |= {"logprobs": {"text_offset": [0] * count, "tokens": list(tokens)}}
     choice["logprobs"] |= {"token_logprobs": [-1.0] * count, "top_logprobs": [None] * count}
     choice |= {"finish_reason": end, "stop_reason": None, "token_ids": None}
-    return HEAD + b'"choices":[%b]}' % json.dumps(choice, separators=(",", ":")).encode()
+    return HEAD + b'"choices":[%b]}' % packed(choice)
 
 
 UNFINISHED = [("p", "a"), ("x", ""), ("y", ""), ("b", "xyb"), ("c", "c")]
@@ -431,7 +408,7 @@ def test_tokens_without_ids_have_each_logprob_once(num_told: int, step: int) -> 
 
     resumer = splice_of(COMPLETION, echo=True, logprobs=0, temperature=0)
     told = feed(resumer, *chunks(1)[:num_told])
-    assert isinstance(resumer.lost(), Resume)
+    assert words(resumer.lost()) == "replay 0"
     told += feed(resumer, *chunks(step), scored(end="stop"))
     choices = [json.loads(each)["choices"][0] for each in told]
     assert [token for each in choices for token in each["logprobs"]["tokens"]] == WHOLE_TOKENS
@@ -439,12 +416,12 @@ def test_tokens_without_ids_have_each_logprob_once(num_told: int, step: int) -> 
 
 
 def test_an_error_of_the_clients_own_is_passed_on() -> None:
-    resumer = splice_of(COMPLETION)
     error = b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}'
-    assert feed(resumer, error, b"[DONE]") == [error, b"[DONE]"]
-    resumer = splice_of(COMPLETION)
-    feed(resumer, error)
-    assert resumer.lost() == Finish((b"[DONE]",))
+    assert feed(splice_of(COMPLETION), error, DONE) == [error, DONE]
+    for usage in ({}, USAGE):  # which an error has none of
+        resumer = splice_of(COMPLETION, **usage)
+        feed(resumer, error)
+        assert resumer.lost() == FINISHED
 
 
 @pytest.mark.parametrize("details", [{}, {"prompt_tokens_details": {"cached_tokens": 1}}])
@@ -457,15 +434,21 @@ def test_an_end_that_was_lost_is_made_up(details: dict[str, Any]) -> None:
     usage, done = step.payloads
     counts = {"prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3, **details}
     assert json.loads(usage) == json.loads(HEAD[:-1] + b"}") | {"choices": [], "usage": counts}
-    assert done == b"[DONE]"
+    assert done == DONE
     resumer = splice_of(COMPLETION)
     feed(resumer, first(), said("b", [2, 3], "stop"))
-    assert resumer.lost() == Finish((b"[DONE]",))
+    assert resumer.lost() == FINISHED
 
 
-@pytest.mark.parametrize("asks", [True, False])
-def test_an_answer_of_all_its_tokens_is_ended_without_an_engine(asks: bool) -> None:
-    resumer = splice_of(COMPLETION, max_tokens=2, return_token_ids=asks)
+@pytest.mark.parametrize(
+    ("asks", "more"),
+    [(True, {}), (False, {}), (False, {"temperature": 1, "presence_penalty": 0.5})],
+)
+def test_an_answer_of_all_its_tokens_is_ended_without_an_engine(
+    asks: bool, more: dict[str, Any]
+) -> None:
+    """One that no engine could go on with, too."""
+    resumer = splice_of(COMPLETION, max_tokens=2, return_token_ids=asks, **more)
     feed(resumer, first(), said("b", [2]))
     step = resumer.lost()
     assert isinstance(step, Finish)
@@ -476,8 +459,8 @@ def test_an_answer_of_all_its_tokens_is_ended_without_an_engine(asks: bool) -> N
 def test_it_is_not_tried_for_ever() -> None:
     resumer = splice_of(COMPLETION)
     feed(resumer, first())
-    steps = [resumer.lost() for _ in range(MAX_RESUMES + 1)]
-    assert manners(steps) == ["resume"] * MAX_RESUMES + ["Refusal"]
+    steps = [words(resumer.lost()) for _ in range(MAX_RESUMES + 1)]
+    assert steps == ["resume 1"] * MAX_RESUMES + ["refusal"]
 
 
 def test_an_engine_may_write_its_json_another_way() -> None:
@@ -487,17 +470,11 @@ def test_an_engine_may_write_its_json_another_way() -> None:
         chunk = json.loads(payload)
         return json.dumps({"choices": chunk.pop("choices"), **chunk, "id": "other"}).encode()
 
-    resumer = splice_of(COMPLETION)
-    feed(resumer, first(), said("b", [2]))
-    resumer.lost()
-    (told,) = resumer.feed(other(said("c", [3], prompt=[7, 8, 1, 2])))
-    assert json.loads(told) == json.loads(said("c"))
-    # The first engine is the odd one: the others' chunks stay as they are.
-    resumer = splice_of(COMPLETION)
-    feed(resumer, other(first()), other(said("b", [2])))
-    resumer.lost()
-    (told,) = resumer.feed(said("c", [3], prompt=[7, 8, 1, 2]))
-    assert json.loads(told) == json.loads(said("c"))
+    # Or the first engine is the odd one: the others' chunks stay as they are.
+    for ours, theirs in ((bytes, other), (other, bytes)):
+        resumer = went_on(COMPLETION, ours(first()), ours(said("b", [2])))
+        (told,) = resumer.feed(theirs(said("c", [3], prompt=TAKEN)))
+        assert json.loads(told) == json.loads(said("c"))
 
 
 def test_usage_and_offsets_go_on_after_a_resume() -> None:
@@ -506,25 +483,20 @@ def test_usage_and_offsets_go_on_after_a_resume() -> None:
         details = {"completion_tokens_details": {"reasoning_tokens": 0}}
         details |= {"prompt_tokens_details": {"cached_tokens": prompt}}
         usage = {**usage, "completion_tokens": tokens, **details}
-        return payload[:-1] + b',"usage":%b}' % json.dumps(usage, separators=(",", ":")).encode()
+        return payload[:-1] + b',"usage":%b}' % packed(usage)
 
-    def logged(payload: bytes, offsets: list[int], tokens: list[str]) -> bytes:
-        logprobs = {
-            "text_offset": offsets,
-            "tokens": tokens,
-            "token_logprobs": [-1.0] * len(tokens),
-        }
-        text = json.dumps(logprobs, separators=(",", ":")).encode()
-        return payload.replace(b'"logprobs":null', b'"logprobs":' + text)
+    def offset(payload: bytes, offsets: list[int], tokens: list[str]) -> bytes:
+        scores = {"text_offset": offsets, "tokens": tokens, "token_logprobs": [-1.0] * len(tokens)}
+        return logged(payload, scores)
 
     resumer = splice_of(COMPLETION, logprobs=0, **COUNTED)
     resumer.prompt.details = PromptDetails(cached_tokens=2)
-    feed(resumer, counted(logged(first("ab", [1]), [0], ["ab"]), 2, 1))
-    feed(resumer, counted(logged(said("c", [2]), [2], ["c"]), 2, 2))
+    feed(resumer, counted(offset(first("ab", [1]), [0], ["ab"]), 2, 1))
+    feed(resumer, counted(offset(said("c", [2]), [2], ["c"]), 2, 2))
     resumer.lost()
-    new = logged(said("de", [3, 4], prompt=[7, 8, 1, 2]), [0, 1], ["d", "e"])
+    new = offset(said("de", [3, 4], prompt=TAKEN), [0, 1], ["d", "e"])
     (told,) = feed(resumer, counted(new, 4, 2))
-    assert told == counted(logged(said("de"), [3, 4], ["d", "e"]), 2, 4)
+    assert told == counted(offset(said("de"), [3, 4], ["d", "e"]), 2, 4)
 
 
 @pytest.mark.parametrize("choices", [1, 2])
@@ -556,7 +528,7 @@ def test_stream_tells_details_of_the_engine_that_computed_the_prompt(
     def usage(of_prompt: Any) -> bytes:
         counts = {"prompt_tokens": 10, "total_tokens": 12, "completion_tokens": 2}
         counts |= {"prompt_tokens_details": of_prompt}
-        return json.dumps({"choices": [], "usage": counts}, separators=(",", ":")).encode()
+        return packed({"choices": [], "usage": counts})
 
     resumer = splice_of(COMPLETION, n=choices, **COUNTED)
     resumer.prompt.details = details
@@ -569,17 +541,10 @@ def test_tokens_that_the_client_sees_are_not_drawn_anew() -> None:
     resumer = splice_of(COMPLETION, temperature=1, return_token_ids=True)
     # The last has begun a character, and the client knows of it.
     feed(resumer, first("a", [1]), said("b", [2, 3]))
-    resumer.lost()
-    resumer.detokenized("ab\ufffd")
-    step = resumer.detokenized("ab")
-    assert isinstance(step, Resume)
-    assert step.num_tokens == 2
-    with pytest.raises(EngineLost, match="other tokens"):
-        resumer.feed(said("c", [9], prompt=[7, 8, 1, 2]))
-    resumer.lost()
-    resumer.detokenized("ab\ufffd")
-    resumer.detokenized("ab")
-    assert resumer.feed(said("e", [3, 4], prompt=[7, 8, 1, 2])) == [said("e", [4])]
+    assert words(resumed(resumer, "ab\ufffd", "ab")) == "resume 2"
+    lose(resumer, said("c", [9], prompt=TAKEN), "other tokens")
+    resumed(resumer, "ab\ufffd", "ab")
+    assert resumer.feed(said("e", [3, 4], prompt=TAKEN)) == [said("e", [4])]
 
 
 @pytest.mark.parametrize(
@@ -596,10 +561,8 @@ def test_as_many_tokens_are_left_as_were(
     body: dict[str, Any], fields: dict[str, Any], expected: int | None
 ) -> None:
     resumer = splice_of(body, **fields)
-    if body is CHAT:
-        feed(resumer, ROLE, *(chat({"content": each}, [ord(each)]) for each in "abc"))
-    else:
-        feed(resumer, first(), said("b", [2]))
+    chats = (ROLE, A, B, chat({"content": "c"}, [3]))
+    feed(resumer, *(chats if body is CHAT else (first(), said("b", [2]))))
     asked = sent(resumer.lost())
     assert asked.get("max_tokens") == expected
     assert "max_completion_tokens" not in asked
@@ -608,13 +571,9 @@ def test_as_many_tokens_are_left_as_were(
 def test_what_goes_on_is_of_the_kind_that_it_was() -> None:
     resumer = splice_of(CHAT, temperature=1)
     thought = chat({"reasoning": "I think that"}, [1])
-    assert feed(resumer, ROLE, thought) == [
-        ROLE.replace(b"[7,8]", b"null"),
-        chat({"reasoning": "I think that"}),
-    ]
-    resumer.lost()
-    assert isinstance(resumer.detokenized("<think>I think that"), Resume)
+    told = [ROLE.replace(b"[7,8]", b"null"), chat({"reasoning": "I think that"})]
+    assert feed(resumer, ROLE, thought) == told
+    assert words(resumed(resumer, "<think>I think that")) == "resume 1"
     feed(resumer, ROLE.replace(b"[7,8]", b"[7,8,1]"))
-    with pytest.raises(EngineLost, match="as content what was reasoning"):
-        resumer.feed(chat({"content": "so"}, [2]))
-    assert isinstance(resumer.lost(), Refusal)
+    lose(resumer, chat({"content": "so"}, [2]), "as content what was reasoning")
+    assert words(resumer.lost()) == "refusal"

@@ -289,7 +289,6 @@ def test_a_detokenizer_primed_up_to_a_resume_point_goes_on_exactly_there(
     marks = {known.last_resume_point(chars) for chars in range(len(text) + 10)} - {None}
     assert steps != (1,) or len(marks) == num_given
     for mark in marks:
-        assert mark is not None
         primed = detokenizer(prompt + answer[: mark.num_tokens])
         primed.update(answer[mark.num_tokens :], False)
         rest = primed.get_next_output_text(finished=True, delta=True)

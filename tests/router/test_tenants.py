@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig, run
+from tests.support.router_rig import CHAT, COMPLETIONS, Reply, RouterRig
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.config import read_request_options
 from vllm_kvpool.errors import ConfigError
@@ -160,56 +160,44 @@ def test_a_name_of_a_tenant_is_one_that_engines_take(name: str, tmp_path: Path) 
     assert read_request_options({"kvpool": {"tenant": tenant.name}}).tenant == name
 
 
-def test_clients_are_answered_as_their_keys_allow(
+async def test_clients_are_answered_as_their_keys_allow(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger="vllm_kvpool.router.access")
     first = f'{ENTRY}models = ["scripted"]\nmax_running = 1\n'
     second = f'[[tenants]]\nname = "b"\nkey = "{OTHER}"\nmodels = ["other"]\n'
     path = write_secret(tmp_path / "keys.toml", first + second)
+    spec = ScriptedSpec(step_base_s=0.001, put_s=0.005, api_key="of-engines")
+    front = {"keys_file": path, "access_log": True}
+    async with RouterRig(1, 1, spec=spec, front=front, api_key="of-engines") as rig:
 
-    async def main() -> None:
-        spec = ScriptedSpec(step_base_s=0.001, put_s=0.005, api_key="of-engines")
-        front = {"keys_file": path, "access_log": True}
-        more = {"api_key": "of-engines"}
-        async with RouterRig(1, 1, spec=spec, config={"front": front}, more=more) as rig:
+        async def ask(key: str, body: Mapping[str, Any] = ASK, path: str = COMPLETIONS) -> Reply:
+            return await rig.ask("POST", path, body, bearer(key))
 
-            async def ask(
-                key: str, body: Mapping[str, Any] = ASK, path: str = COMPLETIONS
-            ) -> tuple[int, Any]:
-                url = rig.url + path
-                async with rig.session.post(url, json=body, headers=bearer(key)) as answer:
-                    return answer.status, await answer.json()
-
-            assert (await ask(KEY))[0] == 200
-            for key in ("", "wrong", "of-engines"):
-                status, answer = await ask(key)
-                assert (status, answer["error"]["code"]) == (401, 401)
-            status, answer = await ask(OTHER)
-            assert status == 403
-            assert "only other" in answer["error"]["message"]
-            long = asyncio.ensure_future(ask(KEY, {**ASK, "max_tokens": 500}))
-            await rig.until(rig.holders, "an engine has it")
-            assert (await ask(KEY))[0] == 429
-            assert (await long)[0] == 200
-            assert (await ask(KEY))[0] == 200
-            for key, names in ((KEY, ["scripted"]), (OTHER, [])):
-                url = f"{rig.url}/v1/models"
-                async with rig.session.get(url, headers=bearer(key)) as listed:
-                    found = (await listed.json())["data"]
-                assert [each["id"] for each in found] == names
-            text = {"model": "scripted", "prompt": "hello"}
-            for key, wanted in (("", 401), (OTHER, 403), (KEY, 200)):
-                assert (await ask(key, text, "/tokenize"))[0] == wanted
-            # Scripted engines know no such path: their 404 says that the request was let through.
-            for texts, wanted in ((["a"], 404), (["a", "b"], 400)):
-                body = {"model": "scripted", "input": texts}
-                assert (await ask(KEY, body, "/v1/embeddings"))[0] == wanted
-            for open_path in ("/health", "/metrics"):
-                async with rig.session.get(f"{rig.url}{open_path}") as answered:
-                    assert answered.status == 200
-
-    with caplog.at_level("INFO", logger="vllm_kvpool.router.access"):
-        run(main)
+        assert (await ask(KEY)).status == 200
+        for key in ("", "wrong", "of-engines"):
+            refused = await ask(key)
+            assert (refused.status, refused.json["error"]["code"]) == (401, 401)
+        refused = await ask(OTHER)
+        assert refused.status == 403
+        assert "only other" in refused.json["error"]["message"]
+        long = asyncio.ensure_future(ask(KEY, {**ASK, "max_tokens": 500}))
+        await rig.until(rig.holders, "an engine has it")
+        assert (await ask(KEY)).status == 429
+        assert (await long).status == 200
+        assert (await ask(KEY)).status == 200
+        for key, names in ((KEY, ["scripted"]), (OTHER, [])):
+            listed = await rig.ask("GET", "/v1/models", headers=bearer(key))
+            assert [each["id"] for each in listed.json["data"]] == names
+        text = {"model": "scripted", "prompt": "hello"}
+        for key, wanted in (("", 401), (OTHER, 403), (KEY, 200)):
+            assert (await ask(key, text, "/tokenize")).status == wanted
+        # Scripted engines know no such path: their 404 says that the request was let through.
+        for texts, wanted in ((["a"], 404), (["a", "b"], 400)):
+            body = {"model": "scripted", "input": texts}
+            assert (await ask(KEY, body, "/v1/embeddings")).status == wanted
+        for open_path in ("/health", "/metrics"):
+            assert (await rig.ask("GET", open_path)).status == 200
     said = [each.message for each in caplog.records if each.name == "vllm_kvpool.router.access"]
     for status, count in ((401, 4), (403, 2), (429, 1), (200, 3)):
         assert sum(f" status={status} " in line for line in said) == count, said
@@ -269,11 +257,10 @@ async def test_engines_are_told_whose_request_it_is(
     keys = write_secret(tmp_path / "keys.toml", ENTRY)
     is_read = path in (COMPLETIONS, CHAT)
     front = {"keys_file": keys}
-    async with RouterRig(1, 2, config={"front": front}) as rig:
+    async with RouterRig(1, 2, front=front) as rig:
         body = {**ENDPOINTS[path], "stream": stream, "kv_transfer_params": OTHERS}
         if is_read:  # others break off with their engine
-            for number in (1, 2):
-                rig.fail(number, FaultKind.CUT, after_tokens=20, times=1)
+            rig.fail((1, 2), FaultKind.CUT, after_tokens=20, times=1)
         assert (await rig.complete(body, path, bearer(KEY))).status == 200
         asked = [each.counts.asked for each in rig.engines if each.counts.received[path]]
         assert len(asked) == (3 if is_read else 1)
@@ -300,7 +287,7 @@ async def test_routes_that_compute_kv_get_a_salt_and_all_need_a_key(
         "salt_file": write_secret(tmp_path / "salt", SECRET.decode()),
     }
     body = {"prompt": "a", "input": "a", "messages": TALK, "tokens": [5]}
-    async with RouterRig(0, 1, config={"front": front}) as rig:
+    async with RouterRig(0, 1, front=front) as rig:
         counts, is_open = rig.engines[0].counts, path == "/ping"
         before = counts.received[path]
         assert (await rig.complete(body, path)).status == (200 if is_open else 401)
@@ -322,14 +309,13 @@ async def test_tenants_are_kept_apart_by_salts_that_they_cannot_name(
     salt = write_secret(tmp_path / "salt", SECRET.decode())
     salts, is_read = TenantSalts(SECRET), path in (COMPLETIONS, CHAT)
     front = {"keys_file": keys, "salt_file": salt, "trust_clients": True}
-    async with RouterRig(1, 2, config={"front": front}) as rig:
+    async with RouterRig(1, 2, front=front) as rig:
         for tenant, key in (("a", KEY), ("b", OTHER)):
             for given in (None, "own", salts.of("a", "")):
                 for each in rig.engines:
                     each.counts.received.clear()
                 if is_read and given == "own":  # others break off with their engine
-                    for number in (1, 2):
-                        rig.fail(number, FaultKind.CUT, after_tokens=20, times=1)
+                    rig.fail((1, 2), FaultKind.CUT, after_tokens=20, times=1)
                 body = {**ENDPOINTS[path], "stream": stream, "cache_salt": given}
                 assert (await rig.complete(body, path, bearer(key))).status == 200
                 asked = [each.counts.asked for each in rig.engines if each.counts.received[path]]

@@ -10,7 +10,7 @@ from multidict import CIMultiDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.support.http_answers import http_server
-from tests.support.router_rig import COMPLETIONS, RouterRig, run
+from tests.support.router_rig import RouterRig
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.ops import tracing
@@ -44,43 +44,35 @@ def attributes(span: Any) -> dict[str, Any]:
     }
 
 
-def test_a_request_is_a_span_between_its_client_and_its_engines() -> None:
+async def test_a_request_is_a_span_between_its_client_and_its_engines() -> None:
+    seen: list[str] = []
     with collector() as (url, spans):
-        seen: list[str] = []
-
-        async def main() -> None:
-            async with RouterRig(1, 1, config={"front": {"otlp_traces_endpoint": url}}) as rig:
-                given = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
-                for headers, body in ((given, ASK), ({}, {**ASK, "model": "another"})):
-                    async with rig.session.post(
-                        rig.url + COMPLETIONS, json=body, headers=headers
-                    ) as got:
-                        await got.read()
-                    if headers:
-                        seen.extend(each.counts.last_headers["traceparent"] for each in rig.engines)
-
-        run(main)
-        good, refused = spans
-        assert good.trace_id.hex() == TRACE_ID
-        assert good.parent_span_id.hex() == PARENT_ID
-        # Engines of both roles are asked within the span.
-        assert seen == [f"00-{TRACE_ID}-{good.span_id.hex()}-01"] * 2
-        told = attributes(good)
-        assert told["http.response.status_code"] == 200
-        assert told["gen_ai.usage.output_tokens"] == 4
-        assert told["gen_ai.usage.input_tokens"] > 10
-        assert 0 < told["gen_ai.server.time_to_first_token"] < 20
-        assert len(told["kvpool.replicas"].values) == 2
-        assert good.end_time_unix_nano > good.start_time_unix_nano
-        assert attributes(refused)["http.response.status_code"] == 404
-        assert refused.trace_id != good.trace_id
+        async with RouterRig(1, 1, front={"otlp_traces_endpoint": url}) as rig:
+            given = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
+            await rig.complete(ASK, headers=given)
+            seen += [each.counts.last_headers["traceparent"] for each in rig.engines]
+            await rig.complete({**ASK, "model": "another"})
+    good, refused = spans
+    assert good.trace_id.hex() == TRACE_ID
+    assert good.parent_span_id.hex() == PARENT_ID
+    # Engines of both roles are asked within the span.
+    assert seen == [f"00-{TRACE_ID}-{good.span_id.hex()}-01"] * 2
+    told = attributes(good)
+    assert told["http.response.status_code"] == 200
+    assert told["gen_ai.usage.output_tokens"] == 4
+    assert told["gen_ai.usage.input_tokens"] > 10
+    assert 0 < told["gen_ai.server.time_to_first_token"] < 20
+    assert len(told["kvpool.replicas"].values) == 2
+    assert good.end_time_unix_nano > good.start_time_unix_nano
+    assert attributes(refused)["http.response.status_code"] == 404
+    assert refused.trace_id != good.trace_id
 
 
 async def test_a_collector_that_is_away_costs_spans_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also at the end, with as many spans as are kept, each batch of which is tried for seconds."""
     monkeypatch.setattr(tracing, "CLOSE_S", 0.1)
 
-    async with RouterRig(0, 1, config={"front": {"otlp_traces_endpoint": AWAY}}) as rig:
+    async with RouterRig(0, 1, front={"otlp_traces_endpoint": AWAY}) as rig:
         assert (await rig.complete({"prompt": "hello", "max_tokens": 2})).status == 200
     full = Tracing(AWAY)
     for _ in range(2048):

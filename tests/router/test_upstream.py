@@ -9,13 +9,13 @@ from typing import cast
 
 import pytest
 
-from tests.support.player import player
+from tests.support.player import CUT, END, HEAD, Answer, chunk, player, whole
 from tests.support.router_rig import FAST
 from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.transport import FakeTransport
 from tests.support.upstreams import quick_upstream
-from tests.support.waiting import until
+from tests.support.waiting import turns, until
 from vllm_kvpool.config import MAX_ENDPOINT_CHARS, MAX_NOTICES
 from vllm_kvpool.router.control.events import Sample
 from vllm_kvpool.router.dataplane import upstream
@@ -29,8 +29,8 @@ from vllm_kvpool.router.dataplane.upstream import (
     UpstreamConnection,
 )
 
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
-FINE = (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",)
+OK = b"HTTP/1.1 200 OK\r\n"
+FINE = whole(b"ok")
 
 
 @asynccontextmanager
@@ -49,27 +49,25 @@ async def take(engines: Upstream, url: str) -> None:
         await response.read()
 
 
-BROKEN: dict[str, tuple[bytes | None, bool, type[EngineLost]]] = {
-    "no answer": (None, False, EngineBroke),
-    "silence": (b"", True, EngineBroke),
-    "half a head": (b"HTTP/1.1 200 OK\r\nContent-", False, EngineBroke),
-    "half a body": (HEAD + b"Content-Length: 9\r\n\r\nhalf", False, EngineBroke),
-    "half a chunk": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n9\r\nhalf", False, EngineBroke),
-    "silence in the body": (HEAD + b"Content-Length: 9\r\n\r\nhalf", True, EngineBroke),
-    "TLS": (b"\x16\x03\x01\x02\x00", True, EngineLost),
-    "no HTTP": (b"hello there\r\n\r\n", True, EngineLost),
-    "no status": (b"HTTP/1.1 099 X\r\nContent-Length: 0\r\n\r\n", True, EngineLost),
-    "huge head": (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000 + b"\r\n\r\n", True, EngineLost),
+BROKEN: dict[str, tuple[Answer, type[EngineLost]]] = {
+    "no answer": ((CUT,), EngineBroke),
+    "silence": ((), EngineBroke),
+    "half a head": ((OK + b"Content-", CUT), EngineBroke),
+    "half a body": ((OK + b"Content-Length: 9\r\n\r\nhalf", CUT), EngineBroke),
+    "half a chunk": ((HEAD + b"9\r\nhalf", CUT), EngineBroke),
+    "silence in the body": ((OK + b"Content-Length: 9\r\n\r\nhalf",), EngineBroke),
+    "TLS": ((b"\x16\x03\x01\x02\x00",), EngineLost),
+    "no HTTP": ((b"hello there\r\n\r\n",), EngineLost),
+    "no status": (whole(b"", "099 X"), EngineLost),
+    "huge head": (whole(b"", "200 OK", "X: " + "x" * 100_000), EngineLost),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("streams", [True, False])
 async def test_what_breaks(name: str, streams: bool) -> None:
-    answer, stays, kind = BROKEN[name]
-
-    broken = player(None if answer is None else (answer,), closes=not stays)
-    async with calls() as engines, broken as (url, _):
+    answer, kind = BROKEN[name]
+    async with calls() as engines, player(answer) as (url, _):
         with pytest.raises(EngineLost) as caught:
             await (take(engines, url) if streams else engines.post(url, b"{}"))
         assert type(caught.value) is kind, caught.value
@@ -89,8 +87,7 @@ async def test_nobody_listens() -> None:
 
 async def test_a_post_is_sent_once() -> None:
     """The engine may have executed it, and may have ended because of it."""
-
-    async with calls() as engines, player(FINE, None, FINE) as (url, heard):
+    async with calls() as engines, player(FINE, (CUT,), FINE) as (url, heard):
         for _ in range(2):
             with contextlib.suppress(EngineBroke):
                 assert (await engines.post(url, b"{}")).body == b"ok"
@@ -100,7 +97,6 @@ async def test_a_post_is_sent_once() -> None:
 
 async def test_who_has_had_the_request_and_is_gone_is_not_unreached() -> None:
     """The request may have been the end of the engine."""
-
     async with calls() as engines:
         listening: list[asyncio.Server] = []
 
@@ -116,50 +112,42 @@ async def test_who_has_had_the_request_and_is_gone_is_not_unreached() -> None:
 
 
 async def test_a_redirection_is_not_followed() -> None:
-    away = b"HTTP/1.1 307 Go\r\nLocation: http://name.invalid/\r\nContent-Length: 0\r\n\r\n"
-    async with calls() as engines, player((away,)) as (url, _):
+    away = whole(b"", "307 Go", "Location: http://name.invalid/")
+    async with calls() as engines, player(away) as (url, _):
         assert (await engines.post(url, b"{}")).status == 307
 
 
 async def test_keys_and_bodies() -> None:
-    async with calls() as engines:
-        async with player(FINE) as (url, heard):
-            await engines.post(url, b"")
-            assert b"Authorization: Bearer key" in heard.heads[0]
-            assert b"Content-Type: application/json" in heard.heads[0]
-        async with player(FINE) as (url, heard):
-            await engines.post(url, b"{}", {"X": "y"})
-            assert b"Authorization" not in heard.heads[0], "clients bring their own"
-            for name in (b"User-Agent", b"Accept-Encoding", b"Content-Type"):
-                assert name not in heard.heads[0]
-        async with player(FINE) as (url, heard):
-            await engines.get(url, 1.0)
-            assert b"Authorization: Bearer key" in heard.heads[0]
+    async with calls() as engines, player(FINE) as (url, heard):
+        await engines.post(url, b"")
+        await engines.post(url, b"{}", {"X": "y"})
+        await engines.get(url, 1.0)
+    own, clients, watch = heard.heads
+    for head in (own, watch):
+        assert b"Authorization: Bearer key" in head
+    assert b"Content-Type: application/json" in own
+    for name in (b"Authorization", b"User-Agent", b"Accept-Encoding", b"Content-Type"):
+        assert name not in clients, "clients bring their own"
 
 
 async def test_an_answer_beyond_all_bounds() -> None:
-    large = b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n" + b"x" * 5000
-    async with calls() as engines, player((large,)) as (url, _):
+    async with calls() as engines, player(whole(b"x" * 5000)) as (url, _):
         assert len((await engines.get(url, 1.0, most_bytes=5000)).body) == 5000
         with pytest.raises(EngineLost, match="more than 4999 bytes"):
             await engines.get(url, 1.0, most_bytes=4999)
 
 
 async def test_a_large_body_is_sent() -> None:
-    engine = ScriptedEngine(FAST)
-    async with calls() as engines:
-        url = await engine.start()
+    async with calls(answer_timeout_s=10.0) as engines, ScriptedEngine(FAST) as engine:
         body = b'{"model":"scripted","prompt":"x","user":"%b"}' % (b"x" * (3 << 20))
         headers = {"Content-Type": "application/json"}
-        answer = await engines.post(f"{url}/v1/completions", body, headers)
+        answer = await engines.post(f"{engine.url}/v1/completions", body, headers)
         assert answer.status == 200
-        await engine.stop()
 
 
 async def test_a_connection_is_used_again_after_a_stream() -> None:
     done = b"data: [DONE]\n\n"
-    stream = (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"e\r\n%b\r\n" % done, b"0\r\n\r\n")
-    async with calls() as engines, player(stream) as (url, heard):
+    async with calls() as engines, player((HEAD, chunk(done), END)) as (url, heard):
         for _ in range(5):
             with await engines.open(url, b"{}", {}, MAX_ANSWER_BYTES) as response:
                 await response.pump(lambda data: data.endswith(done))
@@ -299,31 +287,29 @@ def test_metrics_of_something_else_say_nothing() -> None:
 
 
 async def test_metrics_of_a_scripted_engine() -> None:
-    engine = ScriptedEngine(FAST, ScriptedPool())
+    pool = ScriptedPool()
     async with calls() as engines:
-        url = await engine.start()
-        found = await sample(engines, url, 1.0)
-        assert found.total_blocks == FAST.kv_blocks
-        assert found.block_size == FAST.block_size
-        assert found.pool_is_up
-        assert engine.pool is not None
-        engine.pool.up = False
-        assert not (await sample(engines, url, 1.0)).pool_is_up
-        await engine.stop()
+        async with ScriptedEngine(FAST, pool) as engine:
+            found = await sample(engines, engine.url, 1.0)
+            assert found.total_blocks == FAST.kv_blocks
+            assert found.block_size == FAST.block_size
+            assert found.pool_is_up
+            pool.up = False
+            assert not (await sample(engines, engine.url, 1.0)).pool_is_up
         with pytest.raises(EngineUnreached):
-            await sample(engines, url, 1.0)
+            await sample(engines, engine.url, 1.0)
 
 
 NOTICES = "# HELP vllm:kvpool_notices_info 1: an endpoint.\n"
 
 
-def _notices(*of: tuple[str, str], value: int = 1) -> str:
+def _notices(*of: str, value: int = 1) -> str:
     """Lines of the metric: of each, the engine and its endpoint."""
-    lines = (
-        f'vllm:kvpool_notices_info{{endpoint="{endpoint}",engine="{engine}",rank="{rank}"}} {value}'
-        for rank, (engine, endpoint) in enumerate(of)
-    )
-    return NOTICES + "\n".join(lines) + "\n"
+    lines = []
+    for rank, (engine, _, endpoint) in enumerate(each.partition(" ") for each in of):
+        labels = f'endpoint="{endpoint}",engine="{engine}",rank="{rank}"'
+        lines.append(f"vllm:kvpool_notices_info{{{labels}}} {value}\n")
+    return NOTICES + "".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -331,14 +317,16 @@ def _notices(*of: tuple[str, str], value: int = 1) -> str:
     [
         ("", None),
         (NOTICES, ()),
-        (_notices(("0", "tcp://10.0.0.1:7000")), ("tcp://10.0.0.1:7000",)),
-        (_notices(("0", "tcp://a:1"), ("0", "tcp://a:2")), ("tcp://a:1", "tcp://a:2")),
-        (_notices(("0", "tcp://a:1"), value=0), ()),
-        (_notices(("0", "")), ()),
-        (_notices(("0", "t" * (MAX_ENDPOINT_CHARS + 1))), ()),
-        (_notices(*(("0", f"tcp://a:{port}") for port in range(MAX_NOTICES + 1))), ()),
+        (_notices("0 tcp://10.0.0.1:7000"), ("tcp://10.0.0.1:7000",)),
+        (_notices("0 tcp://a:1", "0 tcp://a:2"), ("tcp://a:1", "tcp://a:2")),
+        (_notices("0 tcp://a:1", value=0), ()),
+        (_notices("0 "), ()),
+        (_notices("0 " + "t" * (MAX_ENDPOINT_CHARS + 1)), ()),
+        (_notices(*(f"0 tcp://a:{port}" for port in range(MAX_NOTICES + 1))), ()),
+        # Any of several engines at one address may get a request.
+        (_notices("0 tcp://a:1", "1 tcp://a:2"), ()),
     ],
-    ids=["old", "none", "one", "two ranks", "ended", "empty", "long", "many"],
+    ids=["old", "none", "one", "two ranks", "ended", "empty", "long", "many", "two engines"],
 )
 def test_endpoints_at_which_an_engine_tells_what_it_has_stored(
     text: str, notices: tuple[str, ...] | None
@@ -346,40 +334,31 @@ def test_endpoints_at_which_an_engine_tells_what_it_has_stored(
     assert read_sample(TEXT + text).notices == notices
 
 
-def test_endpoints_of_several_engines_at_one_address_are_not_used() -> None:
-    """Any of them may get a request."""
-    assert read_sample(TEXT + _notices(("0", "tcp://a:1"), ("1", "tcp://a:2"))).notices == ()
-
-
 def test_lines_that_are_not_asked_for_are_not_even_parsed() -> None:
     assert read_sample('vllm:e2e_seconds_bucket{le="0.1 1.0\n' + TEXT) == read_sample(TEXT)
 
 
-@pytest.mark.parametrize("turns", range(8))
-async def test_it_closes_whatever_is_being_connected(turns: int) -> None:
-    async with player(FINE, closes=False) as (url, _):
-        engines = quick_upstream(silence_timeout_s=5.0, answer_timeout_s=5.0, api_key="")
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_it_closes_whatever_is_being_connected(num_turns: int) -> None:
+    async with player(FINE) as (url, _):
+        engines = quick_upstream(silence_timeout_s=5.0, answer_timeout_s=5.0)
         assert (await engines.post(url, b"")).status == 200
         calls = [asyncio.ensure_future(engines.post(url, b"")) for _ in range(4)]
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await turns(num_turns)
         async with asyncio.timeout(2.0):
             await engines.close()
             ended = await asyncio.gather(*calls, return_exceptions=True)
-    assert all(
-        getattr(each, "status", 200) == 200 or isinstance(each, EngineLost) for each in ended
-    )
+        with pytest.raises(EngineUnreached, match="the router ends"):
+            await engines.post(url, b"")
+    assert all(isinstance(each, EngineLost) or each.status == 200 for each in ended)
 
 
-@pytest.mark.parametrize("turns", range(12))
-async def test_it_closes_after_calls_that_were_cancelled_as_they_connected(turns: int) -> None:
-    async with player(FINE, closes=False) as (url, _):
-        engines = quick_upstream(silence_timeout_s=5.0, answer_timeout_s=5.0, api_key="")
-        calls = [
-            asyncio.ensure_future(engines.open(url, b"", {}, MAX_ANSWER_BYTES)) for _ in range(4)
-        ]
-        for _ in range(turns):
-            await asyncio.sleep(0)
+@pytest.mark.parametrize("num_turns", range(12))
+async def test_it_closes_after_calls_that_were_cancelled_as_they_connected(num_turns: int) -> None:
+    async with player(FINE) as (url, _):
+        engines = quick_upstream(silence_timeout_s=5.0, answer_timeout_s=5.0)
+        calls = [asyncio.ensure_future(take(engines, url)) for _ in range(4)]
+        await turns(num_turns)
         for each in calls:
             each.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
@@ -392,8 +371,7 @@ async def test_a_connection_that_nobody_uses_is_closed_though_its_engine_does_no
 ) -> None:
     """Engines that are gone with their machine end none, and are never called again."""
     monkeypatch.setattr(upstream, "KEEP_ALIVE_S", 0.05)
-
-    async with player(FINE, closes=False) as (url, _), calls() as engines:
+    async with player(FINE) as (url, _), calls() as engines:
         for _ in range(2):  # the second time as the first
             assert (await engines.post(url, b"")).status == 200
             await until(lambda: not (engines._connections or engines._idle), 5.0)

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest, parse_request
+from tests.router.bodies import CHAT, COMPLETION, request
+from vllm_kvpool.router.dataplane.request_body import ApiPath
 from vllm_kvpool.router.dataplane.resume.whole_answer import (
     NotAssembled,
     WholeAnswer,
@@ -13,15 +14,8 @@ from vllm_kvpool.router.dataplane.resume.whole_answer import (
     streamed,
 )
 
-COMPLETION: dict[str, Any] = {"model": "m", "prompt": "p"}
-CHAT: dict[str, Any] = {"model": "m", "messages": []}
 TOOLS = {"tools": [{"type": "function"}]}
 USAGE = {"prompt_tokens": 3, "total_tokens": 5, "completion_tokens": 2}
-
-
-def request(fields: dict[str, Any]) -> ClientRequest:
-    kind = ApiPath.CHAT if "messages" in fields else ApiPath.COMPLETION
-    return parse_request(kind, json.dumps(fields).encode(), is_trusted=True)
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,7 @@ from vllm_kvpool.router.dataplane.resume.whole_answer import WholeAnswer, is_str
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from tests.router.test_stream_resumer_vllm import (
-        FIELDS,
-        LOGPROBS,
-        STEPS,
-        TEXTS,
-        THOUGHTS,
-        Case,
-    )
+    from tests.router.test_stream_resumer_vllm import FIELDS, LOGPROBS, STEPS, TEXTS, THOUGHTS, Case
 
 ASKED = [
     (kind, {**fields, "stream": False})

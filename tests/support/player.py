@@ -6,11 +6,35 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import msgspec
 
 PAUSE_S = 0.01
-Answer: TypeAlias = Sequence[bytes] | None
-"""Pieces that are sent one after the other, or the end of the connection without an answer."""
+CUT = b"\0 the connection ends"
+"""As a piece of an answer: the connection ends here."""
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+"""The head of a stream."""
+END = b"0\r\n\r\n"
+"""The end of a stream."""
+Answer: TypeAlias = Sequence[bytes]
+"""Pieces that are sent one after the other."""
+
+
+def chunk(data: bytes) -> bytes:
+    """A chunk of HTTP."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def events(*payloads: bytes) -> bytes:
+    """Events in one chunk of HTTP."""
+    return chunk(b"".join(b"data: %b\n\n" % each for each in payloads))
+
+
+def whole(body: bytes, status: str = "200 OK", *headers: str) -> Answer:
+    """An answer in one piece."""
+    lines = (f"HTTP/1.1 {status}", *headers, f"Content-Length: {len(body)}", "", "")
+    return ("\r\n".join(lines).encode() + body,)
 
 
 @dataclass
@@ -21,15 +45,20 @@ class Heard:
     heads: list[bytes] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
 
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """The bodies, read as JSON."""
+        return [msgspec.json.decode(each) for each in self.bodies]
+
 
 @asynccontextmanager
 async def player(
-    *answers: Answer, closes: bool = False, on_request: Callable[[], None] = lambda: None
+    *answers: Answer, on_request: Callable[[int], None] = lambda number: None
 ) -> AsyncIterator[tuple[str, Heard]]:
     """The server's URL and what it has received.
 
-    Requests get the answers in turn, and the last answer from then on. `closes`: the connection
-    ends after each. `on_request` is called before an answer.
+    Requests get the answers in turn, and the last answer from then on. `on_request` is called
+    with the number of requests so far before each answer.
     """
     heard, left = Heard(), deque(answers)
 
@@ -41,16 +70,13 @@ async def player(
                 length = re.search(rb"content-length: (\d+)", head.lower())
                 heard.bodies.append(await reader.readexactly(int(length[1]) if length else 0))
                 heard.heads.append(head)
-                on_request()
-                answer = left.popleft() if len(left) > 1 else left[0]
-                if answer is None:
-                    break
-                for piece in answer:
+                on_request(len(heard.bodies))
+                for piece in left.popleft() if len(left) > 1 else left[0]:
+                    if piece is CUT:
+                        return
                     writer.write(piece)
                     await writer.drain()
                     await asyncio.sleep(PAUSE_S)
-                if closes:
-                    break
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:

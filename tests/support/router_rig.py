@@ -12,7 +12,7 @@ import contextlib
 import re
 import time
 import warnings
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -22,6 +22,8 @@ import msgspec
 import uvloop
 from multidict import CIMultiDictProxy
 
+from tests.support.player import Answer, Heard, player
+from tests.support.raw_client import RawClient
 from tests.support.router_invariants import check_controller
 from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_engine import ScriptedEngine
@@ -102,6 +104,11 @@ class Reply:
         return [msgspec.json.decode(each) for each in raw]
 
     @property
+    def json(self) -> Any:
+        """The body, decoded."""
+        return msgspec.json.decode(self.body)
+
+    @property
     def is_done(self) -> bool:
         """Whether the stream has ended as it should."""
         return bool(self.payloads) and self.payloads[-1] == DONE
@@ -146,6 +153,15 @@ class Reply:
         return [each for each in every if each["index"] == 0]
 
 
+def assert_whole(reply: Reply, direct: Reply, what: str = "") -> None:
+    """Assert that a client has what one engine alone would have said."""
+    assert reply.status == direct.status == 200, (what, reply.body)
+    assert reply.error is None, (what, reply.error)
+    for name in ("text", "token_ids", "finish_reason", "usage", "is_done"):
+        assert getattr(reply, name) == getattr(direct, name), (what, name)
+    assert len({chunk["id"] for chunk in reply.chunks}) == 1, what
+
+
 _OWN = re.compile(rb'("id":|"request_id":)"[^"]*"')
 _OWN_TIME = re.compile(rb'("created":)\d+')
 
@@ -165,11 +181,10 @@ class RouterRig:
         decode: int = 2,
         *,
         spec: ScriptedSpec = FAST,
-        config: Mapping[str, Mapping[str, Any]] | None = None,
-        more: Mapping[str, Any] | None = None,
         shares: bool = True,
+        **config: Any,
     ) -> None:
-        """`config`: values of sections, beside or instead of QUICK's; `more`: of the top level.
+        """`config`: the router's, sections beside or instead of QUICK's values.
 
         Not `shares`: each engine has a pool of its own.
         """
@@ -182,13 +197,11 @@ class RouterRig:
         self.reference = ScriptedEngine(spec, None)
         """One that nobody disturbs, which knows no pool."""
         self._roles = ["prefill"] * prefill + ["decode"] * decode
-        given = dict(config or {})
-        self._config: dict[str, Any] = {
-            name: {**QUICK.get(name, {}), **given.get(name, {})} for name in (*QUICK, *given)
+        self._config = config | {
+            name: {**section, **config.get(name, {})} for name, section in QUICK.items()
         }
-        self._config |= more or {}
         self._routers: list[Router] = []
-        self._writers: list[asyncio.StreamWriter] = []
+        self._clients: list[RawClient] = []
         self.ids = [f"r{number}" for number in range(prefill + decode)]
 
     async def __aenter__(self) -> Self:
@@ -226,8 +239,8 @@ class RouterRig:
             for router in self._routers:
                 ends.push_async_callback(router.stop)
             ends.push_async_callback(self.session.close)
-            for writer in self._writers:
-                ends.callback(writer.close)
+            for client in self._clients:
+                ends.callback(client.close)
 
     # The router
 
@@ -316,17 +329,40 @@ class RouterRig:
         """The process ends at once; its port refuses."""
         self.engines[number].fail(Fault(kind=FaultKind.DIE))
 
-    def restart(self, number: int) -> None:
-        """It is there again, by and by, and has no fault."""
-        self.engines[number].recover()
+    def restart(self, *numbers: int) -> None:
+        """They are there again, by and by, and have no fault."""
+        for number in numbers:
+            self.engines[number].recover()
 
-    def fail(self, number: int, kind: FaultKind, **more: Any) -> None:
-        self.engines[number].fail(Fault(kind=kind, **more))
+    async def recovered(self, *numbers: int) -> None:
+        """Restart engines, and wait until all serve."""
+        self.restart(*numbers)
+        await self.serving()
 
-    def divert(self, number: int, url: str = "") -> None:
-        """What a replica is asked for goes to `url` instead, but not its watch; "": no more."""
-        replica = self.router.controller.state.fleet[ReplicaId(self.ids[number])]
-        replica.spec = replace(replica.spec, url=url or self.engines[number].url)
+    def fail(self, numbers: int | Iterable[int], kind: FaultKind, **more: Any) -> None:
+        for number in (numbers,) if isinstance(numbers, int) else numbers:
+            self.engines[number].fail(Fault(kind=kind, **more))
+
+    @contextlib.asynccontextmanager
+    async def played(self, *answers: Answer, then_engines: bool = False) -> AsyncIterator[Heard]:
+        """What the replicas are asked for is answered by a player, but not their watch.
+
+        `then_engines`: once each answer has been played, the engines answer again.
+        """
+
+        def count(number: int) -> None:
+            if then_engines and number == len(answers):
+                self._divert()
+
+        async with player(*answers, on_request=count) as (url, heard):
+            self._divert(url)
+            yield heard
+            self._divert()
+
+    def _divert(self, url: str = "") -> None:
+        for name, engine in zip(self.ids, self.engines, strict=True):
+            replica = self.router.controller.state.fleet[ReplicaId(name)]
+            replica.spec = replace(replica.spec, url=url or engine.url)
 
     def holders(self) -> list[int]:
         """Engines that have a request in hand."""
@@ -342,17 +378,19 @@ class RouterRig:
         """A request with what most have."""
         return {"model": self.spec.model, "temperature": 0, "max_tokens": 16, **body}
 
-    async def complete(
+    async def ask(
         self,
-        body: Mapping[str, Any],
-        path: str = COMPLETIONS,
+        method: str,
+        path: str,
+        body: Any = None,
         headers: Mapping[str, str] | None = None,
         at: ScriptedEngine | None = None,
     ) -> Reply:
-        """Ask the router, or the engine itself, for an answer in one piece or as it says."""
-        base = at.url if at is not None else self.url
+        """Ask the router, or an engine itself. `body`: bytes, or a value to be sent as JSON."""
+        url = (at.url if at is not None else self.url) + path
+        given = {"data": body} if isinstance(body, bytes) else {"json": body}
         asked_s = time.monotonic()
-        async with self.session.post(base + path, json=self.body(body), headers=headers) as got:
+        async with self.session.request(method, url, headers=headers, **given) as got:
             reply = Reply(got.status, got.headers, asked_s=asked_s)
             if not got.headers.get("Content-Type", "").startswith("text/event-stream"):
                 return replace(reply, body=await got.read())
@@ -362,6 +400,33 @@ class RouterRig:
                     reply.payloads.append(payload)
                     reply.times_s.append(time.monotonic())
             return reply
+
+    async def complete(
+        self,
+        body: Mapping[str, Any],
+        path: str = COMPLETIONS,
+        headers: Mapping[str, str] | None = None,
+        at: ScriptedEngine | None = None,
+    ) -> Reply:
+        """Ask for an answer in one piece, or as the body says."""
+        return await self.ask("POST", path, self.body(body), headers, at)
+
+    async def direct(self, body: Mapping[str, Any], path: str = COMPLETIONS) -> Reply:
+        """What the engine says that nobody disturbs."""
+        return await self.complete(body, path, at=self.reference)
+
+    async def whole(
+        self,
+        body: Mapping[str, Any],
+        path: str = COMPLETIONS,
+        headers: Mapping[str, str] | None = None,
+        what: str = "",
+    ) -> Reply:
+        """Ask for an answer that must be what one engine alone would have said."""
+        direct = await self.direct(body, path)
+        reply = await self.complete(body, path, headers)
+        assert_whole(reply, direct, what)
+        return reply
 
     async def stream(
         self,
@@ -373,15 +438,22 @@ class RouterRig:
         """Ask for a stream and read it to its end."""
         return await self.complete({"stream": True, **body}, path, headers, at)
 
-    async def raw(self, data: bytes, limit_s: float = LIMIT_S) -> bytes:
-        """Send bytes to the router; all that comes until it closes the connection."""
-        reader, writer = await self.connect()
-        writer.write(data)
-        async with asyncio.timeout(limit_s):
-            return await reader.read()
+    async def told(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """All bytes of an answer, as they come, up to where it ends or breaks off."""
+        told = b""
+        with contextlib.suppress(aiohttp.ClientPayloadError):
+            async with self.session.post(self.url + path, json=self.body(body)) as got:
+                async for piece in got.content.iter_any():
+                    told += piece
+        return told
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def raw(self, data: bytes) -> bytes:
+        """Send bytes to the router; all that comes until it closes the connection."""
+        client = await self.connect()
+        client.send(data)
+        return await client.rest()
+
+    async def connect(self) -> RawClient:
         """A connection to the router for a client with bad manners; closed with the rig."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.router.front_port)
-        self._writers.append(writer)
-        return reader, writer
+        self._clients.append(await RawClient.connect(self.router.front_port))
+        return self._clients[-1]

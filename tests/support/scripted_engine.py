@@ -15,7 +15,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import uvloop
 from aiohttp import web
@@ -108,7 +108,7 @@ class Listener:
 
 
 class ScriptedEngine:
-    """`url = await engine.start()` … `await engine.stop()`."""
+    """`async with engine`, or `url = await engine.start()` … `await engine.stop()`."""
 
     def __init__(
         self,
@@ -138,6 +138,19 @@ class ScriptedEngine:
     def core(self) -> EngineCore | None:
         """What computes, while there is a model."""
         return self._api.core
+
+    @property
+    def running(self) -> EngineCore:
+        """The same, of an engine that has a model."""
+        assert self._api.core is not None
+        return self._api.core
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
 
     async def start(self) -> str:
         """Begin to load and return the url; what takes no time to load listens then."""

@@ -37,24 +37,15 @@ class Refusal(Exception):
 
     def body(self) -> bytes:
         """`{"error": {...}}`"""
-        return msgspec.json.encode(
-            {
-                "error": {
-                    "message": str(self),
-                    "type": self.kind,
-                    "param": self.param,
-                    "code": self.status,
-                }
-            }
-        )
+        said = {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}
+        return msgspec.json.encode({"error": said})
 
 
 def _bad_value(message: str, param: str | None = None, value: object = None) -> Refusal:
     """What vLLM says of values that it cannot take; it appends which."""
     said = [f"parameter={param}"] * (param is not None) + [f"value={value}"] * (value is not None)
-    return Refusal(
-        400, "BadRequestError", f"{message} ({', '.join(said)})" if said else message, param
-    )
+    told = f"{message} ({', '.join(said)})" if said else message
+    return Refusal(400, "BadRequestError", told, param)
 
 
 class StreamOptions(msgspec.Struct):
@@ -170,20 +161,15 @@ def wrong_media_type() -> Refusal:
 def check_model(model: str | None, spec: ScriptedSpec) -> None:
     """Refusal 404 for a model that is not served."""
     if model and model != spec.model:
-        raise Refusal(
-            404,
-            "NotFoundError",
-            f"The model `{model}` does not exist. Valid aliases: {spec.model}.",
-            "model",
-        )
+        why = f"The model `{model}` does not exist. Valid aliases: {spec.model}."
+        raise Refusal(404, "NotFoundError", why, "model")
 
 
 def chat_text(messages: Sequence[dict[str, Any]], generate: bool, continues: bool) -> str:
     """The prompt of a chat: `<|role|>`, a line end, the text; Refusal 400 if there is none."""
     if generate and continues:
-        raise _invalid(
-            "Cannot set both `continue_final_message` and `add_generation_prompt` to True.", None
-        )
+        why = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+        raise _invalid(why, None)
     texts = [f"<|{message.get('role', 'user')}|>\n{_content(message)}" for message in messages]
     text = "\n".join(texts) if continues else "".join(f"{each}\n" for each in texts)
     return f"{text}<|assistant|>\n" if generate else text
@@ -252,9 +238,8 @@ def _ask(body: _Body, prompts: list[list[int]], most: int | None, spec: Scripted
     include_usage = stream is not None and bool(stream.include_usage)
     temperature = spec.default_temperature if body.temperature is None else body.temperature
     if not math.isfinite(temperature) or not 0 <= temperature <= 2:
-        raise _bad_value(
-            f"temperature must be in [0, 2], got {temperature}.", "temperature", temperature
-        )
+        why = f"temperature must be in [0, 2], got {temperature}."
+        raise _bad_value(why, "temperature", temperature)
     return Ask(
         prompts=prompts,
         max_tokens=[_max_tokens(prompt, most, body.min_tokens, spec) for prompt in prompts],
@@ -289,22 +274,15 @@ def _max_tokens(
     """How many tokens may follow a prompt; Refusal 400 if none can."""
     limit, length = spec.max_model_len, len(prompt)
     if most is not None and most > limit:
-        raise _bad_value(
-            f"max_tokens={most} cannot be greater than max_model_len={limit}. Please request "
-            "fewer output tokens.",
-            "max_tokens",
-            most,
-        )
+        why = f"max_tokens={most} cannot be greater than max_model_len={limit}. "
+        raise _bad_value(why + "Please request fewer output tokens.", "max_tokens", most)
     if not prompt:
         raise _bad_value("The decoder prompt cannot be empty")
     if length > limit:
-        raise _bad_value(
-            f"This model's maximum context length is {limit} tokens. However, your prompt contains "
-            f"{length} input tokens, which exceeds this limit even without any output tokens. "
-            "Please reduce the length of the input prompt.",
-            "input_tokens",
-            length,
-        )
+        why = f"This model's maximum context length is {limit} tokens. However, your prompt "
+        why += f"contains {length} input tokens, which exceeds this limit even without any output "
+        why += "tokens. Please reduce the length of the input prompt."
+        raise _bad_value(why, "input_tokens", length)
     for token_id in (min(prompt), max(prompt)):
         if not 0 <= token_id < VOCAB_SIZE:
             raise _bad_value(f"Token id {token_id} is out of vocabulary", "prompt")
@@ -312,9 +290,8 @@ def _max_tokens(
     if allowed < 1:
         raise _bad_value(f"max_tokens must be at least 1, got {allowed}.", "max_tokens", allowed)
     if min_tokens > allowed:
-        raise _bad_value(
-            f"min_tokens must be less than or equal to max_tokens={allowed}, got {min_tokens}."
-        )
+        why = f"min_tokens must be less than or equal to max_tokens={allowed}, got {min_tokens}."
+        raise _bad_value(why)
     return allowed
 
 
@@ -465,8 +442,7 @@ class CompletionForm:
             "created": self.head.created,
             "model": self.head.spec.model,
             "choices": [
-                self._whole(index, list(prompt), delta)
-                for index, (prompt, delta) in enumerate(choices)
+                self._whole(at, list(ids), delta) for at, (ids, delta) in enumerate(choices)
             ],
             "service_tier": None,
             "system_fingerprint": fingerprint(self.head.spec),
@@ -504,6 +480,11 @@ class CompletionForm:
             return None
         unknown = {"cached_tokens": None, "created_cache_tokens": None, "multimodal_tokens": None}
         return {**unknown, **self._cached(usage)}
+
+
+_UNSET = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+_ALLOWED = {"allow_create_engine": False, "allow_sampling": True, "allow_logprobs": True}
+_ALLOWED |= {"allow_search_indices": False, "allow_view": True, "allow_fine_tuning": False}
 
 
 class ChatForm(CompletionForm):
@@ -545,15 +526,7 @@ class ChatForm(CompletionForm):
     def _whole(self, index: int, prompt: list[int], delta: Delta) -> dict[str, Any]:
         return {
             "index": index,
-            "message": {
-                "role": "assistant",
-                "content": delta.text,
-                "refusal": None,
-                "annotations": None,
-                "audio": None,
-                "function_call": None,
-                "reasoning": None,
-            },
+            "message": {"role": "assistant", "content": delta.text, **_UNSET},
             "logprobs": None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
@@ -572,15 +545,8 @@ def models_body(spec: ScriptedSpec, started: int) -> bytes:
         "id": "modelperm-" + fingerprint(spec),
         "object": "model_permission",
         "created": started,
-        "allow_create_engine": False,
-        "allow_sampling": True,
-        "allow_logprobs": True,
-        "allow_search_indices": False,
-        "allow_view": True,
-        "allow_fine_tuning": False,
-        "organization": "*",
-        "group": None,
-        "is_blocking": False,
+        **_ALLOWED,
+        **{"organization": "*", "group": None, "is_blocking": False},
     }
     card = {
         "id": spec.model,

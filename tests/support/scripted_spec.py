@@ -10,6 +10,12 @@ from enum import Enum
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
+_POSITIVE = (
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "chunk_tokens"),
+    *("prefill_tokens_per_s", "load_tokens_per_s"),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedSpec:
     """One engine. ValueError for what vLLM would not start with."""
@@ -61,17 +67,8 @@ class ScriptedSpec:
                 f"max_model_len {self.max_model_len} exceeds the {self.kv_blocks} blocks of "
                 f"{self.block_size} tokens"
             )
-        positive = {
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-            "prefill_tokens_per_s": self.prefill_tokens_per_s,
-            "load_tokens_per_s": self.load_tokens_per_s,
-            "block_size": self.block_size,
-            "chunk_tokens": self.chunk_tokens,
-        }
-        for name, value in positive.items():
-            if value <= 0:
+        for name in _POSITIVE:
+            if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive")
         if not 0 <= self.eos_probability + self.wide_probability <= 1:
             raise ValueError("eos_probability and wide_probability must be together 0 to 1")

@@ -30,6 +30,12 @@ async def until(
         await asyncio.sleep(pause_s)
 
 
+async def turns(count: int) -> None:
+    """Let an event loop turn."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 def _looks(
     is_so: Callable[[], object], limit_s: float, what: str | Callable[[], object]
 ) -> Iterator[None]:
