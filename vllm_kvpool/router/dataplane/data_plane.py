@@ -63,14 +63,14 @@ POOLING, EMBED = "/pooling", "/v2/embed"
 COUNT_TOKENS = f"{ApiPath.MESSAGES.value}/count_tokens"
 _SALTED = frozenset(
     {
-        *("/v1/embeddings", POOLING, "/classify", "/score", "/v1/score"),
+        *("/v1/embeddings", EMBED, POOLING, "/classify", "/score", "/v1/score"),
         *("/rerank", "/v1/rerank", "/v2/rerank"),
     }
 )
-"""The forwarded paths whose prompts engines cache, and which take a `cache_salt`."""
+"""The forwarded paths whose prompts engines cache; those of vLLM 0.32 but EMBED read a salt."""
 _FORWARDED = {
     "/version": ("GET",),
-    **dict.fromkeys(("/tokenize", "/detokenize", COUNT_TOKENS, EMBED, *_SALTED), ("POST",)),
+    **dict.fromkeys(("/tokenize", "/detokenize", COUNT_TOKENS, *_SALTED), ("POST",)),
 }
 """An engine of the model answers these as they come, without admission: nothing is decoded."""
 METHODS = {
