@@ -5,7 +5,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 READER = "metrics_page.py"
-READS = re.compile(r"""(?:\bget|urlopen|open_directly)\(.*/metrics["']""", re.IGNORECASE)
+READS = re.compile(r"""(?:\bget|\bask|urlopen|open_directly)\(.*/metrics["']""", re.IGNORECASE)
 OF_THE_PAGE_ITSELF = {
     "test_admin_api.py": "the page is the subject, and is made for the first time",
     "test_handovers.py": "waits for the counts themselves, and the page is made for the first time",

@@ -286,7 +286,7 @@ class Rig:
                     self._ended(answer.request_id, reason, answer.kv_transfer_params)
         if self.spec.drafter and not self.spec.plans_ahead:
             drafted = [each for each in sampled if each in self._contexts]
-            drafts = [self._draft(self._contexts[each], NUM_DRAFTS) for each in drafted]
+            drafts = [self._draft(self._context(each), NUM_DRAFTS) for each in drafted]
             self.scheduler.update_draft_token_ids(DraftTokenIds(drafted, drafts))
         if not output.total_num_scheduled_tokens and self.scheduler.has_requests():
             time.sleep(PAUSE_S)
@@ -328,9 +328,14 @@ class Rig:
         self.step()
         self.drain()
 
+    def _context(self, request_id: str) -> Context:
+        """Return a request's context, with all tokens that the scheduler knows."""
+        context = self._contexts[request_id]
+        context.extend(self.scheduler.requests[request_id].all_token_ids[len(context.tokens) :])
+        return context
+
     def _share(self, request_id: str, output: SchedulerOutput) -> Share:
-        request, context = self.scheduler.requests[request_id], self._contexts[request_id]
-        context.extend(request.all_token_ids[len(context.tokens) :])
+        request, context = self.scheduler.requests[request_id], self._context(request_id)
         stop = request.num_computed_tokens
         start = stop - output.num_scheduled_tokens[request_id]
         tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
@@ -453,7 +458,8 @@ class Rig:
             if sampled[-1] != draft:
                 break
         context.cut(known)
-        context.extend(sampled)  # the next step may be planned before the scheduler has them
+        if self.spec.plans_ahead:
+            context.extend(sampled)  # the next step is planned before the scheduler has them
         return sampled
 
     def _ended(self, request_id: str, reason: str, params: dict[str, Any] | None) -> None:

@@ -67,6 +67,9 @@ class Pool:
             if not self.references[block]:
                 self.free.append(block)
 
+    def num_if_all_free(self) -> int:
+        return 0 if +self.references else len(self.free)
+
 
 @dataclass
 class Request:
