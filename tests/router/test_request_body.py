@@ -420,6 +420,7 @@ LARGE: dict[str, bytes] = {
     "escapes": b'{"model":"m","prompt":["%b"]}' % (b'\\"' * (SIZE // 2)),
     "messages": repeated(b'{"model":"m","messages":[', b"{}", b"]}"),
     "media": repeated(b'{"model":"m","messages":[', b'";base64,A"', b"]}"),
+    "inputs": repeated(b'{"model":"m","inputs":[', b"{}", b"]}"),
     "tool": repeated(b'{"model":"m","messages":[],"tools":[', b"{}", b"]}"),
 }
 """Large bodies, each of the most values that one field can have."""
@@ -519,10 +520,11 @@ def test_reserved_field_is_taken_out_of_forwarded_body(field: str) -> None:
         ([[1, 2], [3]], 2),
         ([], 1),
         (None, 1),
+        ([{"content": [{"text": "a"}]}, {"content": []}], 2),
     ],
 )
 def test_forwarded_request_counts_each_text_of_its_longest_list(given: object, number: int) -> None:
-    for name in ("input", "texts", "documents", "items", "queries", "text_2", "data_1"):
+    for name in ("input", "inputs", "texts", "documents", "items", "queries", "text_2", "data_1"):
         body = {"model": "m", "query": "q", "text_1": ["t"], name: given}
         assert parse_forwarded(json.dumps(body).encode())[2] == number
 

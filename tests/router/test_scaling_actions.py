@@ -20,6 +20,7 @@ from vllm_kvpool.router.control.states import ReplicaId, Role, State
 
 NOW = 1000
 P, D = Role.PREFILL, Role.DECODE
+D1 = ReplicaId("d1")
 
 
 def a_plan(prefill: int, decode: int, flip_to: Role | None = None) -> Plan:
@@ -101,6 +102,26 @@ def test_steps_take_what_costs_least(name: str) -> None:
     assert ", ".join(f"{each.action.value} {each.replica}" for each in steps) == expected
     if name.startswith("the flip"):
         assert [each.role for each in steps] == [deltas[2]]
+
+
+@pytest.mark.parametrize(
+    ("delta", "flip_to", "step"),
+    [(-1, None, Step(ScalingAction.DRAIN, D1, D)), (-1, P, Step(ScalingAction.FLIP, D1, P))],
+)
+def test_last_engine_of_a_model_is_spared(delta: int, flip_to: Role | None, step: Step) -> None:
+    fleet = fleet_of("p1 prefill; d1 decode load=70; d2 decode load=90; embed decode")
+    for replica in fleet:
+        is_other = replica.replica_id == "embed"
+        fleet.list_models(replica, frozenset({"embedder" if is_other else "model"}))
+    assert choose_steps(a_plan(int(flip_to is P), delta, flip_to), fleet) == [step]
+
+
+def test_standby_that_answers_something_is_not_retired() -> None:
+    fleet = fleet_of("busy standby idle_since=1; s standby idle_since=2; d1 decode; d2 decode")
+    fleet[ReplicaId("busy")].num_forwarded = 1
+    retired = Step(ScalingAction.RETIRE, ReplicaId("s"))
+    assert choose_steps(a_plan(0, -1), fleet) == [retired]
+    assert expired_standby(fleet, NOW, ttl_s=30.0) == retired
 
 
 def test_standby_that_is_idle_for_longest_expires_first() -> None:

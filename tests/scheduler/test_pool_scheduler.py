@@ -629,6 +629,7 @@ def test_offer_not_taken_is_made_again_unless_the_engine_may_lack_blocks_for_it(
         bench.load_stops("a", 96)
     bench.gather(bench.step(a=100 - view.num_computed_tokens))
     view.preempt()
+    bench.add("queued")  # vLLM keeps no blocks free for it
     bench.pins.all_blocks = all_blocks  # 0: other requests have some
     assert bench.match() == (96, True)
     bench.step()

@@ -100,6 +100,17 @@ def test_rdma_is_used_where_there_is_a_device_that_can_be_opened(
     assert bool(words) == bool(problem)
 
 
+@pytest.mark.parametrize("state", ["1: DOWN", "2: INIT", "4: ACTIVE"])
+def test_rdma_is_used_over_an_active_port_alone(state: str, tmp_path: Path) -> None:
+    root = host(tmp_path, ("mlx5_0",))
+    port = root / "sys/class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text(f"{state}\n")
+    is_active = state == "4: ACTIVE"
+    assert uses_rdma("rdma", "", root) is is_active
+    assert ("no port of mlx5_0 is active" in transport("rdma", "", root)[1]) is not is_active
+
+
 def test_a_variable_that_forces_tcp_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

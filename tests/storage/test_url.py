@@ -7,6 +7,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import quote
 
 import pytest
 
@@ -400,8 +401,12 @@ def test_a_senseless_number_of_lanes_is_refused_by_name(option: str) -> None:
 
 def test_a_parsed_url_has_no_user_of_its_metadata_server() -> None:
     """Commands, logs and `kvpool serve` show it."""
-    spec = parse_store_url("mooncake://m:1?metadata=http://me:secret@host/x&segment=0")
-    assert spec.url == "mooncake://m:1?metadata=http://***@host/x&segment=0"
-    assert isinstance(spec.options, MooncakeOptions)
-    assert spec.options.metadata == "http://me:secret@host/x"
+    given = "http://me:secret@host/x"
+    for written in (given, quote(given), given.replace("@", "%40")):
+        spec = parse_store_url(f"mooncake://m:1?metadata={written}&segment=0")
+        assert spec.url == "mooncake://m:1?metadata=http://***@host/x&segment=0"
+        assert isinstance(spec.options, MooncakeOptions)
+        assert spec.options.metadata == given
+    plain = "mooncake://m:1?metadata=redis://h&local_hostname=a@b"
+    assert parse_store_url(plain).url == plain
     assert parse_store_url("file:///data@host/x?size=1GiB").url == "file:///data@host/x?size=1GiB"

@@ -22,7 +22,7 @@ from vllm_kvpool.transfer.ops import (
     Slab,
     SlabKind,
 )
-from vllm_kvpool.transfer.progress import SaveProgress
+from vllm_kvpool.transfer.progress import SaveProgress, newest
 
 TOPIC, OTHER = b"t" * 20, b"o" * 20
 SLABS = 2  # of a chunk, on this rank
@@ -207,3 +207,14 @@ def test_last_word_is_the_first_chunk_that_is_not_stored(data: st.DataObject) ->
             stored = now
     assert saves.told[TOPIC] == (min(lost, default=at),) * 2
     assert not saves.progress.num_open
+
+
+def test_newest_progress_of_each_prompt_is_told_and_an_end_before_another_request() -> None:
+    def told(*progress: tuple[bytes, int, int | None]) -> list[HandOverProgress]:
+        return newest([HandOverProgress(*each) for each in progress])
+
+    a, b = TOPIC, OTHER
+    assert told((a, 1, None), (b, 1, None), (a, 2, None)) == [(b, 1, None), (a, 2, None)]
+    assert told((a, 1, None), (a, 2, 2)) == [(a, 2, 2)]
+    assert told((a, 5, None), (a, 5, 5), (a, 0, None), (a, 1, None)) == [(a, 5, 5), (a, 1, None)]
+    assert told((a, 5, 5), (a, 0, None), (a, 6, 6)) == [(a, 6, 6)]

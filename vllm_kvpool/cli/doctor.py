@@ -239,7 +239,7 @@ def examine_store(spec: StoreSpec) -> Iterator[Finding]:
     path = spec.options.path if isinstance(spec.options, FileOptions) else ""
     is_new = bool(path) and not os.path.isdir(path)
     try:
-        store = open_store(keeping_contents(spec, 2 * CHECK_BYTES), segment=False)
+        store = open_store(keeping_contents(spec, puts=True), segment=False)
     except (ConfigError, StoreError) as error:
         yield Finding(spec.url, Status.FAILED, str(error))
         return

@@ -307,7 +307,7 @@ def _expand(value: Any, place: str, errors: list[str]) -> Any:
     def variable(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
             errors.append(f"{place}: the environment has no {match[1]}; set it")
-        return os.environ.get(match[1], "").strip()  # those made of files end in a newline
+        return os.environ.get(match[1], "").strip()  # values read from files end in a newline
 
     if isinstance(value, str):
         return _VARIABLE.sub(variable, value)

@@ -277,7 +277,8 @@ class Router:
         """
         fleet = self.controller.state.fleet
         model = model if model in fleet.listed.names else ""
-        serving = [each for each in fleet.in_states(UP) if each.serves(model)]
+        up = fleet.in_states(UP)
+        serving = [each for each in up if each.serves(model) and not each.goal.is_final]
         random.shuffle(serving)  # of equally busy ones, not always the first
         serving.sort(
             key=lambda each: (

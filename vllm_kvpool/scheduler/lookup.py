@@ -14,7 +14,7 @@ class StoredChunks(NamedTuple):
 
     `attention`: the chunks that could be loaded from stores if there were no recurrent states.
     `is_in_host`: host memory has the other chunks found, but for windows that no hit there needs.
-    `host_windows`: ids of the chunks of windows that host memory had, so that no store was asked.
+    `host_windows`: ids of the chunks whose windows host memory had during the lookup.
     """
 
     chunks: int = 0

@@ -358,7 +358,9 @@ class PoolScheduler:
         if state.offer is None or not state.offer.all_blocks:
             return False
         sizes = [group.block_size for group in self._shape.groups]
-        requests = (state, *self._requests.values())  # its load, and blocks kept free
+        others = (each for each in self._requests.values() if each is not state)
+        failed = (each for each in others if each.retry is not RetryState.NONE)
+        requests = (state, state, *failed)  # its load, and blocks kept free
         most = sum(-(-each.view.num_tokens // size) for each in requests for size in sizes)
         return most > state.offer.all_blocks
 

@@ -336,7 +336,7 @@ class MooncakeStore(Store):
             raise StoreUnreachable(
                 f"Mooncake's setup with the master at {self._address} failed with {code}; check "
                 f"protocol={options.protocol}, device={options.device}, "
-                f"metadata={options.metadata} and that {options.segment_bytes} bytes are free"
+                f"metadata= and that {options.segment_bytes} bytes are free"
             )
         self._has_groups = not self.capabilities.loses_cells
         used, problem = transport(options.protocol, options.device)

@@ -3,12 +3,14 @@
 Every kind of wheel has the same module, so the one that is installed last lies over the others.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
 from vllm_kvpool.config import environment
+from vllm_kvpool.host_memory import text_of
 
 DISTRIBUTION = "mooncake-transfer-engine"
 FORCE_TCP_NAME = "MC_FORCE_TCP"
@@ -89,9 +91,11 @@ def transport(protocol: str, device: str, root: Path = Path("/")) -> tuple[str, 
             "this host has no RDMA device (/sys/class/infiniband), so Mooncake uses TCP; load the "
             f"driver, or give the container the devices, {write}"
         )
-    if not any(each.name.startswith("uverbs") for each in _entries(root / "dev/infiniband")):
+    nodes = [each for each in _entries(root / "dev/infiniband") if each.name.startswith("uverbs")]
+    if not any(os.access(each, os.R_OK | os.W_OK) for each in nodes):
         return "tcp", (
-            f"this process cannot open {', '.join(names)} (no /dev/infiniband/uverbs*), so "
+            f"this process cannot open {', '.join(names)} (no /dev/infiniband/uverbs* that "
+            "it may read and write), so "
             f"Mooncake uses TCP; give the container /dev/infiniband, {write}"
         )
     wanted = [each.strip() for each in device.split(",") if each.strip()]
@@ -99,12 +103,25 @@ def transport(protocol: str, device: str, root: Path = Path("/")) -> tuple[str, 
         return "rdma", (
             f"device={','.join(missing)} is not on this host, which has {', '.join(names)}"
         )
-    return f"rdma over {', '.join(wanted or names)}", ""
+    chosen = wanted or names
+    used = [each for each in chosen if _may_be_active(root / "sys/class/infiniband" / each)]
+    if not used:
+        return "tcp", (
+            f"no port of {', '.join(chosen)} is active (/sys/class/infiniband/*/ports/*/state), so "
+            f"Mooncake uses TCP; connect one, {write}"
+        )
+    return f"rdma over {', '.join(used)}", ""
 
 
 def uses_rdma(protocol: str, device: str, root: Path = Path("/")) -> bool:
     """Return True if Mooncake goes over RDMA on this host, and so locks the memory it registers."""
     return transport(protocol, device, root)[0].startswith("rdma")
+
+
+def _may_be_active(device: Path) -> bool:
+    """Return False if the kernel says that no port of the device is active."""
+    states = [text_of(port / "state") for port in _entries(device / "ports")]
+    return not states or any(state.startswith("4:") for state in states)  # 4: ACTIVE
 
 
 def _entries(directory: Path) -> list[Path]:

@@ -210,7 +210,7 @@ def parse_store_url(
     if isinstance(options, MooncakeOptions) and options.protocol == "ascend":
         options = _on_ascend(shown, options, environ or {})
     head, mark, options_text = url.partition("?")
-    named = head + mark + _without_user(options_text)  # of metadata=
+    named = head + mark + _without_users(options_text)  # of metadata=
     return StoreSpec(named, parts.scheme, required, options, get_lanes, put_lanes)
 
 
@@ -221,12 +221,18 @@ def _shown(url: str) -> str:
     """Return the url for messages, without a user and without options that may hold a secret."""
     if not url.lower().startswith(("file:", "mooncake:")):
         url = url.partition("?")[0]
-    shown = _without_user(url)
+    head, mark, options = url.partition("?")
+    shown = _USER.sub("//***@", head) + mark + _without_users(options)
     return shown if len(shown) <= MAX_URL_SHOWN else f"{shown[:MAX_URL_SHOWN]}..."
 
 
-def _without_user(text: str) -> str:
-    return re.sub("//[^/?#]*@", "//***@", text)
+def _without_users(options: str) -> str:
+    """Return a url's options without the users of URLs among them, escaped ones too."""
+    parts = [unquote(each) if "@" in unquote(each) else each for each in options.split("&")]
+    return "&".join(_USER.sub("//***@", each) for each in parts)
+
+
+_USER = re.compile("//[^/?#]*@")
 
 
 def names_no_master(url: str) -> bool:

@@ -54,6 +54,7 @@ from vllm_kvpool.transfer.ops import (
     TimePassed,
     each_of,
 )
+from vllm_kvpool.transfer.progress import newest
 from vllm_kvpool.transfer.saves import SaveManager
 
 
@@ -179,9 +180,8 @@ class Engine:
         if context.host_cache.capacity:
             self._report_host_cache()
         reports, context.reports = context.reports, []
-        progress = {each.topic: each for each in context.progress}  # the newest of each prompt
-        context.progress = []
-        return [*reports, *progress.values(), *self.loans.take_messages(), *started]
+        progress, context.progress = newest(context.progress), []
+        return [*reports, *progress, *self.loans.take_messages(), *started]
 
     def _take(self, event: Event) -> None:
         match event:

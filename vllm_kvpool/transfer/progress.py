@@ -133,3 +133,14 @@ def _latest(ends: Iterable[int | None]) -> int | None:
             return None
         latest = max(latest, end)
     return latest
+
+
+def newest(progress: Iterable[HandOverProgress]) -> list[HandOverProgress]:
+    """Return the newest progress of each prompt, and its newest end if another request follows."""
+    kept: dict[tuple[bytes, bool], HandOverProgress] = {}
+    for each in progress:
+        has_ended = each.ended is not None
+        for key in {(each.topic, False), (each.topic, has_ended)}:
+            kept.pop(key, None)
+        kept[each.topic, has_ended] = each
+    return list(kept.values())

@@ -16,6 +16,7 @@ from tests.support.buffers import make_buffer
 from tests.support.commands import all_commands
 from tests.support.models import add_tokenizer
 from vllm_kvpool.cli import main, retention
+from vllm_kvpool.cli.common import stores
 from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.cli.main import COMMANDS
 from vllm_kvpool.cli.retention import StoreAnswer
@@ -24,11 +25,13 @@ from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, make_namespace
 from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.storage.base import ChunkRef, PutOutcome
+from vllm_kvpool.storage.backends import open_store
+from vllm_kvpool.storage.base import ChunkRef, PutOutcome, Store
 from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.eviction import Shares
 from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
 from vllm_kvpool.storage.file.store import FileStore, ReadOnlyFileStore
+from vllm_kvpool.storage.url import FileOptions, StoreSpec, parse_store_url
 
 FIRST, SECOND = (make_namespace("model", digit * 12) for digit in "ab")
 TOPOLOGY = Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=2)
@@ -305,6 +308,23 @@ def test_purge_of_a_directory_that_may_not_be_written_is_no_success(
     assert answer.text == "may not be written by this user; nothing removed"
 
 
+def test_purge_of_two_stores_of_which_one_may_not_be_written_is_no_success(
+    url: str, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(spec: StoreSpec, writable: bool) -> Store:
+        assert isinstance(spec.options, FileOptions)
+        is_other = spec.options.path.endswith("other")
+        return ReadOnlyFileStore(spec.options.path) if is_other else open_spec(spec, writable)
+
+    open_spec = stores.open_spec
+    monkeypatch.setattr(stores, "open_spec", opened)
+    other = url.partition("?")[0] + "-other"
+    open_store(parse_store_url(other), segment=False).close()
+    result = invoke("purge", FIRST, "--yes", "--store", url, "--store", other)
+    assert "may not be written by this user" in result.output
+    assert result.exit_code == 1
+
+
 def test_purge_removes_what_is_older(url: str, prompt: str, tmp_path: Path) -> None:
     old, new = prompt_keys()[:4], prompt_keys()[4:8]
     for key in old:
@@ -355,6 +375,27 @@ def test_doctor_of_a_url_with_a_smaller_size_than_the_engines_evicts_nothing(
     assert result.exit_code == 0, result.output
     assert held(tmp_path, keys) == len(keys)
     assert "an engine with this size= evicts the rest" in result.output
+
+
+def test_put_of_doctor_evicts_nothing_that_engines_have_saved_meanwhile(
+    url: str, tmp_path: Path
+) -> None:
+    directory = str(tmp_path / "pool")
+    keys = [f"{SECOND}@dcp0of1@head:0@layers:0-4@{number:040x}" for number in range(8)]
+    engine = FileStore(directory, 100 << 20)
+
+    def save(some: list[str]) -> None:
+        for key in some:
+            engine.put([key], [make_buffer(1 << 20)], [ChunkRef(chunk_id_of_key(key))])
+
+    save(keys[:4])
+    spec = stores.keeping_contents(parse_store_url(f"file://{directory}?size=2MiB"), puts=True)
+    save(keys[4:])
+    engine.close()
+    command = open_store(spec, segment=False)
+    command.put(["doctor"], [make_buffer(1 << 20)], [ChunkRef("doctor")])
+    command.close()
+    assert held(tmp_path, keys) == len(keys)
 
 
 def test_pin_of_a_prompt_that_is_not_stored_is_an_error(url: str, tmp_path: Path) -> None:

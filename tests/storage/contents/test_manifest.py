@@ -142,6 +142,13 @@ def test_cells_that_name_none_or_a_flood_are_left_out(group: object) -> None:
     assert read.cells == ()
 
 
+def test_cells_of_a_group_that_the_first_stages_lack_are_read() -> None:
+    cells = described([LayerGroup(Topology(8, 1, ((0, 0), (0, 5)), 2), 64)])
+    read = read_with(cells=cells)
+    assert read is not None
+    assert read.cells == tuple(cells)
+
+
 @pytest.mark.parametrize("value", ["x", [1], None, 0, -1, 1 << 40, 2.5])
 def test_chunk_tokens_that_no_engine_has_are_0(value: object) -> None:
     assert manifest(chunk_tokens=256).chunk_tokens == 256

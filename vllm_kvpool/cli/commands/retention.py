@@ -92,6 +92,8 @@ def purge_command(
         else:
             answers = retention.remove_namespaces(each, namespaces)
     _print(answers, stores)
+    if not all(named.store.capabilities.writable for named in each):
+        raise SystemExit(1)  # a part was not removed
 
 
 @click.command("pin", cls=Command)

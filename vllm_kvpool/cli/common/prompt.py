@@ -79,8 +79,10 @@ class PromptNames:
     def end_keys(self) -> list[str]:
         """Return the keys that the prompt's end may have, a chunk of fewer tokens."""
         end = self.chain.end(self.tokens)
-        groups = range(len(self.layer_groups)) if end is not None else ()
-        return [key for group in groups for key in self.of_chunk(end or b"", group)]
+        if end is None:
+            return []
+        groups = range(len(self.layer_groups))
+        return [key for group in groups for key in self.of_chunk(end, group)]
 
     def alias_keys(self) -> Iterator[str]:
         """Yield the keys that aliases of the prompt may have, whatever an engine's step is."""

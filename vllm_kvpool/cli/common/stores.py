@@ -20,7 +20,7 @@ from vllm_kvpool.storage.base import Listing, Store
 from vllm_kvpool.storage.contents.manifest import Manifest, manifest_in
 from vllm_kvpool.storage.guarded import GuardedStore
 from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
-from vllm_kvpool.storage.url import FileOptions, StoreSpec, environment_for
+from vllm_kvpool.storage.url import MAX_STORE_BYTES, FileOptions, StoreSpec, environment_for
 
 T = TypeVar("T")
 
@@ -111,10 +111,12 @@ def store_options(command: Any) -> Any:
     return with_stores
 
 
-def keeping_contents(spec: StoreSpec, put_bytes: int = 0) -> StoreSpec:
-    """Return the spec of a store in which a put of `put_bytes` evicts nothing for the size.
+def keeping_contents(spec: StoreSpec, *, puts: bool = False) -> StoreSpec:
+    """Return the spec of a store that is as large as what a directory has.
 
-    Engines may have a directory with a larger `size=` than a command's URL, which may have none.
+    Engines may have the directory with a larger `size=` than a command's URL, which may have none.
+    With `puts` the directory has no size: engines may save more before the command's own put,
+    which would then evict as much.
     """
     options = spec.options
     if isinstance(options, FileOptions) and os.path.isdir(options.path):
@@ -122,7 +124,7 @@ def keeping_contents(spec: StoreSpec, put_bytes: int = 0) -> StoreSpec:
 
         with contextlib.suppress(ConfigError, StoreError):  # opening the store says what is wrong
             if used_bytes := ReadOnlyFileStore(options.path).used_bytes():
-                size_bytes = max(options.size_bytes, used_bytes + put_bytes)
+                size_bytes = MAX_STORE_BYTES if puts else max(options.size_bytes, used_bytes)
                 return replace(spec, options=replace(options, size_bytes=size_bytes))
     return spec
 

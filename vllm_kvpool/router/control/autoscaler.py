@@ -7,6 +7,8 @@ made and shown, and not carried out.
 """
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -28,7 +30,6 @@ from vllm_kvpool.router.control.states import (
     MAY_WORK,
     TAKES_DECODE,
     TAKES_PREFILL,
-    Goal,
     ReplicaId,
     Role,
     State,
@@ -84,10 +85,15 @@ def expired_standby(fleet: Fleet, now: float, ttl_s: float) -> Step | None:
 
     One that a person has drained is not used, but it may rest.
     """
-    longest = min(fleet.in_states(State.SHUTTING_NULL), key=_idle_since, default=None)
+    longest = min(_idle(fleet.in_states(State.SHUTTING_NULL)), key=_idle_since, default=None)
     if longest is None or now - _idle_since(longest)[0] < ttl_s:
         return None
     return Step(ScalingAction.RETIRE, longest.replica_id)
+
+
+def _idle(standbys: Iterable[Replica]) -> list[Replica]:
+    """Return the standbys that answer nothing that is only forwarded."""
+    return [each for each in standbys if each.is_idle]
 
 
 def _idle_since(replica: Replica) -> tuple[float, str]:
@@ -125,7 +131,8 @@ class _Pick:
         return None
 
     def down(self, role: Role) -> Step | None:
-        if standby := min(self._free(State.SHUTTING_NULL), key=_idle_since, default=None):
+        standbys = _idle(self._free(State.SHUTTING_NULL))
+        if standby := min(standbys, key=_idle_since, default=None):
             self._picked.add(standby.replica_id)
             return Step(ScalingAction.RETIRE, standby.replica_id)
         if found := self._spared(role):
@@ -136,7 +143,7 @@ class _Pick:
         return [
             each
             for each in self._fleet.in_states(states)
-            if each.goal not in (Goal.HOLD, Goal.REMOVE)
+            if not each.goal.is_final
             and each.replica_id not in self._picked
             and not (each.state in DRAINING and each.goal.role is not None)
         ]
@@ -148,9 +155,11 @@ class _Pick:
         return found
 
     def _spared(self, role: Role) -> Replica | None:
-        """Return the serving replica with the least to lose, idle first; never the last one."""
+        """Return the serving replica with the least to lose, idle first; never a model's last."""
         serving = self._free(SERVING[role])
-        return min(serving, key=_least_to_lose) if len(serving) > 1 else None
+        models = Counter(model for each in serving for model in each.models)
+        spared = [each for each in serving if all(models[model] > 1 for model in each.models)]
+        return min(spared, key=_least_to_lose) if len(serving) > 1 and spared else None
 
 
 LASTING_S = 20.0
@@ -243,7 +252,7 @@ class Autoscaler:
         if step.action is ScalingAction.RETIRE:
             self._lifecycle.expire(replica, why)
         elif step.action is ScalingAction.DRAIN:
-            if replica.state is State.DECODE and replica.is_idle:
+            if replica.state is State.DECODE and not replica.work:
                 self._lifecycle.idle(replica, why)
             else:
                 self._lifecycle.drain(replica, why)

@@ -73,8 +73,8 @@ class Handovers:
         """Take in what a decoder's engine has counted since its start; returns the growth.
 
         `counts`: by source; those that are not `known` are another router's. What was counted
-        before the engine was first measured says nothing. Nor does a prompt whose source is not
-        up: the source may have ended before it had saved the prompt.
+        before the engine was first measured says nothing. Nor does a missing prompt whose source is
+        not up: the source may have ended before it had saved the prompt.
         """
         before = self._counted.get(decoder)
         self._counted[decoder] = counts
@@ -89,7 +89,7 @@ class Handovers:
                 last = NONE_EXPECTED  # its engine has been started anew
             more = ExpectedPrompts(each.found - last.found, each.missing - last.missing)
             found, missing = found + more.found, missing + more.missing
-            if is_up(source):
+            if more.found or is_up(source):
                 self._learn((source, decoder), more, now)
         return ExpectedPrompts(found, missing)
 

@@ -202,10 +202,9 @@ class Lifecycle:
             replica.health.retry_at = self._state.now
 
     def expire(self, replica: Replica, why: str) -> None:
-        """Unload a standby that is not needed any more, unless it answers something."""
-        if replica.is_idle:
-            self._move(replica, Cause.EXPIRE, why)
-            self._retire(replica)
+        """Unload an idle standby that is not needed any more."""
+        self._move(replica, Cause.EXPIRE, why)
+        self._retire(replica)
 
     def _retire(self, replica: Replica) -> None:
         """Retire an engine that is not needed: it sleeps, or its operator's command ends it."""
@@ -214,7 +213,7 @@ class Lifecycle:
 
     def idle(self, replica: Replica, why: str) -> None:
         """Make a decoder without work a standby at once."""
-        assert replica.is_idle
+        assert not replica.work
         replica.goal = Goal.STANDBY
         self._move(replica, Cause.IDLE, why)
 
@@ -252,7 +251,9 @@ class Lifecycle:
         drained_s = state.now - replica.since
         is_late = drained_s >= state.settings.drain_timeout_s
         source = replica.replica_id
-        if replica.is_idle and (is_late or all(each.source != source for each in state.migration)):
+        # Other engines stay up and go on with what was forwarded to them.
+        is_done = replica.is_idle if replica.goal.is_final else not replica.work
+        if is_done and (is_late or all(each.source != source for each in state.migration)):
             self._drained(replica)
         elif is_late and state.servers():
             # Each goes on elsewhere where it stopped, or ends; so no drain takes for ever.

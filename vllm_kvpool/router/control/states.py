@@ -47,6 +47,11 @@ class Goal(Enum):
         """The role to serve; None if the replica is to have no work."""
         return _ROLES.get(self)
 
+    @property
+    def is_final(self) -> bool:
+        """True if a person's order may end the engine as soon as it has no work."""
+        return self in (Goal.HOLD, Goal.REMOVE)
+
 
 _ROLES = {Goal.PREFILL: Role.PREFILL, Goal.DECODE: Role.DECODE}
 

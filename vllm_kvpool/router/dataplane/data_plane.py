@@ -67,7 +67,7 @@ _SALTED = frozenset(
         *("/rerank", "/v1/rerank", "/v2/rerank"),
     }
 )
-"""The forwarded paths whose prompts engines cache; those of vLLM 0.32 but EMBED read a salt."""
+"""Forwarded paths whose prompts engines cache. vLLM 0.32 reads a salt on all but `EMBED`."""
 _FORWARDED = {
     "/version": ("GET",),
     **dict.fromkeys(("/tokenize", "/detokenize", COUNT_TOKENS, *_SALTED), ("POST",)),

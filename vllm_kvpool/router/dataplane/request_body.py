@@ -33,6 +33,7 @@ MAX_OUTPUT_TOKENS = 1 << 20
 ANSWER_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 4 << 20, 4096, 512
 """Limits in an answer: bytes beside its tokens, bytes a token, bytes a log-probability."""
 MAX_SEQUENCES = 1 << 31
+MAX_OBJECTS = 4096  # that are told apart from those inside of them
 """Largest number of sequences that is counted. No engine runs so many."""
 PROMPT_TIMES = 16
 """Copies of the prompt that an answer may contain, token ids included."""
@@ -412,8 +413,21 @@ def parse_forwarded(
     RESERVED_FIELDS are taken out, and `salt` counts, as in `parse_request`.
     """
     raw, fields = _permitted(raw, is_trusted, salt)
-    texts = (_num_prompts(fields[name]) for name in _TEXTS if name in fields)
+    texts = (_num_inputs(fields[name]) for name in _TEXTS if name in fields)
     return raw, _model(value_of(fields, "model")), max((1, *texts))
+
+
+def _num_inputs(values: Raw) -> int:
+    """Return the number of texts, or of objects, in the value of one of `_TEXTS`."""
+    if _OBJECTS.match(values) is None:
+        return _num_prompts(values)
+    most = bytes(values).count(b"{")
+    if most > MAX_OBJECTS:
+        return most  # with those inside of others
+    try:
+        return len(_decode_list(values))
+    except UNREADABLE:
+        return 1  # the engine refuses it
 
 
 def most_forwarded_bytes(body: bytes, num_sequences: int) -> int:
@@ -560,10 +574,12 @@ def _whole(fields: Mapping[str, Raw], name: str) -> int | None:
 
 
 _decode_single = msgspec.json.Decoder(tuple[Raw]).decode
+_decode_list = msgspec.json.Decoder(list[Raw]).decode
 _SEVERAL = re.compile(rb'\[\s*(["\[])')
+_OBJECTS = re.compile(rb"\[\s*\{")
 _RENDERED = fields_with(Trait.RENDERED)
 _TEXTS = (
-    *("input", "texts", "images", "documents", "items", "queries"),
+    *("input", "inputs", "texts", "images", "documents", "items", "queries"),
     *("text_1", "text_2", "data_1", "data_2"),
 )
 """Fields whose texts an engine embeds, or scores against each other."""

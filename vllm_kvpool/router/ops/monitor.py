@@ -302,7 +302,7 @@ class Monitor:
         own = {"kvpool": {"save": False, "load": False}}
         completion = {"prompt": "hello", "max_tokens": 1, "kv_transfer_params": own}
         answer = await self._post_small("/v1/completions", {"model": model, **completion})
-        if answer.status == NOT_FOUND:  # as of models that generate nothing
+        if answer.status == NOT_FOUND:  # servers of pooling models have no completions
             answer = await self._post_small("/pooling", {"model": model, "input": "hello"})
         # One that others have filled up answers, too.
         if answer.status != OK and answer.status not in BUSY_STATUSES:

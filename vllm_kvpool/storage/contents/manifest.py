@@ -152,6 +152,7 @@ class _Stored(msgspec.Struct):
 
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_CELLS)]
+_Stop = Annotated[int, msgspec.Meta(ge=0, le=MAX_CELLS)]  # 0: the first stages lack the group
 
 
 class _CellGroup(msgspec.Struct):
@@ -160,7 +161,7 @@ class _CellGroup(msgspec.Struct):
     kind: str
     heads: _Count
     tp: _Count
-    stages: Annotated[list[tuple[int, _Count]], msgspec.Meta(min_length=1)]
+    stages: Annotated[list[tuple[int, _Stop]], msgspec.Meta(min_length=1)]
     span: _Count
     per_head: bool
     dcp: _Count
@@ -179,8 +180,8 @@ def _cells_of(given: Any) -> tuple[Mapping[str, Any], ...]:
         return ()
     for group in groups:
         stops = [stop for _, stop in group.stages]
-        has_gaps = [start for start, _ in group.stages] != [0, *stops[:-1]]
-        if has_gaps or group.heads * max(stops) * group.dcp > MAX_CELLS:
+        follow = [start for start, _ in group.stages] == [0, *stops[:-1]] and stops == sorted(stops)
+        if not follow or not 0 < group.heads * max(stops) * group.dcp <= MAX_CELLS:
             return ()
     return tuple(given)
 

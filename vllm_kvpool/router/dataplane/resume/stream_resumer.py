@@ -78,7 +78,7 @@ class Resume:
     body: bytes
     num_tokens: int = 0
     is_draw_repeated: bool = False
-    """True if the engine has to sample text again that is known: mostly it samples another one."""
+    """True if the engine must sample known text again. It rarely samples the same text."""
 
 
 @dataclass(frozen=True, slots=True)

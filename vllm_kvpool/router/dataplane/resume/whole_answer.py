@@ -156,7 +156,8 @@ class WholeAnswer:
         choices = [self._choices[index] for index in sorted(self._choices)]
         if is_chat and joined["usage"].get("completion_tokens_details") is None:
             for each in choices:
-                # No reasoning is parsed: the content is a text. A tool parser tells no empty one.
+                # No reasoning is parsed. With a tool parser a stream has no empty content, where
+                # vLLM's answer in one piece has "".
                 each.setdefault("content", ())
         joined["object"] = "chat.completion" if is_chat else "text_completion"
         joined["choices"] = list(map(_chat_choice if is_chat else _completion_choice, choices))
