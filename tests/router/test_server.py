@@ -15,7 +15,7 @@ from tests.router.test_request_body import BAD
 from tests.support.player import chunk
 from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig
 from tests.support.scripted_spec import FaultKind
-from vllm_kvpool.router.control.events import Drain
+from vllm_kvpool.router.control.events import Tick
 from vllm_kvpool.router.control.states import ReplicaId, State
 from vllm_kvpool.router.dataplane.data_plane import _SALTED, COUNT_TOKENS
 from vllm_kvpool.router.dataplane.headers import MAX_HEADER_BYTES
@@ -426,8 +426,10 @@ async def test_forwarded_requests_are_spread_over_engines_that_are_equally_busy(
 async def test_forwarded_requests_go_to_a_standby_only_if_no_other_engine_answers() -> None:
     """A replica that drains has least to do, and got all that was forwarded until its end."""
     async with RouterRig(0, 2) as rig:
-        rig.router.post(Drain(ReplicaId("r0")))
-        await rig.in_state(0, State.SHUTTING_NULL)
+        controller = rig.router.controller
+        controller.lifecycle.idle(controller.state.fleet[ReplicaId("r0")], "planned")
+        rig.router.post(Tick())
+        assert rig.state(0) is State.SHUTTING_NULL
         for number, wanted in ((0, 0), (1, 1)):
             for _ in range(16):
                 assert (await rig.ask("POST", "/tokenize", TEXT)).status == 200

@@ -173,8 +173,10 @@ def test_slots_beyond_the_lenders_memory_end_its_lending(pair: Pair, slot: Slot)
 
 @pytest.mark.parametrize("number", [BORROWER, LENDER])
 def test_end_that_closes_is_gone_as_borrower_and_lender(pair: Pair, number: int) -> None:
-    pair.ends[number].exchange.close()
-    other = pair.ends[1 - number]
+    closing, other = pair.ends[number], pair.ends[1 - number]
+    closing.exchange.send(ASK._replace(member=1 - number))
+    assert isinstance(other.next_event(), Ask), "it is known as a borrower"
+    closing.exchange.close()
     told = {other.next_event(), other.next_event()}
     assert told == {LenderGone(number), BorrowerGone(number)}
 
