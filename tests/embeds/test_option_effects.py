@@ -39,7 +39,7 @@ SHORT_S, LONG_S = 0.1, 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What cases build engines with."""
+    """A factory of engines for the cases."""
 
     tmp_path: Path
     monkeypatch: pytest.MonkeyPatch
