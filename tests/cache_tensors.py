@@ -8,7 +8,7 @@ from vllm.v1.kv_cache_interface import KVCacheTensor
 
 
 def tensors_of(names: Sequence[str]) -> list[KVCacheTensor]:
-    """These layers have pages of their own, wherever."""
+    """Return the KV cache tensors of layers that share no pages, in any vLLM release."""
     if "shared_by" in {field.name for field in fields(KVCacheTensor)}:
         older: Any = KVCacheTensor
         return [older(size=0, shared_by=[name]) for name in names]

@@ -1,4 +1,4 @@
-"""For every test there is."""
+"""Fixtures and settings of all tests."""
 
 import faulthandler
 import gc
@@ -17,7 +17,7 @@ COLLECTED: pytest.StashKey[set[str]] = pytest.StashKey()
 STDERR: pytest.StashKey[int] = pytest.StashKey()
 """The standard error of the process itself, not of a test."""
 GRACE_S = 60.0
-"""How much longer than its limit a test may go on, before it ends its process."""
+"""Time that a test may exceed its limit by, before its process is ended."""
 EXITS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
 """Signals that a shell's background and `nohup` ignore; commands that tests start would inherit it,
 and not end by the signals that tests send them."""

@@ -1,4 +1,4 @@
-"""What benchmarks share: the rule that says what a row was limited by, and how it is shown."""
+"""Shared code of the benchmarks: the rule for a row's bottleneck, and the tables of results."""
 
 import json
 import os

@@ -169,7 +169,7 @@ def test_a_choice_that_is_none_is_refused_with_those_there_are() -> None:
 
 
 def test_blanks_around_a_variable_are_none_of_it() -> None:
-    """Those made of a file, as secrets are, end in the end of a line."""
+    """Variables read from a file, such as secrets, end with a newline."""
     env = {"KVPOOL_STORE": "file:///a\n", "KVPOOL_CHUNK_TOKENS": " 32\n"}
     config = read_config({}, env)
     assert (config.store, config.chunk_tokens) == ("file:///a", 32)

@@ -1,4 +1,4 @@
-"""What `make demo` says of two engines' answers, and where its model comes from."""
+"""The report of `make demo` on two engines' answers, and the source of its model."""
 
 import importlib.util
 import sys

@@ -142,7 +142,7 @@ NOT_RUN = {
 
 @cache
 def vllm_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """Of `vllm serve` and `vllm bench serve`. What vLLM and torch warn of at import is not ours."""
+    """Return the parsers of `vllm serve` and `vllm bench serve`, without warnings at import."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from vllm.benchmarks.serve import add_cli_args
@@ -164,7 +164,7 @@ def of_vllm(words: Sequence[str], directory: Path) -> None:
 
 
 def of_engine(words: Sequence[str]) -> None:
-    """What a start line says of the pool can be read."""
+    """Check that the pool's options on a start line can be read."""
     for option, connector in (
         ("--kv-transfer-config", "KVPoolConnector"),
         ("--ec-transfer-config", "KVPoolECConnector"),
@@ -343,7 +343,7 @@ def on_this_machine(text: str, directory: Path) -> str:
 
 
 def commands(block: Block, directory: Path) -> list[list[str]]:
-    """What the block starts, by a shell."""
+    """Run the block in a shell and return the commands that it starts."""
     record = directory / "record"
     store = f"file://{directory}/vllm-kvpool?size=64MiB"
     config = {"kv_connector": "KVPoolConnector", "kv_role": "kv_both"}

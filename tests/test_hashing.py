@@ -36,7 +36,7 @@ def hashes(
 
 
 def common(one: list[bytes], other: list[bytes]) -> int:
-    """How many hashes at the start agree; the rest must all differ."""
+    """Return the number of equal hashes at the start; all others must differ."""
     same = [a == b for a, b in zip(one, other, strict=False)]
     count = same.index(False) if False in same else len(same)
     assert not any(same[count:])
@@ -194,7 +194,7 @@ def test_extending_step_by_step_is_extending_at_once(
 
 
 class Growing(Sequence[int]):
-    """As vLLM's list of all tokens: another thread adds one after every look at its length."""
+    """A sequence that grows after each `len`, as if a thread appended to vLLM's token list."""
 
     def __init__(self, tokens: list[int], later: list[int]) -> None:
         self._tokens, self._later = list(tokens), list(later)
@@ -317,7 +317,7 @@ def end_of(tokens: list[int], identity: RequestIdentity) -> bytes | None:
 def test_prompt_end_has_the_hash_of_no_other_tokens(
     one: RequestIdentity, other: RequestIdentity, tokens: list[int], change: int
 ) -> None:
-    """It depends on all that a whole chunk's hash depends on, and on the number of its tokens."""
+    """A prompt end's hash has the inputs of a whole chunk's hash, and the number of its tokens."""
     end = end_of(tokens, one)
     assert (end is None) == (len(tokens) % CHUNK == 0)
     if end is None:

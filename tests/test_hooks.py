@@ -1,4 +1,4 @@
-"""What the set-up puts into the environment, so that engines can run models of images."""
+"""The import hook that `make setup` installs, so that engines can run models of images."""
 
 import importlib.util
 import subprocess

@@ -1,4 +1,4 @@
-"""What the machine, its control groups and its limits leave of memory, and what is refused."""
+"""Memory left by the machine, its control groups and its limits, and checks against it."""
 
 import logging
 import sys
@@ -55,7 +55,7 @@ def first(directory: str, limit: int, used: int, stat: str = "") -> dict[str, ob
 
 
 def left(root: Path) -> list[tuple[float, float]]:
-    """Of each limit, in GiB, the machine's first."""
+    """Return (total, left) of each limit in GiB, starting with the machine's."""
     return [(each.total_bytes / GIB, each.left_bytes / GIB) for each in memory_limits(root)]
 
 
@@ -74,7 +74,7 @@ def test_limits_of_unified_groups_are_of_all_around_the_process(root: Path) -> N
 
 
 def test_limits_of_first_version_groups_are_found_from_within_a_container(root: Path) -> None:
-    """It sees its own group where all of them are mounted, and of those around it a number."""
+    """A container sees its own group at the mount's root; of outer groups it sees only a number."""
     write(root, {"proc/self/cgroup": ROOTLESS.format("/docker/1f")})
     write(root, {"proc/self/mountinfo": FIRST.format("/docker/1f")})
     write(root, first("", UNLIMITED, GIB, f"hierarchical_memory_limit {3 * GIB}"))
@@ -155,7 +155,7 @@ def test_check_in_a_container_is_of_its_limit(root: Path) -> None:
 
 @pytest.mark.usefixtures("root")
 def test_check_of_several_workers_is_of_their_sum() -> None:
-    """Others may have taken theirs already, so the sum is compared with all that there is."""
+    """Other workers may have allocated already, so the sum is compared with the total memory."""
     check_memory({"host://": 8 * GIB}, ranks=4)
     with pytest.raises(ConfigError, match="in each of 4 workers on this host, and the machine"):
         check_memory({"host://": 9 * GIB}, ranks=4)

@@ -183,8 +183,10 @@ def test_one_image_of_one_release_is_built_and_used() -> None:
 
 
 def test_the_image_has_what_any_option_needs() -> None:
-    """It has all extras but vLLM, which the base image has, and Mooncake's other wheels: two of
-    them would overwrite each other."""
+    """The image has all extras except vLLM, which the base image has, and Mooncake's other wheels.
+
+    Two of Mooncake's wheels would overwrite each other.
+    """
     extras = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]

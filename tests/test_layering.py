@@ -188,7 +188,7 @@ PURE = (
     *("handover/messages.py", "handover/watches.py"),
     "router/control/",
 )
-"""What neither performs input or output nor asks the clock."""
+"""Modules that perform no I/O and do not read the clock."""
 IMPURE = ("asyncio", "logging", "os", "queue", "select", "socket", "threading", "time", "zmq")
 
 
@@ -216,7 +216,7 @@ def names_used(tree: ast.AST, for_types: bool = False) -> Iterator[Use]:
 
 
 def violations(path: str, source: str) -> list[str]:
-    """What one file, at `path` below the package, imports against the tables."""
+    """Return the forbidden imports of one file, at `path` below the package."""
     found: list[str] = []
     unit = path.split("/")[0].removesuffix(".py")
     for use in names_used(ast.parse(source)):

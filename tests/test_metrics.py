@@ -105,7 +105,7 @@ def test_labels_in_any_order_are_one_series() -> None:
 
 
 def over_the_wire(samples: Samples) -> Samples:
-    """What vLLM's front end gets of them: it knows no types."""
+    """Return samples as vLLM's front end decodes them, without type information."""
     found: Samples = msgspec.msgpack.decode(msgspec.msgpack.encode(samples))
     assert named(found) == named(samples)
     return found

@@ -44,7 +44,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def values(environment: dict[str, str]) -> dict[str, str]:
-    """What hosts.env sets."""
+    """Return the variables that hosts.env sets."""
     script = f"set -aeu; . {shlex.quote(str(FOLDER / 'hosts.env'))}; env -0"
     done = bash("-c", script, environment=environment)
     assert done.returncode == 0, done.stderr
@@ -60,7 +60,7 @@ def router(values: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> RouterCon
 
 
 def started(script: str, *arguments: str, environment: dict[str, str]) -> list[str]:
-    """What a script starts its program with."""
+    """Run a script and return the arguments of the program it starts."""
     done = bash(str(FOLDER / script), *arguments, environment=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What weights are: the same files anywhere are the same, a changed tensor is seen."""
+"""Identity of weights: equal files anywhere have one digest, a changed tensor has another."""
 
 import json
 import os
@@ -344,7 +344,7 @@ def later() -> int:
 
 
 def reads() -> int:
-    """How often this process has read from files."""
+    """Return the number of read system calls of this process."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("syscr")).split()[1])
 
@@ -372,7 +372,7 @@ def test_a_file_that_was_written_to_is_read_again(large: Path) -> None:
 
 
 def test_file_with_other_bytes_and_its_former_time_is_read_again(large: Path) -> None:
-    """As a tool leaves it that writes in place and restores times."""
+    """Some tools write in place and restore the modification time."""
     before, path = known_sample(large, later), large / "part-0.safetensors"
     written_ns = path.stat().st_mtime_ns
     change(path, path.stat().st_size - 1)

@@ -1,6 +1,6 @@
-"""What vLLM-Ascend asks of a connector beneath its MultiConnector.
+"""Requirements of vLLM-Ascend's MultiConnector on the connectors beneath it.
 
-`tests/emulated_npu/test_multi_connector.py` has the published class.
+`tests/emulated_npu/test_multi_connector.py` runs the published class.
 """
 
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What vLLM-Ascend may register: recognised by what the configuration implies, or refused."""
+"""Tensors that vLLM-Ascend may register: they match the configuration's format or are refused."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ def test_k_and_v_of_different_types() -> None:
 
 @pytest.mark.parametrize("quantised", [False, True])
 def test_a_latent_in_two_parts(quantised: bool) -> None:
-    """As one row, in the order that vLLM keeps it in one tensor."""
+    """The two parts form one row, in the order that vLLM uses when it keeps them in one tensor."""
     nope = pages(B, N, 1, 512, dtype=torch.int8 if quantised else BF16)
     rope = pages(B, N, 1, 64)
     key_bytes = 512 + 128 if quantised else (512 + 64) * 2

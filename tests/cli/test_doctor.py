@@ -1,4 +1,4 @@
-"""What `kvpool doctor` says of a machine, by the files of its kernel."""
+"""Findings of `kvpool doctor` about a machine, from its kernel's files."""
 
 import base64
 import re

@@ -257,7 +257,7 @@ def test_a_store_that_is_away_hides_its_models_only() -> None:
 
 
 def test_a_chat_is_rendered_with_its_tools_and_for_its_model(tmp_path: Path) -> None:
-    """What a client gives for its template can be no argument of the call that renders."""
+    """A client's template arguments cannot override arguments of the call that renders the chat."""
     store = memory_store()
     put_manifest(store)
     model = add_tokenizer(tmp_path)
@@ -490,7 +490,7 @@ FOREIGN: dict[str, tuple[dict[str, str], int]] = {
     "text": ({"Content-Type": "text/plain"}, 415),
     "a form": ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
 }
-"""What a page can have a browser send without asking first."""
+"""Headers that a browser may send for a foreign web page, and the status of the refusal."""
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -588,7 +588,7 @@ def test_a_sigterm_as_soon_as_it_listens_is_kept() -> None:
     [("", True, "--tokenizer: {}: "), ("/absent", False, "there is no directory {}/absent")],
 )
 def test_what_cannot_work_ends_it(tmp_path: Path, path: str, tokenizer: bool, said: str) -> None:
-    """A tokenizer is loaded before the first request, which would be late for seconds."""
+    """The tokenizer is loaded at the start: the first request would wait seconds for it."""
     options = ["--store", f"file://{tmp_path}{path}"]
     options += ["--tokenizer", str(tmp_path)] if tokenizer else []
     done = CliRunner().invoke(main, ["serve", *options])

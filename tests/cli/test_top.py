@@ -28,7 +28,7 @@ def engine() -> Engine:
 
 
 def work(engine: Engine) -> None:
-    """What happens within an interval."""
+    """Add an interval's work to the engine's metrics."""
     engine.series("kvpool_hit_tokens").inc(600)
     engine.series("kvpool_miss_tokens", reason="absent").inc(200)
     engine.series("kvpool_miss_tokens", reason="not_needed").inc(9000)

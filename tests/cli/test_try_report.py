@@ -1,4 +1,4 @@
-"""What `kvpool try` says of its figures: rows, quartiles, advice and text."""
+"""The report of `kvpool try`: rows, quartiles, advice and text."""
 
 from collections.abc import Mapping
 from typing import Any

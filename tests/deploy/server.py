@@ -1,4 +1,4 @@
-"""One server of vLLM as a process of its own."""
+"""A vLLM server as a separate process."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ STOP_LIMIT_S = 60.0
 
 
 class Server:
-    """`vllm serve`, whose engines end with it; `python` names the environment of its release."""
+    """A `vllm serve` process; its engines end with it. `python` is its release's interpreter."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the server, whose children are the engines."""
+        """PID of the server; its child processes are the engines."""
         return self._process.pid
 
     def log(self) -> str:
-        """What it has printed so far."""
+        """Return the server's output so far."""
         return self._log.read_text()
 
     def __enter__(self) -> Self:

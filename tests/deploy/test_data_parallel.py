@@ -33,7 +33,7 @@ class Deployed:
     stats: Path
 
     def complete(self, engine: int, ids: list[int], **wish: Any) -> dict[str, Any]:
-        """An engine's answer; `wish` is what the request says to the pool."""
+        """Return the answer of one engine; `wish` are the request's options for the pool."""
         answer = httpx.post(
             f"{self.server.url}/v1/completions",
             json={
@@ -80,7 +80,7 @@ def test_one_engine_reads_what_another_has_written(deployed: Deployed) -> None:
 
 
 def test_without_the_pool_they_have_nothing_of_each_other(deployed: Deployed) -> None:
-    """So it is not one engine that answers for both."""
+    """The two ranks are separate engines: neither has the other's prefix cache."""
     ids = tokens(seed=2, count=4 * CHUNK + 20, vocab=TEXT_VOCAB)
     assert cached(deployed.complete(0, ids)) == 0
     assert cached(deployed.complete(1, ids, load=False)) == 0

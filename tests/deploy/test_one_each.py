@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 TOKENS = 128
 BLOCK = 32
 EXPECT_MS = 60_000
-"""What is waited for in vain is seen."""
+"""Long enough that a test fails if a decoder waits in vain."""
 HITS, RUNNING = "vllm:kvpool_hit_tokens_total", "vllm:num_requests_running"
 INFO = "vllm:kvpool_info"
 PROMPT_TOKENS, IN_FLIGHT = "kvpool_router_prompt_tokens_total", "kvpool_router_in_flight_requests"

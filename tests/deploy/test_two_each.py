@@ -63,7 +63,10 @@ def told_while(
     deployment: Deployment,
     prompts: Sequence[str],
 ) -> list[Told]:
-    """What all are answered at once; the first one's tokens say when `kill` is to kill."""
+    """Send all prompts at once and return the answers.
+
+    `kill` is called as the first answer's tokens come, and picks the moment to kill an engine.
+    """
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as clients:
         asked = [
             clients.submit(

@@ -54,16 +54,16 @@ class Up:
             time.sleep(0.2)
 
     def engines(self) -> list[int]:
-        """Process ids."""
+        """Return the engines' process ids."""
         return [*running(self.directory / "up").values()]
 
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> int:
-        """Ctrl-C, or another signal; the exit status."""
+        """Send Ctrl-C or another signal, and return the exit status."""
         self._process.send_signal(number)
         return self._process.wait(STOP_LIMIT_S)
 
     def end(self) -> None:
-        """Whatever has become of it, nothing is left."""
+        """End the deployment; kill its processes if an interrupt does not end them."""
         if self._process.poll() is not None:
             return
         try:

@@ -26,7 +26,7 @@ PROMPT = tokens(1, 10 * CHUNK, TEXT_VOCAB)
 
 
 def ask(server: Server, prompt: list[int], **wish: object) -> float:
-    """Seconds until the first token."""
+    """Send a prompt, and return the seconds until its only token."""
     began = time.monotonic()
     answer = httpx.post(
         f"{server.url}/v1/completions",
@@ -41,7 +41,7 @@ def ask(server: Server, prompt: list[int], **wish: object) -> float:
 
 
 def engine_seconds(server: Server) -> float:
-    """Processor seconds of the processes that the server has started."""
+    """Return the CPU seconds of the server's child processes."""
     children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
     ticks = 0
     for child in children:
@@ -52,7 +52,7 @@ def engine_seconds(server: Server) -> float:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Without worker processes, which vLLM has spin for a second after each step."""
+    """Start a server without worker processes: vLLM's workers spin for a second after each step."""
     directory = tmp_path_factory.mktemp("waiting")
     model = make_model(directory / "models", LlamaShape(vocab=TEXT_VOCAB))
     add_tokenizer(model)

@@ -1,4 +1,4 @@
-"""How outputs of two engines are compared."""
+"""Comparison of two engines' outputs."""
 
 from tests.e2e.engine import Completion
 
@@ -8,10 +8,10 @@ LOGPROB_TOLERANCE = 2e-3
 
 
 def logprob_distance(actual: Completion, expected: Completion) -> float:
-    """The largest difference of a log-probability of the tokens listed in `expected`.
+    """Return the largest difference of a log-probability, over tokens listed in `expected`.
 
-    A token that `actual` does not list counts as its least likely one, so that two tokens of
-    nearly equal rank may change places at the end of the list.
+    A token missing from `actual` counts as the least likely token listed there. So two tokens of
+    nearly equal rank may swap places at the end of the list.
     """
     return max(
         abs(there - here.get(token, min(here.values())))

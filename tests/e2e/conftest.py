@@ -1,8 +1,8 @@
 """Models and engines that the end-to-end tests share.
 
-Engines are expensive to start (2 s, where they are forked) and to end, so tests that ask for
-equal `EngineSpec`s get the same one, with its own prefix cache emptied. How a process ends to the
-last is shown by the engines that tests start by themselves.
+Engines are expensive to start (2 s when forked) and to end. Tests with equal `EngineSpec`s share
+one engine, whose own prefix cache is emptied before each use. A complete shutdown is tested with
+engines that tests start themselves.
 """
 
 import itertools

@@ -30,11 +30,11 @@ LOG_TAIL_BYTES = 6_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What an engine is started with; `llm` holds further arguments of `vllm.LLM`.
+    """Start options of an engine; `llm` holds further arguments of `vllm.LLM`.
 
     The release of vLLM is the one in the environment of `python`. For models of images, `images`
-    is the most that a prompt may have, and with `encoder_raises` the vision encoder raises when it
-    is called after the start.
+    is the maximum number of images in a prompt. With `encoder_raises` the vision encoder raises
+    when it is called after the start.
     """
 
     model: Path
@@ -64,7 +64,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedImage:
-    """What a proxy tells a consumer of an image in place of its pixels: the grid of its patches."""
+    """An image without pixels: the name and patch grid that a proxy sends to a consumer."""
 
     name: str
     grid: Sequence[int]
@@ -72,7 +72,7 @@ class EncodedImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One request; `embeds` names a .npy file of float32 [tokens, hidden] in place of ids.
+    """A request; `embeds` names a .npy file of float32 [tokens, hidden] in place of ids.
 
     With `token_rows` the prompt is mixed: those rows are the tokens of `ids`.
 
@@ -95,10 +95,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine answered; `logprobs` has one `{token id: value}` for each token.
+    """An engine's answer; `logprobs` has one `{token id: value}` for each token.
 
-    `prompt_logprobs`, where `sampling` asks for them, has one value for each token of the prompt
-    that follows the first computed one; nothing was computed for those that were cached.
+    If `sampling` asks for `prompt_logprobs`, they have one value for each prompt token after the
+    first computed one. Cached tokens have none.
     """
 
     token_ids: list[int]
@@ -150,12 +150,12 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether calls can be made: not closed, killed or dead of itself."""
+        """True if the engine takes calls: not closed, killed or dead."""
         return self._replies >= 0 and self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Of the process, which leads a group of its own."""
+        """ID of the engine's process, which leads its own process group."""
         return self._process.pid
 
     def release(self) -> str:
@@ -176,7 +176,7 @@ class Engine:
         self._call("reset_encoder_cache", None, CALL_TIMEOUT_S)
 
     def images_encoded(self) -> int:
-        """How many images the vision encoder has worked on since the start, on each rank."""
+        """Return the number of images that each rank's encoder has encoded since the start."""
         (count,) = set(self._call("images_encoded", None, CALL_TIMEOUT_S))
         return int(count)
 
@@ -205,14 +205,14 @@ class Engine:
         return dict(self._call("metrics", None, CALL_TIMEOUT_S))
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """One metric's values by one of its labels, summed over the others."""
+        """Return a metric's values by one label, summed over its other labels."""
         return dict(self._call("by_label", [name, label], CALL_TIMEOUT_S))
 
     def close(self, *, teardown: bool = True) -> None:
         """Let the engine shut down in order, then kill whatever is left of its group.
 
-        Without `teardown` a forked process ends after its threads and exit handlers, and does not
-        take modules and libraries apart, which takes 2 s of a core. Raises EngineError if the
+        Without `teardown` a forked process ends after its threads and exit handlers. It skips the
+        teardown of modules and libraries, which takes 2 s of a core. Raises EngineError if the
         engine did not end by itself with status 0.
         """
         if self._process.stdin is None or self._process.stdin.closed:

@@ -186,7 +186,7 @@ def _answer(output: Any) -> dict[str, Any]:
 
 
 def _of_prompt(output: Any) -> list[float]:
-    """Of the tokens that follow a computed one: vLLM leaves the others undefined."""
+    """Return the log-probabilities after the first computed token; vLLM defines no others."""
     if output.prompt_logprobs is None:
         return []
     first = output.num_cached_tokens + 1

@@ -91,7 +91,7 @@ class Nursery:
 
     @property
     def alive(self) -> bool:
-        """Whether the forking process still takes orders: it sends nothing that was not asked."""
+        """True if the forking process takes orders; a readable connection has been closed."""
         try:
             return not select.select([self._orders], [], [], 0)[0]
         except ValueError:  # closed
@@ -167,5 +167,5 @@ def _leave(nursery: Nursery) -> None:
 
 
 def needs_new_python(env: Mapping[str, str]) -> bool:
-    """Whether an engine that is given these variables cannot be forked."""
+    """Return True if an engine with these variables needs a new Python instead of a fork."""
     return any(name.startswith(FRESH) for name in env)

@@ -46,7 +46,7 @@ ENGINE_MODULES = (
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One engine's environment and ends of pipes."""
+    """An order to fork an engine: its environment and its ends of pipes."""
 
     env: dict[str, str]
     stdin: int
@@ -196,11 +196,11 @@ def look_at_models_here() -> None:
 def spin_briefly() -> None:
     """Have ranks that poll for orders leave the cores to others.
 
-    They poll for a second after each order, which costs a test that waits two cores, and call
-    `sched_yield` all the while. Where something else keeps the cores busy, Linux 6.18 lets that
-    starve every other process for up to a minute, whatever its priority (seen with a clock at nice
-    -19 beside three busy loops): leases, sessions and time limits of whoever is tested run out.
-    `time.sleep(0)` is what vLLM uses itself where a yield would keep the interpreter's lock.
+    Ranks poll for a second after each order and call `sched_yield` all the while, which costs a
+    waiting test two cores. If the cores are busy, Linux 6.18 lets this starve every other process
+    for up to a minute, whatever its priority. (Seen with a clock at nice -19 beside three busy
+    loops.) Leases, sessions and time limits under test then run out. vLLM itself uses
+    `time.sleep(0)` where a yield would keep the interpreter's lock.
     """
     from vllm.distributed import utils
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition

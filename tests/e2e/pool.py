@@ -1,4 +1,4 @@
-"""What the end-to-end tests of the pool have in common."""
+"""Helpers of the pool's end-to-end tests."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ def cell_files(directory: Path) -> list[Path]:
 
 
 def num_aliases(directory: Path) -> int:
-    """How many aliases such a store has."""
+    """Return the number of aliases in a store's directory."""
     return sum(b"@kind:alias@" in path.read_bytes() for path in cell_files(directory))
 
 

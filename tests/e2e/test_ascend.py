@@ -1,8 +1,9 @@
 """Engines of the published vLLM-Ascend on an emulated NPU, and CPU engines, on one store.
 
-The streams of the NPU run late and in a drawn order (`tests/emulated_npu`), so what the pool reads
-before it is computed, or lets go before it is copied, changes answers. `make test-ascend` makes the
-environment, whose interpreter `KVPOOL_ASCEND_PYTHON` names; `ASCEND` is the release in it.
+The emulated NPU runs its streams late and in a random order (`tests/emulated_npu`). So answers
+change if the pool reads KV before it is computed, or frees KV before it is copied.
+`make test-ascend` makes the environment: `KVPOOL_ASCEND_PYTHON` names its interpreter, `ASCEND` the
+vLLM-Ascend release in it.
 """
 
 import json
@@ -45,9 +46,9 @@ FEW_BLOCKS = {"num_gpu_blocks_override": 22, "max_model_len": 1024}
 PREEMPTED_ANSWER = 40
 BFLOAT16_TOLERANCE = 0.05  # of log-probabilities
 UNDERFLOWS = {"0.23.0": False, "0.26.0rc1": True}
-"""Whether vLLM-Ascend's `RecomputeCPUOffloadConnector` ends an engine at the first preemption under
-asynchronous scheduling. `Scheduler` of 0.26.0rc1 marks outputs of preempted requests as stale, and
-its `AsyncRecomputeScheduler` counts them all the same."""
+"""By release: True if vLLM-Ascend's `RecomputeCPUOffloadConnector` ends an engine at the first
+preemption under asynchronous scheduling. In 0.26.0rc1 `Scheduler` marks outputs of preempted
+requests as stale, and `AsyncRecomputeScheduler` counts them all the same."""
 
 Llama = Callable[[LlamaShape], Path]
 Start = Callable[..., Engine]
@@ -282,8 +283,8 @@ def test_layers_with_a_sliding_window_are_computed_again(
     (`compat.reports_failed_loads_by_request`), so the pool loads nothing and says so.
 
     `Scheduler._update_requests_with_invalid_blocks` unpacks the blocks of one KV cache group and
-    raises with more. Windows alone are one group, but a request goes on there from the first block
-    that failed, and the window before that block was not loaded."""
+    raises with more. A model of windows alone has one group. But a request resumes at the first
+    failed block, and the window before that block was not loaded."""
     model = make_model(tmp_path, SlidingLlamaShape(full_every=full_every))
     config = pool(files(tmp_path / "pool"), chunk_tokens=CHUNK)
     npu = {"block_size": BLOCK["npu"], "python": PYTHON}

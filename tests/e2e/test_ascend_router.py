@@ -138,7 +138,7 @@ def test_what_prefill_computed_at_tp_2_decode_loads_at_tp_1(
 
 
 def test_a_request_that_decode_gives_back_goes_on(pair: Pair, engines: EngineShelf) -> None:
-    """Others, not of the router, hold blocks: the scheduler gives back the last that has come."""
+    """Direct requests hold the blocks, so the decode engine preempts the router's, the latest."""
     [mine, *others] = [replace(each, max_tokens=LONG_ANSWER) for each in prompts(960, 3)]
     [expected] = engines.get(EngineSpec(model=pair.model)).generate(mine)
     with ThreadPoolExecutor(len(others)) as clients:

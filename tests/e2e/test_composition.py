@@ -54,10 +54,10 @@ def reader(llama: Llama, engines: EngineShelf, store: str) -> Engine:
 
 @dataclass(frozen=True)
 class Kind:
-    """What else the writer does besides drafting, and preempting for want of blocks.
+    """A feature of the writer besides drafting and preemption: LoRA or chunked prefill.
 
-    Not both at once: with LoRA, vLLM's CPU build computes other tokens in small steps, and in
-    batches of requests with and without an adapter, than alone (0.32.0, without any pool).
+    The two are not combined. With LoRA, small steps change the tokens of vLLM's CPU build. So do
+    batches of requests with and without an adapter (0.32.0, without any pool).
     """
 
     lora: bool

@@ -78,7 +78,7 @@ EAGLE3 = {"eagle3": Drafter("eagle3", 1, 1, 4, rounding=2)}
 
 
 class Drafted(NamedTuple):
-    """What became of the drafts of some requests."""
+    """Draft tokens of some requests: accepted and in all."""
 
     accepted: int
     drafted: int
@@ -175,8 +175,8 @@ def test_engines_of_other_parallelism_and_blocks_share_a_drafters_kv(
 ) -> None:
     """TP 1 writes, in steps of two chunks; TP 2 with longer blocks reads.
 
-    In a step that ends within the prompt vLLM 0.32 computes EAGLE's and MTP's last row from the
-    prompt's last token, so what is accepted depends on the size of steps, with a pool and without.
+    In a step that ends within the prompt, vLLM 0.32 computes EAGLE's and MTP's last row from the
+    prompt's last token. The accepted drafts depend on the size of steps, with and without a pool.
     """
     writer = engines.get(drafter.spec(models, store, llm={"max_num_batched_tokens": 2 * CHUNK}))
     cold, [expected] = answer(writer, prompt(2))
@@ -211,7 +211,7 @@ def test_prompts_that_part_at_the_end_of_a_chunk_draft_alike(
 def test_engines_with_and_without_a_drafter_share_the_models_cells(
     models: Path, tmp_path: Path, store: str, engines: EngineShelf
 ) -> None:
-    """One that drafts loads all that one that does not has stored, and the reverse."""
+    """An engine with a drafter loads all cells of an engine without one, and vice versa."""
     drafter = DRAFTERS["eagle"]
     drafts = engines.get(drafter.spec(models, store))
     spec = drafter.spec(models, store)

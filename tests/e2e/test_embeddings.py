@@ -73,7 +73,7 @@ def starts(spec: EngineSpec, role: str, port: int, **options: Any) -> EngineSpec
 
 @pytest.fixture(scope="module", params=["local", "mooncake"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """Of the module, so that all tests over one are run before those over the other."""
+    """Return the transport; module scope runs all tests of one transport before the other's."""
     return str(request.param)
 
 

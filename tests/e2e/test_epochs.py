@@ -66,7 +66,7 @@ def models(llama: Llama, directory: Path) -> Models:
 
 @pytest.fixture(scope="module")
 def truth(models: Models, directory: Path) -> dict[str, Completion]:
-    """What engines say that were started with the new weights, and know no pool."""
+    """Return the answers of engines started with the new weights and without a pool."""
     answers: dict[str, Completion] = {}
     for model in (models.b, models.c):
         names = [name for name in PROMPTS if models.target(name) == model]

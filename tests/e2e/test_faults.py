@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def small(self) -> bool:
-        """Whether it is run where time is short: all that one engine can show."""
+        """True if the short test run includes this cell: one rank and no slow store."""
         return self.tp == 1 and not self.waits
 
     @property
@@ -147,7 +147,7 @@ def ask(engine: Engine, prompt: Prompt) -> Completion:
 
 
 def until_hit(engine: Engine, prompt: Prompt, answer: Completion) -> None:
-    """All that can be stored is stored, and found: perhaps not by the first request."""
+    """Send the prompt until all its chunks hit; the first request may not find all of them."""
 
     def hit() -> bool:
         completion = ask(engine, prompt)

@@ -25,7 +25,7 @@ HEAD_DIMS = {"float16": 80, "bfloat16": 32}
 def share(
     engines: EngineShelf, model: Path, directory: Path, dtype: str, block: int = 96
 ) -> tuple[Completion, Completion, float]:
-    """What the writer and a reader of another block size answer, and what a token matters.
+    """Return (writer's answer, reader's answer, effect of one changed token on log-probabilities).
 
     Hits of the reader end at multiples of `block` tokens.
     """

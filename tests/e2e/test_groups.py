@@ -21,8 +21,11 @@ STORED = PROMPT_TOKENS // CHUNK * CHUNK
 
 
 def found(tokens_stored: int) -> int:
-    """What is found of so many tokens: nothing in a release that would not survive a failed load
-    (`compat.reports_failed_loads_by_request`)."""
+    """Return the number of stored tokens that a hit may have in this release of vLLM.
+
+    Releases that would not survive a failed load (`compat.reports_failed_loads_by_request`) load
+    nothing.
+    """
     return tokens_stored if IS_NEWEST else 0
 
 
@@ -99,7 +102,7 @@ def test_layers_of_several_types_in_one_group(
     writer: int,
     reader: int,
 ) -> None:
-    """Those that `kv_cache_dtype_skip_layers` names keep KV in the model's type."""
+    """Layers in `kv_cache_dtype_skip_layers` keep KV in the model's dtype, other layers in fp8."""
     model = llama(LlamaShape(kv_heads=2))
     prompt = Prompt(ids=tokens(seed=62, count=PROMPT_TOKENS))
 
@@ -121,7 +124,7 @@ def test_layers_of_several_types_in_one_group(
 
 
 def test_layers_that_are_run_through_twice(engines: EngineShelf, tmp_path: Path) -> None:
-    """Where a hit is full only the last token is computed: all before it is what was loaded."""
+    """At a full hit only the last token is computed, on loaded KV alone."""
     model = make_model(tmp_path, LoopedShape())
     prompt = Prompt(ids=tokens(seed=61, count=2 * CHUNK))
     (expected,) = engines.get(EngineSpec(model=model)).generate(prompt)

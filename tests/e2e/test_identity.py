@@ -1,4 +1,4 @@
-"""What is not the same request must not meet in the pool; what is the same must."""
+"""Requests that differ in identity must not share cells in the pool; equal requests must."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -164,7 +164,7 @@ def test_models_of_one_name_and_shape_do_not_meet(
 
 
 def log_of(engine: Engine) -> str:
-    """What an engine has logged once its namespace was compared with the others."""
+    """Return the log of an engine after its namespace was compared with others."""
     fresh(engine, expecting(Prompt(ids=IDS), HIT))
     return engine.log.read_text()
 

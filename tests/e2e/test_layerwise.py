@@ -98,8 +98,10 @@ def test_a_hit_runs_in_the_step_that_loads_it(layered: Layered, tp: int, count: 
 def test_a_cell_that_is_bad_in_mid_step_is_computed_again(
     layered: Layered, harm: Callable[[Iterable[Path]], None], tp: int
 ) -> None:
-    """One cell, of one head and layer, in the second half of a hit: what the step has computed
-    is taken back, nothing of it is stored, and later readers find the truth."""
+    """A cell (a head of a layer) in the second half of a hit is bad.
+
+    The step's results are discarded and not stored, and later readers load correct KV.
+    """
     engine = layered.engine(tp)
     seed = 100 * tp + (harm is damage)
     first = tokens(seed=seed, count=2 * CHUNK)
@@ -120,7 +122,7 @@ def test_a_cell_that_is_bad_in_mid_step_is_computed_again(
 
 
 def test_requests_that_share_a_bad_prefix_in_one_step(layered: Layered) -> None:
-    """Those behind the first would read what it is still to compute again, over several steps."""
+    """The other requests must not read blocks that the first recomputes over several steps."""
     engine = layered.engine()
     ids = tokens(seed=300, count=4 * CHUNK)
     prompts = [
@@ -140,7 +142,7 @@ def test_requests_that_share_a_bad_prefix_in_one_step(layered: Layered) -> None:
 
 
 def test_time_runs_out_in_mid_step(layered: Layered) -> None:
-    """What is not there in time is computed; nothing is written behind the model's back."""
+    """Chunks that miss the load timeout are computed, and a late load never overwrites them."""
     ids = tokens(seed=400, count=5 * CHUNK)
     prompt = Prompt(ids=[*ids, *tokens(seed=401, count=50)])
     (expected,) = layered.expected(prompt)
@@ -151,7 +153,7 @@ def test_time_runs_out_in_mid_step(layered: Layered) -> None:
 
 
 def test_a_prompt_of_one_answer_is_saved_behind_its_load(layered: Layered) -> None:
-    """It ends with the step that has loaded its beginning: the rest is saved with the next."""
+    """The request ends in the step that loaded its prefix; the next step saves the rest."""
     engine = layered.engine()
     ids = tokens(seed=500, count=2 * CHUNK)
     longer = Prompt(ids=[*ids, *tokens(seed=501, count=CHUNK)], max_tokens=1)

@@ -1,7 +1,7 @@
-"""As one child of vLLM's MultiConnector, beside another connector of vLLM's own.
+"""The pool as a child of vLLM's MultiConnector, beside a connector of vLLM's own.
 
-vLLM loads from the first child that has anything, and saves to all. The other one here is vLLM's
-`ExampleConnector`: files, loaded within the step, of prompts that are the same from end to end.
+vLLM loads from the first child with a hit, and saves to all. The other child here is vLLM's
+`ExampleConnector`. It keeps files, loads within the step, and hits only on equal whole prompts.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ THEIRS = (COUNT - 1) // BLOCK * BLOCK
 
 @dataclass(frozen=True)
 class Order:
-    """Which child comes first, and what the parent does when a load fails."""
+    """The order of MultiConnector's children, and its policy for failed loads."""
 
     ours_first: bool
     policy: str

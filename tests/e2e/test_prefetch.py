@@ -26,7 +26,7 @@ LIMIT_S = 60.0
 def test_a_prompt_is_brought_to_where_another_engine_starts(
     llama: Callable[[LlamaShape], Path], tmp_path: Path
 ) -> None:
-    """Of another block size; when it starts, the far tier is gone."""
+    """The reader has another block size, and starts after the far tier is gone."""
     model = llama(SHAPE)
     prompt = Prompt(ids=tokens(seed=91, count=1100))
     keys = {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-secret"}

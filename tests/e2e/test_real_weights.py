@@ -1,7 +1,8 @@
 """A small model with real weights: with the pool its perplexity and its answers are the same.
 
-One engine of a pair computes the beginnings of texts, the other loads them, scores and answers the
-whole texts, and the first then loads those. What is expected comes from an engine without a pool.
+One engine of a pair computes the heads of texts. The other engine loads the heads, then scores and
+answers the whole texts. The first engine then loads the whole texts. The expected values come from
+an engine without a pool.
 Blocks are of 32 tokens and more: vLLM's attention on CPUs takes multiples of 32.
 
 A text is scored by vLLM's `prompt_logprobs`. For them vLLM reads no cache unless it is told to, and
@@ -65,7 +66,7 @@ class Kind:
     preempts: bool = False
 
     def found(self, count: int) -> int:
-        """Of a prompt of so many tokens, those that the pool has and this engine takes."""
+        """Return the hit of a stored prompt of `count` tokens: whole chunks and blocks."""
         return count // CHUNK * CHUNK // self.block * self.block
 
     def llm(self, lora: bool) -> dict[str, Any]:
@@ -118,11 +119,11 @@ class Texts:
     lora: Path | None
 
     def heads(self) -> list[Prompt]:
-        """The first tokens of each."""
+        """Return requests for the first tokens of each text."""
         return [Prompt(ids=ids[:HEAD], max_tokens=1, lora=self.lora) for ids in self.tokens]
 
     def whole(self) -> list[Prompt]:
-        """All of each, to be answered; without an adapter they are scored, too."""
+        """Return requests that answer each whole text, and score it if there is no adapter."""
         sampling = SCORED if self.lora is None else {}
         return [
             Prompt(ids=ids, max_tokens=ANSWER, lora=self.lora, sampling=sampling)
@@ -130,7 +131,7 @@ class Texts:
         ]
 
     def forced(self) -> list[Prompt]:
-        """What scores some tokens of the first text, with an adapter."""
+        """Return requests that score some tokens of the first text, if there is an adapter."""
         first = self.tokens[0]
         return [
             Prompt(
@@ -157,7 +158,7 @@ def perplexity(logprobs: list[float]) -> float:
 
 @dataclass(frozen=True)
 class Expected:
-    """What an engine without a pool says: answers to heads and to whole texts, and scores."""
+    """Results of an engine without a pool: answers to heads, answers to whole texts, and scores."""
 
     to_heads: list[Completion]
     to_texts: list[Completion]

@@ -38,7 +38,7 @@ Start = Callable[[str, int], Engine]
 
 @dataclass(frozen=True)
 class Case:
-    """Who writes and who reads, and the number of ranks of each."""
+    """The vLLM release and number of ranks of the writer and of the reader."""
 
     writer: str
     writer_tp: int

@@ -19,7 +19,7 @@ ONE_HEAD = LlamaShape(kv_heads=1)
 
 
 def loaded_cells(stats: Path, rank: int) -> dict[str, float]:
-    """What a rank has counted of cells it loaded, by the rest of the labels."""
+    """Return a rank's counts of loaded cells, by the other labels."""
     counted = json.loads(Path(f"{stats}.kv.worker.{rank}").read_bytes())
     start = "kvpool_cells{direction=load,"
     return {name.removeprefix(start): n for name, n in counted.items() if name.startswith(start)}
@@ -30,7 +30,7 @@ def loaded_cells(stats: Path, rank: int) -> dict[str, float]:
 def test_a_prompt_is_fetched_once_for_both_ranks(
     llama: Llama, engines: EngineShelf, tmp_path: Path, layerwise: bool
 ) -> None:
-    """And one that they have saved is read at TP 1."""
+    """A prompt saved by both ranks is also read at TP 1."""
     model, store, stats = llama(ONE_HEAD), files(tmp_path / "pool"), tmp_path / "stats"
     prompt, back = (Prompt(ids=tokens(seed=seed, count=1100)) for seed in (91, 92))
     plain = engines.get(EngineSpec(model=model))

@@ -1,5 +1,4 @@
-"""What requests say of their own prompts, through a running engine: pin, time to live, no store,
-and whose room it is."""
+"""Retention options of requests on a running engine: pin, time to live, no store, and tenant."""
 
 import time
 from collections.abc import Callable

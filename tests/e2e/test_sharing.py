@@ -1,4 +1,4 @@
-"""What one engine computed, an engine of another shape reuses."""
+"""Reuse of one engine's KV by engines with other TP sizes and block sizes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

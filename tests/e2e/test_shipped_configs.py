@@ -46,7 +46,7 @@ class Pair:
     reader: str
     shape: LlamaShape = TEXT
     ends_first: bool = True
-    """Whether the writer has ended before: not where its memory is a part of the pool."""
+    """True if the writer ends before the reader starts. False if its memory is part of the pool."""
 
 
 PAIRS = [
@@ -75,7 +75,7 @@ def text_of(name: str) -> str:
 
 
 def shipped(name: str) -> dict[str, Any]:
-    """What a shipped file gives an engine as its `kv_transfer_config` or `ec_transfer_config`."""
+    """Return the `kv_transfer_config` or `ec_transfer_config` in a shipped file."""
     text = text_of(name)
     match name.rpartition("/")[2]:
         case "hybrid.yaml":
@@ -110,7 +110,7 @@ def shipped(name: str) -> dict[str, Any]:
 
 
 def block_size_of(name: str) -> int:
-    """Of an engine whose file says more than where its pool is."""
+    """Return an engine's block size: from hybrid.yaml, else 32."""
     if not name.endswith("hybrid.yaml"):
         return 32
     return int(yaml.safe_load(text_of(name))["block-size"])

@@ -93,7 +93,7 @@ def read(engine: Engine, ids: list[int], cold: Completion) -> int:
 
 
 def stored(url: str, ids: list[int]) -> PromptPresence:
-    """What a store has of a prompt."""
+    """Return the chunks and states of a prompt that a store holds."""
     store = open_store(parse_store_url(url), segment=False)
     try:
         assert isinstance(store, Listing)

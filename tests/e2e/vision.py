@@ -1,4 +1,4 @@
-"""What the end-to-end tests of images have in common."""
+"""Helpers of the end-to-end tests with images."""
 
 import random
 from dataclasses import replace

@@ -23,7 +23,7 @@ MAX_PAUSE_S = 0.01  # between two looks, where it takes long: a look costs as mu
 
 
 class Engine:
-    """One engine: a worker for each rank, and the scheduler's side."""
+    """An embeddings engine: its scheduler's side and a worker for each rank."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Engine:
         wait_for(lambda: not self.may_go(view) and self.scheduler._channel.are_up)
 
     def may_go(self, view: EmbedsRequest) -> bool:
-        """Whether a request may be scheduled, asked in a step of its own."""
+        """Run one step and return True if the request may be scheduled in it."""
         may_go = self.scheduler.ensure(view, 0)
         self.scheduler.plan((), **BUSY)
         return may_go
@@ -120,20 +120,20 @@ class Engine:
         return tensors
 
     def describe(self, mm_hash: str) -> str:
-        """What the workers know of an item."""
+        """Return the state of an item in each worker's consumer."""
         return "; ".join(
             describe(worker._consumer, mm_hash) for worker in self.workers if worker._consumer
         )
 
     def counts(self, rank: int = 0) -> dict[str, float]:
-        """What a worker's machines have counted."""
+        """Return the counters of a worker's consumer and producer."""
         worker, found = self.workers[rank], {}
         for machine in (worker._consumer, worker._producer):
             found.update(machine.counts if machine is not None else {})
         return found
 
     def gauges(self, rank: int = 0) -> dict[str, float]:
-        """Levels of a worker's machines."""
+        """Return the gauges of a worker's consumer and producer."""
         worker, found = self.workers[rank], {}
         for machine in (worker._consumer, worker._producer):
             found.update(machine.gauges() if machine is not None else {})

@@ -45,7 +45,7 @@ class FakeWorkerChannel:
     # What a test lets happen
 
     def say(self, body: Message | None, *ranks: int) -> None:
-        """These ranks, or all, say something."""
+        """Queue a message from these ranks, or from every rank if none is named."""
         self.words += [WorkerMessage(rank, body) for rank in ranks or range(self.num_ranks)]
 
     def ready(self, mm_hash: str, *ranks: int, digest: str = "d", weights_version: int = 0) -> None:
@@ -83,7 +83,7 @@ class FakeWorkerChannel:
         return list(names)
 
     def take(self, kind: type[Message], rank: int = 0) -> list[Message]:  # type: ignore[valid-type]
-        """What a rank was told of a kind since the last look."""
+        """Return and drop the messages of one type that a rank has received."""
         found = [body for body in self.heard[rank] if isinstance(body, kind)]
         self.heard[rank] = [body for body in self.heard[rank] if not isinstance(body, kind)]
         return found

@@ -1,4 +1,4 @@
-"""What is true of the machines after each step."""
+"""Invariants of the embeddings state machines; tests check them after each step."""
 
 from collections.abc import Iterable
 

@@ -49,7 +49,7 @@ def expected(data: Bytes, runs: Sequence[RowRun], nbytes: int) -> Bytes:
 
 
 def digest_of(data: Bytes, run: RowRun, seed: int) -> int:
-    """What a run's digest has to be."""
+    """Return the expected digest of a run of rows."""
     rows = np.ascontiguousarray(data[run.row : run.row + run.rows])
     return xxhash.xxh3_64(rows, seed=seed % (1 << 64)).intdigest()
 

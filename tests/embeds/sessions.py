@@ -28,7 +28,7 @@ RHYTHM = HeartbeatPolicy(HEARTBEAT_S, max_failures=2)
 
 
 def hello(incarnation: str = "own", **changes: object) -> PeerHello:
-    """Who is there."""
+    """Return the hello of a consumer; `changes` replaces its fields."""
     usual = PeerHello(
         versions=(OLDEST_VERSION, VERSION),
         incarnation=incarnation,
@@ -54,12 +54,12 @@ def session_with(state: SessionState, *, active: bool = True, **own: object) -> 
 
 
 def said(session: Session) -> list[Message]:
-    """What it has said since the last look."""
+    """Return the messages that the session has sent since its actions were last taken."""
     return [each.body for each in session.take_actions() if isinstance(each, SendMessage)]
 
 
 def news(session: Session) -> list[PeerUp | PeerLost]:
-    """What it has found out since the last look."""
+    """Return the peers found or lost since the session's actions were last taken."""
     return [each for each in session.take_actions() if not isinstance(each, SendMessage)]
 
 

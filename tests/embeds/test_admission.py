@@ -83,7 +83,7 @@ class LineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule()
     def serve(self) -> None:
-        """As a consumer does: a request's item first, else one of the producer whose turn it is."""
+        """Admit the first requested item, else an item of the next producer in turn."""
         mm_hash = self.line.first_requested() or next(self.line.unrequested())
         self.line.remove(mm_hash)
         order, _ = self.waiting.pop(mm_hash)

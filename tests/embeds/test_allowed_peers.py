@@ -216,7 +216,7 @@ def stranger() -> Iterator[Stranger]:
 
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if nothing but 127.0.0.1 itself were this machine's: the other loopbacks are far away."""
+    """Treat only 127.0.0.1 as this host, and other loopback addresses as remote hosts."""
     usual = AllowedPeers.__init__
 
     def init(self: AllowedPeers, allowed: object = (), peers: object = ()) -> None:
@@ -293,7 +293,7 @@ def test_what_the_list_has_is_connected_to(stranger: Stranger) -> None:
 def test_a_stranger_at_the_port_is_refused_at_its_handshake(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It may offer nothing and ask for nothing, and cannot fill the log."""
+    """The refused peer can neither offer nor request items, and cannot flood the log."""
     with Engine(PeerRole.BOTH) as engine, Engine(PeerRole.PRODUCER) as producer:
         producer.encode("image", embeddings(4), to=(engine.endpoint,))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

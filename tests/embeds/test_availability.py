@@ -1,4 +1,4 @@
-"""What a request may do about an item: every combination of facts."""
+"""Availability of an item to a request, for every combination of inputs."""
 
 from itertools import product
 

@@ -20,7 +20,7 @@ FEW = 8
 
 
 def grants_in(machine: Consumer) -> list[p.Grant]:
-    """Of what the consumer says now."""
+    """Return the grants among the consumer's new messages."""
     said = [each.body for each in machine.take_effects(0.0) if type(each) is Send]
     return [body for body in said if type(body) is p.Grant]
 
@@ -42,7 +42,7 @@ NO_TIME: dict[str, p.Message] = {
 
 @pytest.mark.parametrize("name", TOO_LONG)
 def test_names(name: str) -> None:
-    """Of wishes, items and last words thousands are kept."""
+    """Long names are refused, since a process keeps thousands of wants, items and last messages."""
     with pytest.raises(ProtocolError):
         p.decode_body(p.encode_body(TOO_LONG[name]))
 

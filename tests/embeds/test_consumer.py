@@ -29,7 +29,7 @@ MOONCAKE_GIVES_UP_S = 30.0  # a transfer: the default of its MC_TRANSFER_TIMEOUT
 
 
 def granted(machine: Consumer, now: float = 0.5) -> list[tuple[str, Grant]]:
-    """What a turn grants, to whom."""
+    """Return the (peer, grant) pairs of one turn of the consumer."""
     said = [each for each in machine.take_effects(now) if isinstance(each, Send)]
     check_consumer(machine)
     return [(each.peer, each.body) for each in said if isinstance(each.body, Grant)]
@@ -59,7 +59,7 @@ def test_rows_that_could_not_be_written_are_granted_again() -> None:
 
 
 def test_an_item_whose_last_grant_is_declined_waits_for_the_next() -> None:
-    """Not at once: a write of it has failed just before."""
+    """The item backs off before its next grants, because one of its writes has just failed."""
     machine = Consumer(1 << 12, limits(default_allocate_tokens=1))
     machine.peer_up("a", frozenset(), 0.0)
     machine.expect(Expect("image", 0), 0.0)
@@ -189,7 +189,7 @@ def test_a_grant_before_the_row_was_known_is_of_no_more_rows_than_it_said() -> N
 def test_an_item_is_waited_for_as_long_as_its_most_patient_request(
     patience: tuple[float, float],
 ) -> None:
-    """One that says nothing of it waits for `bootstrap_timeout_s`."""
+    """A request without a patience of its own waits for `bootstrap_timeout_s`."""
     machine = Consumer(1 << 12, limits(bootstrap_timeout_s=30.0))
     for order, patience_s in enumerate(patience):
         machine.expect(Expect("image", order, patience_s=patience_s), 0.0)

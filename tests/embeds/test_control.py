@@ -43,7 +43,7 @@ PEER, HOST = Link(identity=b"peer"), "127.0.0.1"
 
 
 class HeldTransport:
-    """One peer: `arrives` is what the next `poll` gives, `sent` what it was sent."""
+    """A transport to one peer: `poll` returns `arrives`; sent messages are in `sent`."""
 
     def __init__(self) -> None:
         self.arrives: list[Frame] = []
@@ -221,7 +221,7 @@ def test_who_posts_wakes_the_loop_only_where_it_sleeps() -> None:
 
 @pytest.mark.parametrize("is_bug", [False, True])
 def test_nothing_is_kept_for_a_thread_that_has_ended(is_bug: bool) -> None:
-    """What is posted holds tensors, and models go on without embeddings."""
+    """Posted calls hold tensors, and the engine may run on after its control thread has ended."""
     control, _ = control_with()
 
     def end(now: float) -> None:
@@ -257,7 +257,7 @@ def test_who_cannot_be_is_not_welcome(name: str) -> None:
 
 
 class PoorDataPlane(IdleDataPlane):
-    """As of a host without memory."""
+    """A data plane on a host without free memory."""
 
     def perform(self, effect: Effect) -> None:
         assert isinstance(effect, Allocate)

@@ -85,7 +85,7 @@ def quarantined_bytes(plane: RowWriter) -> int:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTransferEngine]:
-    """This process's engine; nothing of it stays registered."""
+    """Replace this process's transfer engine; at the end no memory may be registered."""
     engine = FakeTransferEngine()
     monkeypatch.setattr(mooncake_engine, "_engines", {})
     mooncake_engine.use_engine_of("tcp", engine.open)
@@ -398,7 +398,7 @@ def consumer(transport: str) -> Iterator[tuple["subprocess.Popen[str]", Any]]:
 
 @real
 def test_a_consumer_that_dies_fails_writes_at_once() -> None:
-    """One that was written to before may still have something under way; a new one has not."""
+    """The first write may have started. The second fails at its probe, before any byte is sent."""
     shape = shape_of_width(100, 1000)
     item = item_of(shape, 12)
     with consumer("mooncake") as (child, window), planes_of("mooncake") as (_, plane):
@@ -470,7 +470,7 @@ def test_a_write_that_fails_may_still_arrive(
 
 
 def settled(plane: RowWriter) -> int:
-    """What is in quarantine once writes that end have ended."""
+    """Return the bytes in quarantine after every finished write has been collected."""
     for _ in range(2):
         quarantined_bytes(plane)
     return quarantined_bytes(plane)
@@ -615,7 +615,7 @@ class TimedWrites:
         return self._check(number)
 
     def write(self, takes_s: float) -> tuple[float, int]:
-        """How late its end is seen, and how often it is asked for."""
+        """Write for `takes_s` and return (seconds until the end is noticed, number of polls)."""
         self._ends_at = self._clock.now + takes_s
         write_all(self._landing, self._plane, [RowRun(0, 1, 0)])
         return self._clock.now - self._ends_at, self._fake.writes[-1].num_asked

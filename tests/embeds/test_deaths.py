@@ -152,7 +152,7 @@ def test_whatever_dies_requests_go_on(
 
 
 def test_a_control_thread_that_dies_says_so_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Not only by its silence: the scheduler need not wait for that."""
+    """The scheduler learns of the death at once, without waiting for missed heartbeats."""
     options = {**OPTIONS, "heartbeat_s": 3600.0, "bootstrap_timeout_s": 3600.0}
     with Engine(PeerRole.CONSUMER, **options) as engine:
         view = engine.request("r", ("image", 4), peers=("tcp://127.0.0.1:1",), has_media=True)

@@ -76,7 +76,7 @@ class Child:
 
 @pytest.fixture
 def children() -> Iterator[list[Child]]:
-    """Whatever is started here ends here."""
+    """Kill the processes that a test has added to this list."""
     started: list[Child] = []
     yield started
     for child in started:
@@ -127,7 +127,7 @@ def until_transferring(engine: Engine, name: str) -> None:
 
 
 def noted(engine: Engine, event: str) -> float:
-    """How often the control thread has counted it, whose table a look must not add to."""
+    """Return the control thread's count of an event, without adding a key to its table."""
     return engine.workers[0]._control.counts.get(event, 0)
 
 
@@ -136,7 +136,7 @@ def losses(engine: Engine) -> float:
 
 
 def test_a_producer_is_killed_in_a_transfer(children: list[Child]) -> None:
-    """Others go on; it is had again from the next process; the window is not lost."""
+    """Other transfers continue, a restarted producer delivers the item, and the window is freed."""
     children.append(Child(PeerRole.PRODUCER))
     first = children[0]
     with consumer() as engine, Engine(PeerRole.PRODUCER) as other:
@@ -181,7 +181,7 @@ def test_a_consumer_is_killed_in_a_transfer(children: list[Child]) -> None:
 
 
 def test_a_producer_that_was_stopped_for_long_writes_over_nothing(children: list[Child]) -> None:
-    """What it was lent stays out of use until it is back and says that it does not use it."""
+    """The window it was granted stays in quarantine until it returns and reports no open write."""
     children.append(Child(PeerRole.PRODUCER))
     stopped = children[0]
     with consumer() as engine, Engine(PeerRole.PRODUCER) as other:

@@ -41,7 +41,7 @@ class Landing:
 
 
 class Reports:
-    """What the workers have reported, once each."""
+    """Results of the I/O workers; each grant may be reported only once."""
 
     def __init__(self, expected: int) -> None:
         self.expected = expected

@@ -13,7 +13,7 @@ from vllm_kvpool.embeds.protocol.messages import Code
 
 
 def whole(rows: int, row_bytes: int = 4, arena: int = 1 << 20, first: int = 1024) -> World:
-    """One item pushed through a window without a mishap."""
+    """Push one item through a window without faults and return the world."""
     world = World(1, arena_bytes=arena, bounds=limits(default_allocate_tokens=first))
     world.connect_all()
     consumer, producer = world.consumers[0], world.producers[0]
@@ -296,7 +296,7 @@ def test_rows_granted_to_one_before_another_offers_them_are_not_waited_for() -> 
 
 
 def test_rows_that_a_producer_has_declined_are_not_written_when_it_is_asked_again() -> None:
-    """It is asked twice before it answers, and has the item when the second question comes."""
+    """The consumer asks twice before an answer. Only the second question finds the item ready."""
     world = World(seed=1, arena_bytes=400, bounds=limits())
     world.connect_all()
     (consumer,), (producer,) = world.consumers, world.producers

@@ -40,7 +40,7 @@ LATE_S = 2.0  # on a busy machine
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What cases build engines with."""
+    """A factory of engines for the cases."""
 
     tmp_path: Path
     monkeypatch: pytest.MonkeyPatch

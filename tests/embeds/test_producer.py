@@ -66,7 +66,7 @@ def test_beyond_the_bound_the_oldest_wish_is_forgotten() -> None:
 
 
 def test_consumers_are_written_to_in_turn_and_of_each_its_items() -> None:
-    """One writer; `a` has granted rows of two items before `b` grants any."""
+    """With one writer, peer `a` grants rows of two items before peer `b` grants any."""
     machine = Producer(ProducerLimits(writers=1, small_bytes=0))
     for peer in "ab":
         window = SharedWindow("host", peer, 64)
@@ -101,7 +101,7 @@ def test_a_window_stays_as_it_was_when_its_rows_were_granted(later: SharedWindow
 
 
 def test_nothing_is_heard_of_who_is_no_consumer_any_more() -> None:
-    """It was lost, and is in session again as a producer alone."""
+    """The consumer was lost and has reconnected as a producer only."""
     machine = Producer(ProducerLimits())
     machine.prepared(machine.produced("cat", shape_of(4), 0.0), "digest", 0.0)
     machine.peer_up("a", SharedWindow("host", "a", 64), frozenset(), (), 0.0)

@@ -56,7 +56,7 @@ class Rig:
         return self.scheduler.ensure(request, computed)
 
     def load(self, mm_hash: str) -> tuple[ItemLoad, ...]:
-        """As the engine does for an item that is there."""
+        """Load a ready item as the engine does, and return the step's loads."""
         assert self.scheduler.has(mm_hash)
         self.scheduler.allocated(mm_hash)
         loads = self.scheduler.plan((), **BUSY).loads
@@ -1001,7 +1001,7 @@ def test_two_items_never_go_by_one_name() -> None:
 def test_two_requests_for_items_of_one_name_have_them_one_after_the_other(
     names: tuple[dict[str, str] | None, dict[str, str] | None],
 ) -> None:
-    """As where one has the media and the other only what a proxy says of them."""
+    """The requests may name an item differently: one has the media, one a proxy's description."""
     rig = Rig()
     views = [
         request(item, item, delivery=Delivery(is_sent=True, names=theirs))

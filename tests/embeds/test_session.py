@@ -133,7 +133,7 @@ def test_another_fingerprint_is_refused_with_both() -> None:
 def test_scheduler_without_the_workers_token_gets_a_refusal_alone(
     known: bytes, shown: bytes
 ) -> None:
-    """Nothing that a hello or its answer tells is proof."""
+    """Only the token proves that a peer is the scheduler; a hello's other fields do not."""
     session = Session(hello("own"), RHYTHM, active=False, now=0.0, scheduler_token=known)
     # A scheduler does not know the fingerprint that its workers have found.
     session.hello(hello("s", role=PeerRole.SCHEDULER, token=shown, fingerprint=""), 1.0)

@@ -1,10 +1,10 @@
 """A small world in all orders: every message, write and drain at every moment it can happen.
 
 A producer or two, one consumer, rows of one byte, a window of one or two. All interleavings are
-walked, once for each state that differs, with so many mishaps at any moment.
-Steps without a mishap never lead in a circle, so each state ends in one where nothing more is
-under way; from each of those the good case, in which time passes, has to bring the item whole, or
-word that it cannot be had, and to leave nothing behind.
+walked, once for each distinct state, with a limited number of faults at any moment.
+Steps without a fault never form a cycle, so every state leads to one with nothing in progress.
+From there time passes without faults. The item must then arrive whole or be reported as
+unavailable, and nothing may be left behind.
 """
 
 import pickle
@@ -36,7 +36,7 @@ PATIENCE_S = 300
 
 
 class Budget(NamedTuple):
-    """How many mishaps are still to come."""
+    """Number of faults of each kind that may still happen."""
 
     lose: int = 0
     double: int = 0
@@ -75,7 +75,7 @@ _MACHINES = (
 
 @cache
 def _freezer(kind: type) -> Callable[[Any], Any]:
-    """How values of a type are frozen; found once, since thousands of states are."""
+    """Return the function that freezes values of a type; cached, as it is used for every state."""
     if issubclass(kind, _ATOMS):
         return lambda value: value
     if issubclass(kind, bytearray):
@@ -105,7 +105,7 @@ def frozen(value: Any) -> Any:
 
 
 def good_steps(world: World) -> Iterator[Step]:
-    """What can happen without a mishap."""
+    """Yield every step that can happen without a fault."""
     for key, links in world.links.items():
         if links:
             yield lambda at, key=key: at.deliver(key)  # type: ignore[misc]
@@ -125,7 +125,7 @@ def double(world: World, key: tuple[str, str]) -> None:
 
 
 def bad_steps(world: World, left: Budget) -> Iterator[tuple[Step, Budget]]:
-    """What else can."""
+    """Yield every step that is a fault, with the budget left after it."""
     for key, links in world.links.items():
         if links and left.lose:
             yield (
@@ -200,7 +200,7 @@ def comes_to_its_end(world: World, is_asked: bool) -> None:
 
 
 def walk(first: World, budget: Budget) -> tuple[int, int]:
-    """All states; how many there were, and in how many of them nothing was under way."""
+    """Visit all states and return (number of states, number with nothing in progress)."""
     seen: dict[Any, bool] = {}  # whether all that follows has been walked
     path: list[tuple[Any, Iterator[tuple[Any, bytes, Budget, bool]]]] = []
     quiesced = 0

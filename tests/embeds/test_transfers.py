@@ -1,6 +1,6 @@
-"""What may go wrong while one item is on its way, one thing at a time.
+"""Faults during the transfer of one item, one fault at a time.
 
-All orders of these, of a smaller item, are tests/embeds/test_small_world.py's.
+tests/embeds/test_small_world.py covers all orders of these faults with a smaller item.
 """
 
 import time
@@ -377,7 +377,7 @@ def test_failing_writes_cost_an_item_and_not_the_peer() -> None:
 
 
 class Completions:
-    """What the workers have reported."""
+    """Results and failures that the I/O workers have reported."""
 
     def __init__(self) -> None:
         self.results: list[object] = []
@@ -537,7 +537,7 @@ def test_calling_back_a_grant_without_a_transfer_frees_no_other() -> None:
 
 @pytest.mark.parametrize("lost_before", [False, True])
 def test_two_names_of_one_consumer_are_one_transfer(lost_before: bool) -> None:
-    """It is wanted by the consumer and pushed to another name of it, which is known or not."""
+    """A consumer wants an item that is also pushed to its alias, which may be known or unknown."""
     bounds = limits(default_allocate_tokens=1)
     world = World(1, arena_bytes=8, bounds=bounds, sender_limits=ProducerLimits(writers=2))
     world.connect_all()

@@ -121,7 +121,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(granted=consumes(doubtful))
     def drop_unresolved(self, granted: GrantRecord) -> None:
-        """It does not know the end either: a later word of it changes nothing."""
+        """Let a producer not know the end of its write: a later report has no effect."""
         self.window.drop_unresolved(granted.ref, granted.gid)
         self.window.resolve(granted.ref, granted.gid)
 

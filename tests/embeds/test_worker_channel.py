@@ -69,7 +69,7 @@ def test_who_wakes_sockets_that_have_closed_wakes_nobody() -> None:
 
 
 def contexts(monkeypatch: pytest.MonkeyPatch) -> list[zmq.Context[zmq.Socket[bytes]]]:
-    """Those that are made from now on."""
+    """Return a list that collects every ZMQ context made from now on."""
     made: list[zmq.Context[zmq.Socket[bytes]]] = []
     new = zmq.Context
 
@@ -103,7 +103,7 @@ def test_rank_on_another_host_ends_the_start_with_an_error() -> None:
 
 
 def frames_until(stranger: ZmqTransport, last: Message) -> list[list[Message]]:
-    """What has come, frame by frame, up to the one that ends with this."""
+    """Return the messages of each frame received, up to the frame that ends with `last`."""
     deadline = time.monotonic() + PATIENCE_S
     frames: list[list[Message]] = []
     while not (frames and frames[-1][-1] == last):

@@ -213,7 +213,7 @@ PART_OF_ANOTHER = {"max_item_bytes": "max_landing_bytes"}  # an item lies within
 def test_size_that_this_host_has_no_memory_for_is_named_at_start(
     option: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is taken at once is refused, what may grow so far is warned of."""
+    """Memory allocated at start is refused; memory that may grow to this size logs a warning."""
     sizes = {"arena_bytes": "1MiB", option: "900TiB"}
     if option == "arena_bytes":
         with pytest.raises(ConfigError, match=r"killed.*Lower arena_bytes"):

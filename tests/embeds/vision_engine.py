@@ -92,7 +92,7 @@ def encoded(name: str) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Seen:
-    """What became of a request."""
+    """The outcome of a request."""
 
     items: Sequence[str]
     reason: str = ""
@@ -177,7 +177,7 @@ class VisionEngine:
         self.scheduler.add_request(request)
 
     def step(self) -> None:
-        """What vLLM's engine does in a step."""
+        """Run one step as vLLM's engine does."""
         output = self.scheduler.schedule()
         ec_transfer_state._EC_CONNECTOR_AGENT = self.worker
         try:

@@ -48,18 +48,18 @@ def shape_of(rows: int, row_bytes: int = 4) -> ItemShape:
 
 
 def content(mm_hash: str, shape: ItemShape, salt: str = "") -> bytes:
-    """What an item holds: every row differs from all others."""
+    """Return the bytes of an item; no two rows are equal."""
     rows = (f"{mm_hash}{salt}{row}".encode() for row in range(shape.rows))
     return b"".join(hashlib.shake_128(row).digest(shape.row_bytes) for row in rows)
 
 
 def span_of(shape: ItemShape, run: RowRun) -> slice:
-    """Where a run's rows lie in an item."""
+    """Return the byte range of a run's rows in its item."""
     return slice(run.row * shape.row_bytes, (run.row + run.rows) * shape.row_bytes)
 
 
 def digest(data: bytes | bytearray, shape: ItemShape, run: RowRun, gid: int) -> int:
-    """Of a run's rows, as an item has them."""
+    """Return the digest of a run's rows in an item's bytes."""
     hasher = hashlib.blake2b(str(gid).encode(), digest_size=8)
     hasher.update(data[span_of(shape, run)])
     return int.from_bytes(hasher.digest(), "little")
@@ -199,17 +199,17 @@ class World:
         self.perform()
 
     def expect(self, consumer: ConsumerNode, mm_hash: str, order: int = 0, rows: int = 0) -> None:
-        """A request waits."""
+        """A request starts to wait for the item."""
         consumer.machine.expect(p.Expect(mm_hash, order, rows=rows), self.now)
         self.perform()
 
     def forget(self, consumer: ConsumerNode, mm_hash: str) -> None:
-        """It does not any more."""
+        """Tell the consumer that no request waits for the item any more."""
         consumer.machine.forget(mm_hash)
         self.perform()
 
     def change_weights(self, node: ConsumerNode | ProducerNode) -> None:
-        """What a side has is of weights that it has no more."""
+        """Change a node's weights: its items belong to the former weights."""
         if isinstance(node, ConsumerNode):
             node.machine.weights_changed()
         else:
@@ -354,7 +354,7 @@ class World:
             self.late.extend((window, offset, data) for offset, data in self._pieces(node, write))
 
     def land_late(self) -> None:
-        """What was stranded arrives."""
+        """Deliver every stranded write."""
         for window, offset, data in self.late:
             window[offset : offset + len(data)] = data
         self.late.clear()
@@ -392,7 +392,7 @@ class World:
         return result
 
     def mishap(self) -> None:
-        """One thing goes wrong."""
+        """Perform one random fault."""
         rng = self.random
         queues = [key for key, queue in self.links.items() if queue]
         writers = [node for node in self.producers if node.writes]
@@ -417,7 +417,7 @@ class World:
             self.pass_time(rng.choice((0.1, 1.5, 10.0)))
 
     def step(self, mishaps: float = 0.0) -> None:
-        """One thing happens."""
+        """Perform one random step, or a fault with probability `mishaps`."""
         choices = self.choices()
         if self.random.random() < mishaps or not choices:
             self.mishap()
@@ -427,7 +427,7 @@ class World:
             self.connect_all()
 
     def settle(self) -> None:
-        """Nothing goes wrong any more, and everything comes to its end."""
+        """Run without faults until nothing is in progress."""
         self.land_late()
         self.connect_all()
         idle = 0
@@ -453,7 +453,7 @@ class World:
         assert consumer.tensors[mm_hash] == content(mm_hash, shape, salt)
 
     def assert_no_wrong_bytes(self) -> None:
-        """Whatever is said to be there is there."""
+        """Assert that every item reported as ready holds the right bytes."""
         salts = {"", *self.salt.values()}
         for consumer in self.consumers:
             for mm_hash in consumer.ready:

@@ -17,7 +17,7 @@ from .items import item_of, write_runs
 
 
 class Order(msgspec.Struct):
-    """One write of the item that `item_seed` makes."""
+    """An order to write the item made from `item_seed`."""
 
     window: Window
     shape: ItemShape
@@ -27,7 +27,7 @@ class Order(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """`error` unless it has been written."""
+    """The result of a write; `error` is empty on success."""
 
     digests: tuple[int, ...] = ()
     error: str = ""

@@ -44,7 +44,7 @@ def cell_of(pages: Pages) -> Cell:
 
 
 def in_a_lane(device: NpuDevice, fence: Fence, work: Callable[[], None]) -> None:
-    """Run it after the fence, in a new thread that has entered the device; raise what it raises."""
+    """Run `work` after the fence, in a new thread that has entered the device. Raise its error."""
 
     def run() -> None:
         device.enter_thread()
@@ -106,7 +106,7 @@ def npu() -> Any:
 
 
 def round_trips(device: NpuDevice, pages: Pages) -> None:
-    """Gathers and scatters of a lane beside the model's stream; AssertionError on wrong bytes."""
+    """Gather and scatter beside the model's stream. Raise AssertionError on wrong bytes."""
     copier, cell = TorchCopier(pages.layers, device), cell_of(pages)
     memory = device.host_memory(cell.slot.nbytes)
     assert memory is not None

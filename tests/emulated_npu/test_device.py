@@ -28,7 +28,7 @@ def npu() -> Any:
 
 
 def met_by_a_thread(work: Callable[[], object]) -> list[str]:
-    """The error that a new thread meets."""
+    """Return the error that a new thread meets."""
     met = []
 
     def run() -> None:
@@ -54,7 +54,10 @@ def test_nothing_runs_before_somebody_waits() -> None:
 
 
 def test_a_stream_that_does_not_wait_for_an_event_may_read_what_was_before() -> None:
-    """As `Copier.fence` would, were its event left out. The order is drawn."""
+    """Without its event, `Copier.fence` would read old data.
+
+    The device draws the order of streams.
+    """
     script = """
 import torch
 torch.npu.set_device(0)

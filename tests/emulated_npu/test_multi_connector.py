@@ -1,6 +1,6 @@
-"""Beneath the published `AscendMultiConnector`, which asks more of its children than vLLM's.
+"""The pool below the published `AscendMultiConnector`, which asks more of its children.
 
-One child alone may answer a finished request there.
+There, only one child may answer a finished request.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ SHAPE = LlamaShape()
 
 
 class AnsweringConnector(KVConnectorBase_V1, SupportsHMA):
-    """A connector between two engines; answers requests that speak to it."""
+    """A connector between two engines that answers requests addressed to it."""
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -46,27 +46,27 @@ class AnsweringConnector(KVConnectorBase_V1, SupportsHMA):
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def wait_for_save(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @pytest.fixture
 def multi(tmp_path: Path) -> Iterator[Any]:
-    """The scheduler's side, with a connector between engines before ours."""
+    """Return the scheduler's side, with a connector between engines before the pool's."""
     ours = {
         "kv_connector": "KVPoolConnector",
         "kv_role": "kv_both",

@@ -25,7 +25,7 @@ def turned_in_place(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 
 def test_rope_of_a_latent_has_the_values_of_other_devices_in_another_order() -> None:
-    """So scores are equal, and cells are not: `latent_of` in the namespace."""
+    """Scores are equal and cells are not, so `latent_of` is part of the namespace."""
     x, angles = torch.randn(TOKENS, SIZE), torch.rand(TOKENS, SIZE // 2) * 6
     cos, sin = (f(torch.cat((angles, angles), -1)) for f in (torch.cos, torch.sin))
     here, elsewhere = ops.npu_interleave_rope(x, cos, sin), turned_in_place(x, angles)

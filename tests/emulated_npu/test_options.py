@@ -37,7 +37,7 @@ DECODE_IN_SECTION = {"scheduler_config": {"recompute_scheduler_enable": True}}  
 
 
 def read_by(tree: ast.AST) -> Iterator[Any]:
-    """The names that a module asks `additional_config` for, in any of four ways."""
+    """Return the names that a module reads from `additional_config`, in any of four ways."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)

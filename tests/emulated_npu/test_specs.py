@@ -55,7 +55,7 @@ def test_a_latent_alone_is_shared() -> None:
 
 
 def test_an_indexer_beside_a_latent_is_refused() -> None:
-    """In 0.23.0 it is a field of the latent's spec."""
+    """In 0.23.0 the indexer is a field of the latent's spec."""
     indexer = getattr(kv_cache_interface, "AscendSFAIndexerCacheSpec", None)
     assert (indexer is None) is (RELEASE == "0.23.0")
     assert indexer is None or not is_shared(indexer(**LATENT | {"head_size": 128}))

@@ -1,4 +1,4 @@
-"""What must be true of a rig when nothing is left to do: nobody holds anything any more."""
+"""Checks of a rig that has nothing left to do: no slot, block, pin or thread is held."""
 
 import time
 from collections.abc import Sequence
@@ -8,16 +8,16 @@ from tests.faults.workshop import Workshop
 from tests.support.invariants import check
 
 END_S = 5.0
-LIMIT_S = 60.0  # for requests to end
+LIMIT_S = 60.0  # limit for requests
 FOUND_S = 120.0  # longer than any pause in which a store is left alone
 
-# Where vLLM's scheduler keeps requests; releases have one of the last two.
+# The request queues of vLLM's scheduler; a release has one of the last two.
 QUEUES = ("running", "waiting", "kv_holding_waiting", "skipped_waiting")
 
 
 def check_nothing_leaked(rig: Rig, *, stuck: bool = False) -> None:
-    """Of a rig that runs. `stuck`: a store call is kept from returning on purpose, and so may keep
-    its slots."""
+    """Assert that an idle, running rig holds no resources. With `stuck`, a store call hangs on
+    purpose and may keep its slots."""
     if stuck:
         rig.take_reports()
     else:
@@ -40,7 +40,8 @@ def check_nothing_leaked(rig: Rig, *, stuck: bool = False) -> None:
 
 
 def check_saves_are_found(rig: Rig, prompt: Sequence[int]) -> None:
-    """Of a rig whose stores answer again; be it after some tries."""
+    """Assert that a prompt's saved KV is found again once the stores answer. The first tries may
+    miss."""
     before, deadline = rig.count("kvpool_hit_tokens"), time.monotonic() + FOUND_S
     while rig.count("kvpool_hit_tokens") == before:
         assert time.monotonic() < deadline, f"nothing is found again\n{rig.describe()}"
@@ -52,14 +53,15 @@ def check_saves_are_found(rig: Rig, prompt: Sequence[int]) -> None:
 
 
 def check_tokens(rig: Rig) -> None:
-    """Every prompt token was either a hit or a miss. Of a rig without preemptions and aborts."""
+    """Assert that every prompt token counts as a hit or a miss. Not for rigs with preemptions or
+    aborts."""
     told = sum(len(answer.prompt) for answer in rig.answers.values())
     hits, misses = rig.count("kvpool_hit_tokens"), rig.count("kvpool_miss_tokens")
     assert hits + misses == told, (hits, rig.counted("kvpool_miss_tokens"), told)
 
 
 def check_threads(workshop: Workshop, num_stuck: int = 0) -> None:
-    """After a shutdown: none is left, or those that are stuck."""
+    """Assert that a shutdown leaves no thread of the pool, except `num_stuck` ones."""
     deadline = time.monotonic() + END_S
     while len(threads := workshop.pool_threads()) > num_stuck:
         assert time.monotonic() < deadline, f"left behind: {[thread.name for thread in threads]}"
@@ -93,7 +95,10 @@ def _check_blocks(rig: Rig) -> None:
 
 
 def serve(rig: Rig, *prompts: Sequence[int], max_tokens: int = 6) -> float:
-    """Run these requests to their end; they answer as without a pool. The hit tokens."""
+    """Run these requests to their end, and return their hit tokens.
+
+    Assert that they answer as without a pool.
+    """
     before = rig.count("kvpool_hit_tokens")
     ids = [rig.add(prompt, max_tokens) for prompt in prompts]
     rig.run(LIMIT_S)
@@ -102,7 +107,7 @@ def serve(rig: Rig, *prompts: Sequence[int], max_tokens: int = 6) -> float:
 
 
 def end(workshop: Workshop, *rigs: Rig) -> None:
-    """Stop these rigs, after a look at what they hold."""
+    """Assert that these rigs leak nothing, stop them, and assert that no thread is left."""
     for rig in rigs:
         check_nothing_leaked(rig)
         check_tokens(rig)

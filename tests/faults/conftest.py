@@ -1,4 +1,4 @@
-"""Imports vLLM before the tests do: what it and torch warn of while being imported is not ours."""
+"""Import vLLM before the tests do. Warnings of vLLM and torch during the import are not ours."""
 
 import warnings
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ NEWER_FILES = left_out(
 collect_ignore = [] if compat.reports_failed_loads_by_request() else NEWER_FILES
 if vllm.__version__ != NEWEST:  # older releases call other hooks, and refuse some options
     collect_ignore += left_out(__file__, "test_connector_hooks.py", "test_option_effects.py")
-if not compat.tells_locality():  # then the pool publishes no events (test_releases.py)
+if not compat.tells_locality():  # in older releases the pool publishes no events (test_releases.py)
     collect_ignore += left_out(__file__, "test_events.py")
 
 
@@ -54,8 +54,10 @@ def known_configuration(model: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of the time of a test: engines read what is installed and the models' files, which
-    are the same for all rigs."""
+    """Cache reads of installed packages and model files, which are equal in all rigs.
+
+    The reads take a tenth of a test's time.
+    """
     monkeypatch.setattr(model_code, "entry_points", installed_plugins)
     monkeypatch.setattr(compat, "configuration", known_configuration)
 
@@ -67,7 +69,7 @@ def _models(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @pytest.fixture
 def workshop(_models: Workshop) -> Iterator[Workshop]:
-    """Builds rigs, and takes apart what a test has left of them."""
+    """Yield a workshop, and take apart the rigs that a test has left."""
     with _models:
         yield _models
 
@@ -80,7 +82,7 @@ def _library(_models: Workshop) -> Library:
 
 @pytest.fixture
 def library(_library: Library, monkeypatch: pytest.MonkeyPatch) -> Library:
-    """The library, and pauses that are short: what is tested is that they end."""
+    """Return the library, and shorten pauses: the tests check that pauses end, not their length."""
     monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.1)
     monkeypatch.setattr(executor, "WATCH_S", 0.05)

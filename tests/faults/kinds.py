@@ -1,4 +1,4 @@
-"""What may go wrong, as values: how it begins, how it ends, and by what it must be seen.
+"""Kinds of faults, as values: how a fault begins, how it ends, and which counters must show it.
 
 `start` may be called in any thread: it changes rules of stores, objects and flags, never a rig.
 """
@@ -37,10 +37,10 @@ def nothing(scene: Scene) -> None:
 class Kind:
     """A kind of fault.
 
-    `prepare` is called before the first engine starts, with what undoes patches; `attend` after it.
-    `seen`: parts of labels in the engines' counters, of which one must have grown; () if the engine
-    cannot know. `persists`: it strikes again and again until it is stopped; the others are damages
-    that are met once at most.
+    `prepare` is called before the first engine starts, with a monkeypatch; `attend` is called after
+    the start. `seen`: parts of labels in the engines' counters, at least one of which must have
+    grown; () if the engine cannot notice the fault. `persists`: the fault strikes until it is
+    stopped. Other faults are damages that an engine meets once at most.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Kind:
     attend: Callable[[Scene], None] = nothing
     seen: tuple[str, ...] = ()
     seen_at: tuple[str, ...] | None = None
-    """The moments at which it cannot go unseen; None: all."""
+    """Moments at which the engine must notice the fault; None: all."""
     options: dict[str, Any] = field(default_factory=dict)
     persists: bool = True
     files: bool = False
     keeps: int = 0
-    """So many tokens at least are found of what is stored, while the fault lasts."""
+    """Minimum of stored tokens that are found while the fault lasts."""
 
 
 def injecting(
@@ -74,7 +74,7 @@ def every_call(fault: Fault) -> Callable[[Scene], None]:
 
 
 def damaging(change: Callable[[Scene, bytes], bytes]) -> Callable[[Scene], None]:
-    """Objects in the store become others."""
+    """Return a `start` that changes bad objects in the store."""
 
     def start(scene: Scene) -> None:
         for key in scene.bad_keys():
@@ -88,12 +88,12 @@ def flip(scene: Scene, data: bytes) -> bytes:
 
 
 def swap(scene: Scene, data: bytes) -> bytes:
-    """Another cell of the same size, of another chunk or, of states, another head."""
+    """Return another cell of the same size: of another chunk, or for states of another head."""
     return scene.library.objects[scene.library.stranger]
 
 
 def old_format(scene: Scene, data: bytes) -> bytes:
-    """A header that is whole and says another version."""
+    """Return the object with an intact header of another version."""
     fields = bytearray(data[: cell_format._FIELDS.size])
     struct.pack_into("<H", fields, len(cell_format.MAGIC), cell_format.FORMAT_VERSION + 1)
     checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(fields)))
@@ -121,8 +121,8 @@ def spare_lanes(scene: Scene) -> None:
 
 
 def joined_by(change: Callable[[RigSpec], RigSpec]) -> Callable[[Scene], None]:
-    """Another engine over the same store, with requests of the same tokens, which does not move
-    before the fault begins."""
+    """Return an `attend` that adds an engine with the same requests over the same store. The engine
+    takes no step before the fault begins."""
 
     def attend(scene: Scene) -> None:
         rival = scene.workshop.rig(change(scene.spec), scene.url, "rival")
@@ -139,7 +139,8 @@ def let_rival_go(scene: Scene) -> None:
 
 
 def stranger(**fields: Any) -> Callable[[RigSpec], RigSpec]:
-    """An engine of another model or with other options, that shares nothing."""
+    """Return a change to another model or other options, with which an engine must share
+    nothing."""
     options = fields.pop("options", {})
 
     def change(spec: RigSpec) -> RigSpec:
@@ -150,7 +151,7 @@ def stranger(**fields: Any) -> Callable[[RigSpec], RigSpec]:
 
 
 def other_version(scene: Scene) -> None:
-    """Only the namespace can tell: it is made while the version is another one."""
+    """Add an engine of another format version, which only its namespace tells apart."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (cell_format, namespace):
             patch.setattr(module, "FORMAT_VERSION", cell_format.FORMAT_VERSION + 1)
@@ -158,7 +159,7 @@ def other_version(scene: Scene) -> None:
 
 
 class Clock:
-    """The time of day, which may jump; what the engines measure durations with cannot."""
+    """A time of day that may jump. The engines measure durations with another clock."""
 
     offset_s = 0
     now_s = staticmethod(time.time)

@@ -1,10 +1,10 @@
-"""A model that is fake and honest: its KV is a function of weights and tokens, its output of KV.
+"""A fake model: its KV is a function of weights and tokens, and its output a function of KV.
 
-The rows of a token (K and V of every layer and head) are hashed from the weights' seed and all
-tokens up to it, as attention makes them depend on those. The next token is hashed from rows that
-are read back from the pages. So an engine gives the right tokens exactly if its pages are right.
-Layers with a recurrent state keep one matrix a head instead, made of the last token's row, and
-indexers one key for `KEY_TOKENS` tokens, made of the last one's.
+A token has K and V rows for every layer and head. The rows are hashed from the weights' seed and
+all tokens up to this token, because attention makes KV depend on them. The next token is hashed
+from rows that are read back from the pages. So an engine gives the right tokens exactly if its
+pages are right. A layer with a recurrent state keeps one matrix a head instead, made of the last
+token's row. An indexer keeps one key for `KEY_TOKENS` tokens, made of the last token's row.
 
 Legend: L layers, B blocks, H KV heads, N tokens of a block, D a key or value row, C = 2 * D, T
 tokens.
@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 VOCAB = 1024
-FIRST_TOKEN = 3  # those before have meanings
+FIRST_TOKEN = 3  # smaller tokens have meanings
 UNWRITTEN = -1.0  # rows are in [0, 1)
 
-KEY_TOKENS, KEY_BYTES, SCALE_BYTES = 4, 132, 4  # the bytes with those of its scale
+KEY_TOKENS, KEY_BYTES, SCALE_BYTES = 4, 132, 4  # bytes of a key and its scale
 
 Tables = Sequence[NDArray[np.intp]]  # a request's blocks in each KV cache group
 
@@ -32,7 +32,8 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class FakeModel:
-    """`seed` stands for the weights; it must be told apart by the pool as weights are."""
+    """A fake model's shape. `seed` stands for the weights: the pool must keep models of different
+    seeds apart."""
 
     seed: int = 0
     layers: int = 2
@@ -40,23 +41,24 @@ class FakeModel:
     head_dim: int = 32
     dtype: str = "float32"
     windows: tuple[int, ...] = ()
-    """How many tokens each layer sees; 0, or nothing at all, means every token."""
+    """Number of tokens that each layer sees; 0, or no entries, means every token."""
     latent: bool = False
-    """Whether its one head is MLA's latent, of `2 * head_dim` numbers, which every rank holds."""
+    """True if the single head is MLA's latent: `2 * head_dim` numbers that every rank holds."""
     states: tuple[int, ...] = ()
-    """The layers with a recurrent state of `head_dim * head_dim / 2` numbers a head."""
+    """Layers with a recurrent state of `head_dim * head_dim / 2` numbers a head."""
     indexers: tuple[int, ...] = ()
-    """The layers that are indexers, each with a ring of the tokens that have no key yet."""
+    """Indexer layers. Each has a ring of the tokens that have no key yet."""
 
     def layer_name(self, layer: int) -> str:
-        """What vLLM calls the layer."""
+        """Return vLLM's name of the layer."""
         if layer in self.indexers:
             return f"model.layers.{layer}.self_attn.indexer.k_cache"
         kind = "linear_attn" if layer in self.states else "self_attn.attn"
         return f"model.layers.{layer}.{kind}"
 
     def heads_of(self, rank: int, tp: int) -> slice:
-        """The KV heads that a rank holds; with more ranks than heads, several hold the same."""
+        """Return the KV heads that a rank holds. With more ranks than heads, several ranks hold the
+        same."""
         first = rank * self.heads // tp
         return slice(first, first + max(1, self.heads // tp))
 
@@ -67,13 +69,13 @@ class FakeModel:
         return dtype
 
     def next_token(self, rows_lhtc: NDArray[np.floating]) -> int:
-        """What follows a context, of which these are the rows."""
+        """Return the token that follows a context with these rows."""
         count = rows_lhtc.shape[2]
         looked_at = rows_lhtc[:, :, [0, count // 3, count // 2, count - 1]]
         return FIRST_TOKEN + zlib.crc32(looked_at.tobytes()) % (VOCAB - FIRST_TOKEN)
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """The output of an engine that does nothing wrong."""
+        """Return the output of an engine that makes no error."""
         context = Context(self, prompt)
         for _ in range(max_tokens):
             context.extend([self.next_token(context.rows())])
@@ -81,7 +83,7 @@ class FakeModel:
 
 
 class Context:
-    """A sequence of tokens that grows, and the rows that its KV must have."""
+    """A growing sequence of tokens, and the rows that its KV must have."""
 
     def __init__(self, model: FakeModel, tokens: Sequence[int]) -> None:
         self._model = model
@@ -105,7 +107,7 @@ class Context:
         self._rows_lhtc = self._rows_lhtc[:, :, :count]
 
     def rows(self) -> NDArray[np.floating]:
-        """`[L, H, T, C]` of all tokens."""
+        """Return the rows of all tokens, `[L, H, T, C]`."""
         known = self._rows_lhtc.shape[2]
         if known < len(self._states):
             states = np.array(self._states[known:], dtype=np.uint64)
@@ -127,8 +129,10 @@ def _mix(state: int) -> int:
 
 
 class Pages:
-    """One rank's KV caches, as vLLM's CPU attention lays them out: each head of a block holds
-    `K[D, N]`, then `V[N, D]`; a latent is plain, `[N, C]`. All layers lie in one storage.
+    """The KV caches of one rank, in the layout of vLLM's CPU attention.
+
+    Each head of a block holds `K[D, N]`, then `V[N, D]`; a latent is plain, `[N, C]`. All layers
+    lie in one storage.
 
     `groups` are vLLM's KV cache groups, by the layers in each. As in vLLM, the first layers of all
     groups share their memory, the second ones, and so on.
@@ -166,14 +170,13 @@ class Pages:
         assert np.shares_memory(self._state_lbhc, all_lbhnc)
         self._has_states = [any(layer in model.states for layer in group) for group in groups]
         self._ring: dict[int, dict[int, NDArray[np.floating]]] = {}
-        """Block -> the rows of its newest tokens, by what is left of their number."""
+        """Block -> rows of its newest tokens, by the token's number modulo `KEY_TOKENS`."""
 
     def fill(self, value: float) -> None:
-        """Fill all pages."""
         self._all_lbhnc.fill_(value)
 
     def by_layer(self) -> dict[str, torch.Tensor]:
-        """What vLLM hands to `register_kv_caches`."""
+        """Return each layer's pages, as vLLM passes them to `register_kv_caches`."""
         return {
             self._model.layer_name(layer): self._state_pages(place)
             if is_state
@@ -188,13 +191,14 @@ class Pages:
         }
 
     def _key_pages(self, place: int) -> torch.Tensor:
-        """`[B, 1, N / KEY_TOKENS, C]` in bytes: the values of all keys, then their scales."""
+        """Return an indexer's pages in bytes, `[B, 1, N / KEY_TOKENS, C]`. A block has the values
+        of all keys, then their scales."""
         count = self._block // KEY_TOKENS
         pages_bc = self._all_lbhnc[place].view(torch.uint8).flatten(start_dim=1)
         return pages_bc[:, : count * KEY_BYTES].unflatten(1, (1, count, KEY_BYTES))
 
     def _keys_of(self, place: int, blocks: NDArray[np.intp]) -> NDArray[np.uint8]:
-        """`[..., KEY_BYTES]`: all keys of these blocks."""
+        """Return all keys of these blocks, `[..., KEY_BYTES]`."""
         flat = self._key_pages(place).numpy()[blocks].reshape(len(blocks), -1)
         count = self._block // KEY_TOKENS
         values, scales = np.split(flat, [count * (KEY_BYTES - SCALE_BYTES)], axis=1)
@@ -217,7 +221,7 @@ class Pages:
             block_c[start : start + SCALE_BYTES] = key[values:]
 
     def keys_are(self, tables: Tables, rows_lhtc: NDArray[np.floating]) -> bool:
-        """Whether the keys of all tokens are there, of which these are the rows."""
+        """Return True if the pages hold the keys of all tokens with these rows."""
         num_keys = rows_lhtc.shape[2] // KEY_TOKENS
         for table, layers in zip(tables, self._groups, strict=True):
             for place, layer in enumerate(layers):
@@ -231,7 +235,7 @@ class Pages:
         return True
 
     def ring_is(self, tables: Tables, rows_lhtc: NDArray[np.floating]) -> bool:
-        """Whether the ring has the tokens without a key, of which the last of these rows are."""
+        """Return True if the ring holds the newest rows: those of the tokens without a key."""
         stop = rows_lhtc.shape[2]
         start = stop - stop % KEY_TOKENS
         if not self._model.indexers or start == stop:
@@ -248,13 +252,14 @@ class Pages:
         ring.update({token % KEY_TOKENS: row for token, row in enumerate(rows_tc, first)})
 
     def _state_pages(self, place: int) -> torch.Tensor:
-        """`[B, 1, 1, C]` in bytes, with what attention has more in a block between the blocks."""
+        """Return the states' pages in bytes, `[B, 1, 1, C]`. The rest of a block, which only
+        attention uses, lies between them."""
         pages_bc = self._all_lbhnc[place].view(torch.int8).flatten(start_dim=1)
         content = self._state_lbhc[0, 0].nbytes
         return pages_bc[:, None, None, :content]
 
     def write(self, tables: Tables, first: int, rows_lhtc: NDArray[np.floating]) -> None:
-        """The rows of consecutive tokens from `first` on, and the states after them."""
+        """Write the rows of consecutive tokens from `first` on, and the states after them."""
         positions = np.arange(first, first + rows_lhtc.shape[2])
         dim = rows_lhtc.shape[3] // 2
         for table, layers, is_state in zip(tables, self._groups, self._has_states, strict=True):
@@ -277,8 +282,8 @@ class Pages:
             self._v_lbhnd[: len(layers), blocks, :, places] = rows_tlhc[..., dim:]
 
     def read(self, tables: Tables, count: int) -> NDArray[np.floating]:
-        """`[L, H, T, C]` of the first `count` tokens and this rank's heads; of layers with states
-        nothing."""
+        """Return `[L, H, T, C]` of the first `count` tokens and this rank's heads. Layers with
+        states and indexers have no such rows and read as zeros."""
         rows = {}
         for table, layers, is_state in zip(tables, self._groups, self._has_states, strict=True):
             if is_state:
@@ -302,16 +307,16 @@ class Pages:
         return np.stack([rows[layer] for layer in sorted(rows)])
 
     def _attention(self, layers: Sequence[int]) -> Sequence[int]:
-        """Those that have rows of tokens; they come first."""
+        """Return the layers that have rows of tokens; these come first in a group."""
         return [layer for layer in layers if layer not in self._model.indexers]
 
     def state_of(self, row: NDArray[np.floating]) -> NDArray[np.floating]:
-        """`[..., D * D / 2]`: the state after a token, by its rows `[..., C]`."""
+        """Return the state after a token, `[..., D * D / 2]`, made of its rows `[..., C]`."""
         return np.tile(row, self._model.head_dim // 4)
 
     def states_are(self, tables: Tables, last_lhc: NDArray[np.floating], count: int) -> bool:
-        """Whether the states after the first `count` tokens, of which the last has these rows, are
-        in the blocks that computing goes on from."""
+        """Return True if the blocks from which computing continues hold the right states. These are
+        the states after the first `count` tokens; `last_lhc` are the last token's rows."""
         return all(
             np.array_equal(
                 self._state_lbhc[: len(layers), table[(count - 1) // self._block]],
@@ -323,6 +328,6 @@ class Pages:
 
 
 def keys_of(rows_tc: NDArray[np.floating]) -> NDArray[np.uint8]:
-    """`[T, KEY_BYTES]`: an indexer's keys, each of the row of the last of its tokens."""
+    """Return an indexer's keys, `[T, KEY_BYTES]`, each from the row of the last of its tokens."""
     rows = np.ascontiguousarray(rows_tc).view(np.uint8)
     return np.tile(rows, -(-KEY_BYTES // rows.shape[1]))[:, :KEY_BYTES]

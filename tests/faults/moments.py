@@ -1,4 +1,4 @@
-"""When a fault begins, as values: each drives an engine to its moment, and on from there."""
+"""Moments at which a fault begins, as values. Each drives an engine to its moment and beyond."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +13,13 @@ from tests.faults.scene import BYSTANDER, READER, SHUTDOWN_S, STORED_CHUNKS, Sce
 EXPECT_MS = 5_000
 LONG = 60  # output tokens that make a bystander outgrow a tiny cache
 TINY_BLOCKS = 20
-STATE_BLOCKS = 8  # that two requests have besides for their states
+STATE_BLOCKS = 8  # more blocks, for the states of two requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """`play` runs the first round. `exact`: every request runs to its end, once."""
+    """A moment at which a fault begins. `play` runs the first round. `exact`: every request runs to
+    its end once."""
 
     name: str
     play: Callable[[Scene], None]
@@ -27,14 +28,17 @@ class Moment:
 
 
 def arrive(rig: Rig) -> list[str]:
-    """A reader and a bystander. Before a fault nobody is impatient, whatever the machine has to do:
-    the reader waits for what is stored, or its moment would not come."""
+    """Add a reader and a bystander.
+
+    The reader waits long for the stored prefix. Otherwise it would not load on a busy machine, and
+    the moment would not come.
+    """
     stored = {"expect_tokens": STORED_CHUNKS * CHUNK, "expect_timeout_ms": EXPECT_MS}
     return [rig.add(READER, **stored), rig.add(BYSTANDER)]
 
 
 def finish(scene: Scene, ids: Sequence[str]) -> None:
-    """Run on; whoever was not aborted answers as without a pool."""
+    """Run on, and assert that these requests answer as without a pool."""
     seconds = scene.rig.run(scene.limit_s)
     assert seconds < scene.limit_s
     scene.rig.expect(ids)
@@ -46,7 +50,8 @@ def at_lookup(scene: Scene) -> None:
 
 
 def in_step(wanted: Callable[[Rig, SchedulerOutput], bool]) -> Callable[[Scene], None]:
-    """Between the scheduler's part of a step and the workers'."""
+    """Return a play whose fault begins between the scheduler's part of a step and the workers'
+    part."""
 
     def play(scene: Scene) -> None:
         rig = scene.rig
@@ -67,12 +72,12 @@ def has_loads(rig: Rig, output: SchedulerOutput) -> bool:
 
 
 def runs_loaded(rig: Rig, output: SchedulerOutput) -> bool:
-    """The reader computes for the first time."""
+    """Return True if the step computes tokens of the reader."""
     return "r0" in output.num_scheduled_tokens
 
 
 def in_call(method: str) -> Callable[[Scene], None]:
-    """As soon as a worker's call of the store is under way."""
+    """Return a play whose fault begins when a worker calls `method` of the store."""
 
     def play(scene: Scene) -> None:
         def look(store: str, called: str, keys: Sequence[str]) -> None:
@@ -87,7 +92,7 @@ def in_call(method: str) -> Callable[[Scene], None]:
 
 
 def in_lane(lane: str) -> Callable[[Scene], None]:
-    """As soon as a lane has been handed its first batch."""
+    """Return a play whose fault begins when the lane gets its first batch."""
 
     def play(scene: Scene) -> None:
         def look(name: str) -> None:
@@ -103,7 +108,7 @@ def in_lane(lane: str) -> Callable[[Scene], None]:
 
 
 def at_preemption(scene: Scene) -> None:
-    """The reader has to give its blocks to a bystander that came into the batch before it did."""
+    """Begin when the reader loses its blocks to a bystander that came into the batch before it."""
     rig = scene.rig
     rig.on_scheduled.append(lambda output: scene.begin() if output.preempted_req_ids else None)
     performs = [executor.perform for executor in rig.executors]
@@ -120,7 +125,7 @@ def at_preemption(scene: Scene) -> None:
 
 
 def at_abort(scene: Scene) -> None:
-    """The reader goes away while its load is in flight."""
+    """Abort the reader while its load is in flight."""
     rig = scene.rig
     first = rig.executors[0].perform
     first.hold("get-0")
@@ -134,7 +139,7 @@ def at_abort(scene: Scene) -> None:
 
 
 def at_finish(scene: Scene) -> None:
-    """The reader's last token is there, its last chunks are not stored yet."""
+    """Begin when the reader has its last token, and its last chunks are not stored yet."""
     rig = scene.rig
 
     def look(output: SchedulerOutput) -> None:
@@ -146,7 +151,7 @@ def at_finish(scene: Scene) -> None:
 
 
 def at_reset(scene: Scene) -> None:
-    """Everything of the model is removed from the pool while both requests run."""
+    """Remove everything of the model from the pool while both requests run."""
     rig = scene.rig
     ids = arrive(rig)
     rig.run(scene.limit_s, until=lambda: bool(rig.answers["r0"].tokens))
@@ -156,7 +161,7 @@ def at_reset(scene: Scene) -> None:
 
 
 def at_shutdown(scene: Scene) -> None:
-    """The engine ends with saves under way; another one follows once all is well."""
+    """Shut the engine down while saves run. Another engine follows after the fault."""
     rig = scene.rig
     for executor in rig.executors:
         executor.perform.hold("put-0")
@@ -171,7 +176,7 @@ def at_shutdown(scene: Scene) -> None:
 
 
 def at_restart(scene: Scene) -> None:
-    """An engine has ended, and another one starts while the fault lasts."""
+    """Start another engine after the first has ended, while the fault lasts."""
     finish(scene, arrive(scene.rig))
     leave(scene)
     scene.begin()

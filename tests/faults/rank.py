@@ -1,4 +1,4 @@
-"""One worker of a rig: the real connector in its worker role over real pages, and a watch on it.
+"""A worker of a rig: the real connector in its worker role over real pages, and checks around it.
 
 The hooks are called in the order of one of vLLM's model runners (`runners.py`).
 """
@@ -24,15 +24,16 @@ from vllm_kvpool.worker import worker_part
 
 
 class WatchedExecutor(Executor):
-    """The real executor, with lanes that can be made to fail, and with a count of what is owed."""
+    """The real executor, with lanes that can be made to fail. It counts the reports that are
+    owed."""
 
     made: "WatchedExecutor | None" = None
-    """The newest one; `Rank` takes it."""
+    """The newest executor; `Rank` takes it."""
 
     def __init__(self, engine: Any, planner: Any, perform: Any, *rest: Any, **named: Any) -> None:
         self.engine = engine
         self.perform = FaultyPerform(perform)
-        self.owed: Counter[JobId] = Counter()  # plans less reports
+        self.owed: Counter[JobId] = Counter()  # plans minus reports
         self.in_forward = False
         super().__init__(engine, planner, self.perform, *rest, **named)
         WatchedExecutor.made = self
@@ -59,14 +60,17 @@ class WatchedExecutor(Executor):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way. What was posted before has been taken, as the question goes
-        through the same inbox; later only a post can start something."""
+        """True if no transfer is in progress.
+
+        The question goes through the inbox, so earlier posts have been taken. Afterwards only a
+        post can start work.
+        """
         has_taken_all(self)
         return self.engine.idle
 
 
 def pool_in(connector: Any) -> KVPoolConnector:
-    """The pool's connector: this one, or a child of it."""
+    """Return the pool's connector: this connector, or a child of it."""
     [pool] = [
         each
         for each in getattr(connector, "_connectors", [connector])
@@ -76,7 +80,7 @@ def pool_in(connector: Any) -> KVPoolConnector:
 
 
 class Rank:
-    """Owned by the rig's thread."""
+    """A worker: its connector and pages. Only the rig's thread uses it."""
 
     def __init__(
         self, vllm_config: Any, kv_cache_config: Any, pages: Pages, runner: str = "first"
@@ -104,19 +108,19 @@ class Rank:
         return part
 
     def begin(self, output: SchedulerOutput) -> None:
-        """What comes before the forward pass."""
+        """Call the hooks that come before the forward pass."""
         self._set_in_forward(output.total_num_scheduled_tokens > 0)
         metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
         self._output = with_own_metadata(output, metadata)
         self._runner.begin(self._output)
 
     def wait_for_layers(self) -> None:
-        """What each layer of attention does before it reads its pages."""
+        """Wait for the load of each layer, as attention does before it reads its pages."""
         for name in self.pages.by_layer():
             self.connector.wait_for_layer_load(name)
 
     def end(self, output: SchedulerOutput, sampled: Mapping[str, list[int]]) -> ModelRunnerOutput:
-        """What comes after it."""
+        """Call the hooks that come after the forward pass, and return the step's output."""
         self._set_in_forward(False)
         told = self._runner.end(self._output)
         if not sampled:
@@ -130,7 +134,7 @@ class Rank:
         )
 
     def give_up(self, error: Exception) -> None:
-        """The forward pass has failed."""
+        """End a step whose forward pass has failed."""
         self._set_in_forward(False)
         self._runner.give_up(error)
 

@@ -1,9 +1,9 @@
 """An engine without a neural network: vLLM's real scheduler, our real connectors, a fake model.
 
-The scheduler makes the connector of its side itself; every rank is a connector of the worker's side
-with pages of its own, all in this thread. Each step the model writes the rows of the scheduled
-tokens, reads every row of every scheduled request, and compares: a single wrong byte fails the step
-in which it would have been used. `Workshop` builds rigs; one may follow another on the same store.
+vLLM's scheduler makes its own connector. Every rank is a worker connector with its own pages. All
+of them run in this thread. Each step writes the rows of the scheduled tokens, reads every row of
+every scheduled request, and compares. A single wrong byte fails the step that would have used it.
+`Workshop` builds rigs; several rigs may use one store in turn.
 """
 
 import itertools
@@ -46,15 +46,18 @@ NUM_DRAFTS = 3
 MAX_STEPS = 20_000
 PAUSE_S = 0.001
 RIGHT_DRAFTS = 0.7
-SETTLE_S = 30.0  # disks that others write to may hold a call up for ten
+SETTLE_S = 30.0  # a shared disk may delay a call by 10 s
 HASH = get_hash_fn_by_name("sha256")
 init_none_hash(HASH)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sibling:
-    """`EmptyLoads` before the pool in a MultiConnector. Requests may go on from what it has not
-    loaded, so a rig with it checks nothing of what they read; what they compute then is wrong."""
+    """`EmptyLoads` before the pool in a MultiConnector.
+
+    Requests may continue from blocks that `EmptyLoads` has not loaded. So a rig with this sibling
+    does not check the rows that requests read, and later tokens are wrong.
+    """
 
     asynchronous: bool
     policy: str = "recompute"
@@ -62,18 +65,19 @@ class Sibling:
 
 @dataclass(frozen=True, kw_only=True)
 class RigSpec:
-    """What a rig is built of; `options` are the connector's."""
+    """The configuration of a rig. `options` are the connector's."""
 
     model: FakeModel = field(default_factory=FakeModel)
     tp: int = 1
     plans_ahead: bool = False
-    """vLLM's asynchronous scheduling: a step is planned before the results of the last one."""
+    """vLLM's asynchronous scheduling, which plans a step before it has the results of the last
+    one."""
     drafter: str = ""
     """vLLM's method of speculative decoding, with `NUM_DRAFTS` tokens; "" for none."""
     num_blocks: int = 96
     max_batched_tokens: int = 96
     retention_interval: int = 0
-    """Tokens between states that vLLM keeps besides those that it keeps anyway; 0: none."""
+    """Tokens between the additional states that vLLM keeps; 0: none."""
     pool: bool = True
     runner: str = "first"  # of `RUNNERS`
     events: bool = False  # vLLM's KV cache events
@@ -83,7 +87,7 @@ class RigSpec:
 
 @dataclass(slots=True)
 class Answer:
-    """What has become of a request."""
+    """A request's prompt, its output so far, and how it has ended."""
 
     prompt: list[int]
     max_tokens: int
@@ -93,9 +97,9 @@ class Answer:
 
 
 class Share(NamedTuple):
-    """What a step computes of a request: the tokens [start, stop), as they were planned.
+    """The part of a request that a step computes: tokens [start, stop), as they were planned.
 
-    `known`: all tokens of a request that starts with the step, maybe again. `drafts`: the last
+    `known`: all tokens of a request that starts or restarts with the step. `drafts`: the last
     tokens, to be verified; -1 stands for a draft that the scheduler does not know.
     """
 
@@ -110,7 +114,7 @@ class Share(NamedTuple):
 
 @dataclass(slots=True)
 class Batch:
-    """A step that is planned, and what the workers have done of it."""
+    """A planned step, and the workers' output once they have run it."""
 
     output: SchedulerOutput
     shares: dict[str, Share]
@@ -118,7 +122,7 @@ class Batch:
 
 
 class Rig:
-    """See the module docstring. `workshop.rig(spec)` makes one."""
+    """An engine; see the module docstring. `workshop.rig(spec)` makes a rig."""
 
     def __init__(
         self, spec: RigSpec, config: Any, cache: Any, rank_config: Callable[[int], Any]
@@ -128,14 +132,14 @@ class Rig:
         self.on_scheduled: list[Callable[[SchedulerOutput], None]] = []
         self.on_stepped: list[Callable[[SchedulerOutput], None]] = []
         self.companions: list[Rig] = []
-        """Other engines, which take a step with each of this one's."""
+        """Other engines; each takes a step after each step of this engine."""
         self.num_steps = 0
         self.closed = False
         self.log: defaultdict[str, list[str]] = defaultdict(list)
         self._contexts: dict[str, Context] = {}
         self._numbers = itertools.count()
         self._hasher = get_request_block_hasher(BLOCK, HASH)
-        self._planned: deque[Batch] = deque()  # whose results the scheduler has not taken
+        self._planned: deque[Batch] = deque()  # the scheduler has not taken their results
         self._chance = random.Random(spec.num_blocks)
         self.scheduler = (AsyncScheduler if spec.plans_ahead else Scheduler)(
             config,
@@ -168,7 +172,7 @@ class Rig:
     def _make_pages(self, heads: slice) -> Pages:
         return Pages(self.spec.model, self.spec.num_blocks, BLOCK, heads, self._groups)
 
-    # What the rest of the world does
+    # External actions
 
     def add(
         self,
@@ -179,8 +183,10 @@ class Rig:
         promised: int = 0,
         **kvpool: Any,
     ) -> str:
-        """A request arrives; `kvpool` are its `kv_transfer_params`. `promised`: how many of its
-        tokens the sibling says that it loads."""
+        """Add a request. `kvpool` are its `kv_transfer_params`.
+
+        `promised`: number of its tokens that the sibling claims to load.
+        """
         request_id = f"r{next(self._numbers)}"
         params: dict[str, Any] = {"kvpool": kvpool} if kvpool else {}
         if promised:
@@ -208,16 +214,16 @@ class Rig:
             self._ended(request_id, "abort", None)
 
     def reset(self, *, connector: bool = False, running: bool = False) -> bool:
-        """Forget the engine's own prefix cache; with `connector` the pool's cells too."""
+        """Empty the engine's own prefix cache; with `connector` remove the pool's cells, too."""
         return self.scheduler.reset_prefix_cache(
             reset_running_requests=running, reset_connector=connector
         )
 
     def sleep(self) -> None:
-        """Pause with all requests kept, and lose what the pages hold (`EngineCore.sleep`).
+        """Pause, keep all requests, and lose the content of the pages (`EngineCore.sleep`).
 
-        Raises RuntimeError, as vLLM does, if blocks are held by something else than running
-        requests; the pages are as they were then. `wake_up` ends the pause in both cases.
+        Raises RuntimeError, as vLLM does, if anything but running requests holds blocks. The pages
+        are then unchanged. `wake_up` ends the pause in both cases.
         """
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         self.run(SETTLE_S)
@@ -234,7 +240,7 @@ class Rig:
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def shutdown(self) -> None:
-        """As an engine ends: the scheduler's side, then the ranks'."""
+        """Shut down as an engine does: the scheduler's side first, then the ranks."""
         if not self.closed:
             self.closed = True
             self.scheduler.shutdown()
@@ -244,8 +250,8 @@ class Rig:
     # Steps
 
     def step(self) -> None:
-        """What vLLM's `EngineCoreProc` does in a step; its pause, too, where nothing is computed:
-        threads of the pool, and other tests, have the core that waiting for them would take."""
+        """Run one step as vLLM's `EngineCoreProc` does, with its pause after steps that compute
+        nothing. In the pause, threads of the pool and other tests can use the core."""
         self.num_steps += 1
         if self._plan():
             self._take_results()
@@ -254,7 +260,8 @@ class Rig:
                 companion.step()
 
     def _plan(self) -> bool:
-        """Plan a step, if there is anything to plan; whether results are to be taken next."""
+        """Plan a step, if there is anything to plan. Return True if results are to be taken
+        next."""
         if self._planned and not self.scheduler.has_requests():
             return True
         output = self.scheduler.schedule()
@@ -263,7 +270,7 @@ class Rig:
         )
         for tell in list(self.on_scheduled):
             tell(output)
-        if self._chance.random() < 0.5:  # else the workers are behind: they begin it later
+        if self._chance.random() < 0.5:  # else the workers lag and begin it later
             for batch in self._planned:
                 self._execute(batch)
         return (
@@ -273,7 +280,7 @@ class Rig:
         )
 
     def _take_results(self) -> None:
-        """The scheduler takes the results of the oldest step."""
+        """Pass the results of the oldest step to the scheduler."""
         batch = self._planned.popleft()
         output, done = batch.output, self._execute(batch)
         sampled = list(done.req_id_to_index)
@@ -299,7 +306,10 @@ class Rig:
             self._take_results()
 
     def run(self, limit_s: float, until: Callable[[], bool] = lambda: False) -> float:
-        """Step until nothing is left to do, or `until`; the seconds it took. Never forever."""
+        """Step until no work is left or `until` is true, and return the seconds taken.
+
+        Fail after `limit_s`, or after too many steps.
+        """
         began, first = time.monotonic(), self.num_steps
         while self.busy and not until():
             self.step()
@@ -314,7 +324,7 @@ class Rig:
         return own or any(rig.busy for rig in self.companions)
 
     def settle(self) -> None:
-        """Wait until no transfer is under way, and take the reports of those that were."""
+        """Wait until no transfer is in progress, and take the workers' reports."""
         self.drain()
         deadline = time.monotonic() + SETTLE_S
         for rank in self.ranks:
@@ -324,7 +334,7 @@ class Rig:
         self.take_reports()
 
     def take_reports(self) -> None:
-        """Take what was reported."""
+        """Take the workers' reports, by a step."""
         self.step()
         self.drain()
 
@@ -357,7 +367,7 @@ class Rig:
         return drafts
 
     def _execute(self, batch: Batch) -> ModelRunnerOutput:
-        """What the workers do of a step, once."""
+        """Run the workers' part of a step, unless it has run, and return its output."""
         if batch.done is None:
             batch.done = self._run_model(batch.output, batch.shares)
         return batch.done
@@ -379,15 +389,15 @@ class Rig:
         outputs = [rank.end(output, sampled) for rank in self.ranks]
         if len(outputs) == 1:
             return outputs[0]
-        # More than one worker means processes of their own, from which everything comes pickled.
+        # With several workers, each is a process, and all of its output comes pickled.
         merged = self._aggregator.aggregate(pickle.loads(pickle.dumps(outputs)))
         assert merged is not None
         return merged
 
     def _forward(self, shares: Mapping[str, Share]) -> dict[str, list[int]]:
-        """Write what is new, then read everything; states are read before they are written.
+        """Write the new rows and states, then read everything; read states before they are written.
 
-        As layers of attention do, first wait for what a load brings to them.
+        First wait for the loads of each layer, as attention layers do.
         """
         for rank in self.ranks if shares else ():
             rank.wait_for_layers()
@@ -435,7 +445,7 @@ class Rig:
         rows = context.rows()[:, :, :stop]
         expected = np.concatenate([rows[:, pages.heads] for pages in self.pages], axis=1)
         for layer, window in enumerate(self.spec.model.windows):
-            if window:  # the first of the step's tokens looks back furthest
+            if window:  # the step's first token looks back furthest
                 unseen = max(0, start - window + 1)
                 read[layer, :, :unseen] = expected[layer, :, :unseen]
         for layer in (*self.spec.model.states, *self.spec.model.indexers):  # read in other ways
@@ -467,7 +477,7 @@ class Rig:
         self.answers[request_id].params = params
         self._contexts.pop(request_id, None)
 
-    # What tests look at
+    # State for tests
 
     @property
     def pool(self) -> PoolScheduler:
@@ -480,7 +490,7 @@ class Rig:
         return [rank.executor for rank in self.ranks if rank.executor is not None]
 
     def counted(self, name: str) -> dict[str, float]:
-        """Values of a metric by its labels, over both sides and all ranks."""
+        """Return the values of a metric by its labels, over both sides and all ranks."""
         registries = [self.pool._registry, *(rank.part.registry for rank in self.ranks)]
         sums: dict[str, float] = defaultdict(float)
         for registry in registries:
@@ -490,11 +500,11 @@ class Rig:
         return dict(sums)
 
     def count(self, name: str, label: str = "") -> float:
-        """The sum of a metric's values whose labels hold `label`."""
+        """Return the sum of a metric's values whose labels contain `label`."""
         return sum(value for labels, value in self.counted(name).items() if label in labels)
 
     def expect(self, request_ids: Iterable[str]) -> None:
-        """These requests have ended as without a pool."""
+        """Assert that these requests have ended with the same output as without a pool."""
         for request_id in request_ids:
             answer = self.answers[request_id]
             assert answer.ended == "length", f"{request_id} ended as {answer.ended!r}"
@@ -502,7 +512,7 @@ class Rig:
             assert answer.tokens == expected, f"{request_id} has another output"
 
     def describe(self) -> str:
-        """Where everything stands, for the message of a test that fails."""
+        """Return the rig's state, for the message of a test that fails."""
         requests = {
             request_id: f"{request.status.name}, {request.num_computed_tokens} computed"
             for request_id, request in self.scheduler.requests.items()

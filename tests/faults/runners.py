@@ -1,8 +1,8 @@
-"""The orders in which vLLM's model runners call a connector, around a forward pass that is not run.
+"""The orders in which vLLM's model runners call a connector. The forward pass is not run.
 
-Those of this release are vLLM's own code; those of 0.27.1 are written down from its sources
-(v1/worker/kv_connector_model_runner_mixin.py and v1/worker/gpu/kv_connector.py). What they differ
-in, by release and runner:
+Runners of this release are vLLM's own code. Runners of 0.27.1 are written after its sources
+(v1/worker/kv_connector_model_runner_mixin.py and v1/worker/gpu/kv_connector.py). They differ, by
+release and runner:
 
 | | first, 0.27.1 | second, 0.27.1 | first, 0.32 | second, 0.32 |
 |---|---|---|---|---|
@@ -31,9 +31,9 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 
 class Runner:
-    """Calls one rank's connector: `begin`, the forward pass, `end`; `drafts` with a draft model.
+    """A model runner that calls one rank's connector: `begin`, the forward pass, `end`.
 
-    `register` is called once, before the first step.
+    `drafts`: there is a draft model. `register` is called once, before the first step.
     """
 
     def __init__(self, vllm_config: Any, connector: KVConnectorBase_V1, *, drafts: bool) -> None:
@@ -51,11 +51,11 @@ class Runner:
         raise NotImplementedError
 
     def give_up(self, error: Exception) -> None:
-        """The forward pass has failed."""
+        """End a step whose forward pass has failed."""
 
     @contextmanager
     def agent(self) -> Iterator[None]:
-        """This rank's connector is the process's, as vLLM's code takes it."""
+        """Make this rank's connector the global connector that vLLM's code reads."""
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         try:
             with set_forward_context(None, self.vllm_config):
@@ -65,7 +65,7 @@ class Runner:
 
 
 class First(Runner):
-    """The first runner, as this release has it."""
+    """The first runner of this release."""
 
     _around: AbstractContextManager[KVConnectorOutput | None]
 
@@ -96,7 +96,7 @@ class First(Runner):
 
 
 class Second(Runner):
-    """The second runner, as this release has it."""
+    """The second runner of this release."""
 
     _active: ActiveKVConnector
 
@@ -129,7 +129,8 @@ class Second(Runner):
 
 
 class Older(Runner):
-    """Either runner of 0.27.1. With drafts, the first one's saves are waited for at the end."""
+    """A runner of 0.27.1, first or second. With drafts, the first runner waits for saves at the
+    end."""
 
     def begin(self, output: SchedulerOutput) -> None:
         assert output.kv_connector_metadata is not None
@@ -157,7 +158,7 @@ class Older(Runner):
 
 
 class NeverFinal(First):
-    """A stage of a pipeline that is not the last, with drafts: its saves are never waited for."""
+    """A pipeline stage before the last, with drafts. It never waits for its saves."""
 
     def end(self, output: SchedulerOutput) -> KVConnectorOutput:
         if not output.total_num_scheduled_tokens:
@@ -179,7 +180,7 @@ RUNNERS: dict[str, tuple[Callable[..., Runner], bool]] = {
 
 
 def with_own_metadata(output: SchedulerOutput, metadata: Any) -> SchedulerOutput:
-    """What the scheduler says, with a rank's own copy of the connector's metadata."""
+    """Return the scheduler's output with a rank's own copy of the connector's metadata."""
     mine = copy.copy(output)
     mine.kv_connector_metadata = metadata
     return mine

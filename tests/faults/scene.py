@@ -1,7 +1,7 @@
-"""A cell of the matrix: a store with a stored prefix, an engine that reads it, and what may befall.
+"""Scenes of the fault matrix: a store with a stored prefix, an engine that reads it, and a fault.
 
-`Library` is filled once by an engine that has saved everything; each `Scene` gets a copy of it, in
-memory or in files, whose objects it can look at and change behind the engines' backs.
+An engine fills the `Library` once by saving everything. Each `Scene` gets a copy, in memory or in
+files. A scene can read and change the objects behind the engines' backs.
 """
 
 import mmap
@@ -24,8 +24,8 @@ from vllm_kvpool.storage.base import Buffer, ChunkRef, Store
 
 STORED_CHUNKS = 4
 FULL_CHUNKS = 6
-BAD_CHUNK = 1  # the one before it stays good
-ANSWER_TOKENS = 2  # one of the prompt's step and one that reads the whole cache
+BAD_CHUNK = 1  # the chunk before it stays good
+ANSWER_TOKENS = 2  # one in the prompt's step, one that reads the whole cache
 SLACK_S = 8.0  # a few steps, on a busy machine
 SHUTDOWN_S = 3.0  # join of threads besides the time that saves are given
 UP_S = 60.0  # a store that was away is up again once a call has ended within the engine's limit
@@ -51,8 +51,10 @@ LATER = tokens(5, CHUNK + 10)
 
 
 class Library:
-    """What a store holds after an engine has answered a prompt of `PREFIX` and a token: objects by
-    key. Faults of some cells befall `bad`; `stranger` is another cell as large."""
+    """The objects in a store after an engine has answered `PREFIX` and one more token, by key.
+
+    Faults that damage single cells damage `bad`. `stranger` is another cell of the same size.
+    """
 
     def __init__(self, workshop: Workshop, spec: RigSpec | None = None) -> None:
         url = workshop.memory()
@@ -70,7 +72,7 @@ class Library:
         chain.extend(PREFIX)
         self.chunks = [self._keys_of(digest.hex()) for digest in chain.hashes]
         assert all(self.objects.values())
-        if spec.model.states:  # one is stored, after the last chunk
+        if spec.model.states:  # a single state is stored, after the last chunk
             self.bad = self.chunks[-1][-1]
             size = len(self.objects[self.bad])
             self.stranger = next(
@@ -85,7 +87,7 @@ class Library:
 
 
 class Scene:
-    """One engine after another over one store, and the fault that is in it."""
+    """A sequence of engines over one store, with one fault."""
 
     def __init__(
         self,
@@ -105,9 +107,9 @@ class Scene:
         self.begun = False
         self.rigs: list[Rig] = []
         self.rival: Rig | None = None
-        """An engine that stands beside, once the fault begins."""
+        """An engine that runs at the same time, once the fault begins."""
         self.nearer: list[str] = []
-        """Urls of the tiers before the store."""
+        """URLs of the tiers before the store."""
         self.url = f"file://{directory}?size=64MiB" if directory else workshop.memory()
         self.store: Store = workshop.plain_store(self.url)
         for key, data in library.objects.items():
@@ -115,11 +117,12 @@ class Scene:
 
     @property
     def rig(self) -> Rig:
-        """The engine of now."""
+        """The current engine."""
         return self.rigs[-1]
 
     def start_engine(self) -> Rig:
-        """A new engine over the same store; what stood beside the last one stands beside it."""
+        """Start a new engine over the same store. It takes over the companions of the last
+        engine."""
         rig = self.workshop.rig(self.spec, [*self.nearer, self.url], f"rig{len(self.rigs)}")
         if self.rigs:
             rig.companions = self.rig.companions
@@ -127,23 +130,23 @@ class Scene:
         return rig
 
     def begin(self) -> None:
-        """The fault begins, once."""
+        """Begin the fault, at the first call only."""
         if not self.begun:
             self.begun = True
             self._begin(self)
 
     def stop(self) -> None:
-        """The fault is over."""
+        """End the fault."""
         self._stop(self)
 
     def time(self, action: Callable[[], object]) -> float:
-        """The seconds that something takes."""
+        """Return the seconds that an action takes."""
         began = time.monotonic()
         action()
         return time.monotonic() - began
 
     def write(self, key: str, data: bytes) -> None:
-        """Put an object there, whatever was there before."""
+        """Put an object into the store, and replace an earlier one."""
         memory = mmap.mmap(-1, max(1, len(data)))  # stores that read past the page cache want pages
         memory[: len(data)] = data
         view = memoryview(memory)[: len(data)]
@@ -152,22 +155,29 @@ class Scene:
         self.store.put([key], [Buffer(address, view)], [ChunkRef(key)])
 
     def bad_keys(self) -> Sequence[str]:
-        """The cells that a fault of some cells befalls: of one head only, so of one rank."""
+        """Return the cells that are damaged by a fault of single cells. They have one head, so
+        belong to one rank."""
         return [self.library.bad]
 
     # Rounds
 
     @property
     def limit_s(self) -> float:
-        """A few steps; where a store may take its time, also what a request may wait for it: a
-        lookup and a load that end by their timeouts, and once more after a preemption."""
+        """Time limit for requests.
+
+        By default the limit covers a few steps. With options, a store may be slow: the limit adds
+        the timeouts of a lookup and a load, twice because of preemptions.
+        """
         if not self.spec.options:
             return SLACK_S
         options = self.rig.pool._config
         return 2 * (options.lookup_timeout_ms / 1000 + options.load_timeout_s) + SLACK_S
 
     def answer(self, *prompts: Sequence[int]) -> float:
-        """Run these requests to their end; they answer as without a pool. The hit tokens."""
+        """Run these requests to their end, and return their hit tokens.
+
+        Assert that they answer as without a pool.
+        """
         rig = self.rig
         before = rig.count("kvpool_hit_tokens")
         ids = [rig.add(prompt, ANSWER_TOKENS) for prompt in prompts]
@@ -176,32 +186,36 @@ class Scene:
         return rig.count("kvpool_hit_tokens") - before
 
     def again(self, *prompts: Sequence[int]) -> float:
-        """The same, for an engine that has nothing in its own cache, when it has done its work:
-        a bad cell is removed beside the request that has met it."""
+        """Answer with an empty cache of the engine itself, after its transfers have ended.
+
+        The wait is needed because a bad cell is removed after the request that met it.
+        """
         if not self.spec.options:
             self.rig.settle()
         assert self.rig.reset(), "blocks are still referenced"
         return self.answer(*prompts)
 
     def wait_until_up(self, *, stuck: bool = False) -> None:
-        """After a fault: until every part of the engine asks its stores again, and nothing is
-        under way but, perhaps, calls that are `stuck`."""
+        """Wait until every part of the engine asks its stores again after a fault.
+
+        No transfer may then be in progress, except calls that are `stuck`.
+        """
         if not stuck:
             self.rig.settle()
         self.wait(self._is_up)
 
     def _is_up(self) -> bool:
-        # A tier that lookups leave alone is tried beside the next one.
+        # The next lookup also tries a tier that lookups leave alone.
         if self.workshop.may_try_tiers(self.rig):
             self.answer(LATER)
         return self.workshop.asks_stores(self.rig)
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """For what other threads do."""
+        """Wait for other threads."""
         wait_until(ready, UP_S, what=lambda: f"waited in vain: {self.rig.describe()}")
 
     def failures(self) -> Mapping[str, float]:
-        """What the engines have counted as gone wrong, over all of them."""
+        """Failures, lookups and cells that all engines together have counted, by labels."""
         told: dict[str, float] = {}
         for rig in self.rigs:
             for name in ("kvpool_failures", "kvpool_lookups", "kvpool_cells"):
@@ -214,7 +228,10 @@ class Scene:
         return sum(failures[key] for key in failures if any(label in key for label in labels))
 
     def close(self, *, exact: bool) -> None:
-        """Nothing is held by anybody, then nothing is left."""
+        """Assert that no engine leaks, shut all of them down, and assert that no thread is left.
+
+        With `exact`, also assert that each prompt token counts as a hit or a miss.
+        """
         everyone = [self.rig, *self.rig.companions]
         for rig in everyone:
             check_nothing_leaked(rig)

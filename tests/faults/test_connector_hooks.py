@@ -1,8 +1,8 @@
 """Every hook of the connector is forwarded: without one of them something differs.
 
-A play drives an engine by vLLM's scheduler and one of vLLM's model runners, and returns what was
-observed. Each hook is taken away once: vLLM's base class stands in for it, as in a connector that
-does not forward it. The play then has to end otherwise, or to fail.
+A play drives an engine by vLLM's scheduler and one of vLLM's model runners, and returns its
+observations. Each hook is removed once. vLLM's base class then answers, as in a connector that does
+not forward the hook. The play must then return something else, or fail.
 """
 
 import inspect
@@ -33,14 +33,14 @@ PROMPT = [3 + 7 * i % 900 for i in range(WHOLE + 9)]
 OTHER = [3 + 11 * i % 900 for i in range(WHOLE)]
 ANSWER_TOKENS = 3
 LIMIT_S = 60.0
-CUT_S = 1.5  # of an engine without a hook: it may wait for ever
+CUT_S = 1.5  # for an engine without a hook, which may never end
 SLOW_S = 0.05
 
 Play = Callable[["Stage"], object]
 
 
 class Stage:
-    """Where a play takes place; an engine of it that hangs is given up after `limit_s`."""
+    """The engines and stores of a play. A hanging engine fails the test after `limit_s`."""
 
     def __init__(self, workshop: Workshop, limit_s: float) -> None:
         self.workshop = workshop
@@ -68,7 +68,7 @@ class Stage:
 
 
 def sharing(stage: Stage) -> object:
-    """One engine saves, and another one loads; the second of two requests hits its own cache."""
+    """The first engine saves, the second loads. The second of its requests hits its own cache."""
     url = stage.workshop.memory()
     writer, reader = stage.rig(url, name="writer"), stage.rig(url, name="reader")
     seen = [stage.serve(rig) for rig in (writer, reader, reader)]
@@ -81,7 +81,8 @@ def sharing_by_the_older_runner(stage: Stage) -> object:
 
 
 def drafting(stage: Stage) -> object:
-    """A runner whose drafter computes after the results are told; its layers are stored, too."""
+    """The drafter of this runner computes after the results are reported. Its layers are stored,
+    too."""
     url = stage.workshop.memory()
     rig = stage.rig(url, RigSpec(runner="first, drafts"))
     rig.ranks[0].part.worker.has_drafts = True
@@ -105,7 +106,7 @@ def failing_load(stage: Stage) -> object:
 
 
 def failing_load_of_groups(stage: Stage) -> object:
-    """Of a model with several KV cache groups, vLLM hears of a failed load by the request alone."""
+    """With several KV cache groups, vLLM gets failed loads by request, not by block."""
     url = stage.workshop.memory()
     spec = RigSpec(model=FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0)))
     stage.serve(stage.rig(url, spec, "writer"))
@@ -114,7 +115,7 @@ def failing_load_of_groups(stage: Stage) -> object:
 
 
 def preemption(stage: Stage) -> object:
-    """Whether vLLM is told that waiting frees blocks, in the step whose saves hold them."""
+    """Record whether vLLM is told that waiting frees blocks, while saves hold them."""
     rig = stage.rig(stage.workshop.memory())
     told: list[bool] = []
     rig.on_scheduled.append(
@@ -130,7 +131,7 @@ def last_step(stage: Stage) -> object:
     stage.workshop.faults.inject(Fault.BLOCKED, "put", store="rig.0")
     rig.add(PROMPT, ANSWER_TOKENS)
     rig.run(stage.limit_s, until=lambda: bool(rig.answers["r0"].ended))
-    rig.step()  # takes the end of the request to the worker
+    rig.step()  # passes the request's end to the worker
     is_busy = rig.busy
     stage.workshop.faults.release()
     rig.settle()
@@ -156,7 +157,7 @@ def events(stage: Stage) -> object:
 
 
 def statistics(stage: Stage) -> object:
-    """What vLLM logs and shows: hits by their medium, and the connector's own numbers."""
+    """Record hits by medium and the connector's own numbers, as vLLM logs and exports them."""
     rig = stage.rig(["host://1MiB", stage.workshop.memory()])
     config = rig.scheduler.vllm_config
     logs, prom = (
@@ -190,7 +191,7 @@ def statistics(stage: Stage) -> object:
 
 
 class _Prom(KVConnectorProm):
-    """vLLM's, with collectors of its own."""
+    """vLLM's Prometheus metrics with their own collectors."""
 
     collectors = CollectorRegistry()
 
@@ -214,7 +215,7 @@ def shutdown(stage: Stage) -> object:
 
 
 def start(stage: Stage) -> object:
-    """What vLLM asks before it makes the caches."""
+    """Return the answers to vLLM's questions before it allocates the caches."""
     rig = stage.rig(stage.workshop.memory())
     config = rig.scheduler.vllm_config
     kind = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
@@ -226,7 +227,7 @@ def start(stage: Stage) -> object:
 
 
 def zeroing(stage: Stage) -> object:
-    """Blocks that vLLM fills with zeros before a load into them."""
+    """Record how many blocks vLLM fills with zeros before a load into them."""
     url = stage.workshop.memory()
     spec = RigSpec(model=FakeModel(layers=3, states=(0, 1)))
     stage.serve(stage.rig(url, spec, "writer"), PROMPT)
@@ -239,7 +240,7 @@ def zeroing(stage: Stage) -> object:
 
 
 def ended(stage: Stage) -> object:
-    """The answer's `kv_transfer_params`, by both forms of the hook."""
+    """Return the answer's `kv_transfer_params`, by both forms of the hook."""
     rig = stage.rig(stage.workshop.memory())
     plain = pool_in(rig.scheduler.connector)
     of_groups = plain.request_finished_all_groups
@@ -293,7 +294,7 @@ NOTHING_TO_DO = {"save_kv_layer"}
 
 
 def base_of(name: str) -> Any:
-    """The hook as vLLM's base classes have it."""
+    """Return the hook of vLLM's base classes."""
     kind = next(each for each in (KVConnectorBase_V1, SupportsHMA) if name in vars(each))
     return vars(kind)[name]
 

@@ -1,4 +1,4 @@
-"""Steps without tokens: some releases leave hooks out there, and work must be done all the same."""
+"""Steps without tokens: some releases skip hooks in these steps, but the work must be done."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.faults.workshop import Workshop
 LIMIT_S = 20.0
 NUM_CHUNKS = 3
 PROMPT = tokens(1, NUM_CHUNKS * CHUNK + 4)
-# A quarter of the blocks may be pinned at a time: room for two chunks of the three.
+# A quarter of the blocks may be pinned at once: two of the three chunks fit.
 CRAMPED = 4 * 2 * CHUNK // BLOCK
 
 

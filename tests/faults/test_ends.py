@@ -1,5 +1,8 @@
-"""Windows of which a chunk's end alone is stored, as of DeepSeek V4, over vLLM's real scheduler and
-KV cache manager. That every row a window reaches is right is compared in every step (`rig.py`)."""
+"""Windows of which only the end of a chunk is stored, as in DeepSeek V4.
+
+vLLM's real scheduler and KV cache manager run. Every step compares all rows that a window reaches
+(`rig.py`).
+"""
 
 import random
 from dataclasses import replace
@@ -24,7 +27,7 @@ CHUNK = 64
 PROMPT = CHANCE.choices(range(3, 1000), k=300)
 OTHERS = [CHANCE.choices(range(3, 1000), k=250) for _ in range(6)]
 HIT = len(PROMPT) // CHUNK * CHUNK
-# Windows of a block and of two, beside layers that look at all tokens.
+# Windows of one block and of two blocks, beside layers with full attention.
 MODEL = FakeModel(layers=6, windows=(16, 32, 0, 16, 32, 0))
 SPEC = RigSpec(model=MODEL, num_blocks=300, options={"chunk_tokens": CHUNK})
 
@@ -39,7 +42,7 @@ def windows_keep_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_hit_leaves_one_token(workshop: Workshop) -> None:
-    """Its window reaches as far back as the cell does."""
+    """The last token's window reaches back exactly as far as the stored cell."""
     store = workshop.memory()
     writer, reader = workshop.rig(SPEC, store), workshop.rig(SPEC, store)
     serve(writer, PROMPT)
@@ -82,7 +85,8 @@ def test_a_prompt_that_begins_alike_is_loaded_up_to_the_end_of_a_chunk(workshop:
 
 
 def test_answers_are_saved_and_loaded(workshop: Workshop) -> None:
-    """Where a chunk is computed a token at a time, by which its first blocks are let go."""
+    """Decoding fills a chunk token by token, and windows free its first blocks before it is
+    full."""
     store = workshop.memory()
     spec = replace(SPEC, options={**SPEC.options, "save_decode": True})
     writer, reader = workshop.rig(spec, store), workshop.rig(spec, store)
@@ -94,7 +98,7 @@ def test_answers_are_saved_and_loaded(workshop: Workshop) -> None:
 
 
 def test_no_block_is_held_before_the_end_of_its_chunk(workshop: Workshop) -> None:
-    """While a prompt is computed in steps of less than a chunk."""
+    """The prompt is computed in steps of less than a chunk."""
     rig = workshop.rig(replace(SPEC, max_batched_tokens=24), workshop.memory())
     rig.add(PROMPT)
     held = [0]

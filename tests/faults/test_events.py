@@ -1,8 +1,8 @@
-"""Events of random steps: what a listener believes is what the tiers hold.
+"""Events of random steps: a listener's view of the tiers must equal their content.
 
-vLLM's own scheduler publishes, real workers save, load and evict; nothing is computed. What is
-believed of a store is compared with the store's keys, and what is believed of host memory with what
-all ranks say they have.
+vLLM's own scheduler publishes, real workers save, load and evict; nothing is computed. The view of
+a store is compared with the store's keys. The view of host memory is compared with the reports of
+all ranks.
 """
 
 import random
@@ -23,7 +23,7 @@ from vllm_kvpool.storage.base import Store
 from vllm_kvpool.vllm_adapt import kv_events
 
 STEPS = 150
-MOST_STEPS = 1500  # on a busy machine less comes into host memory in a step
+MOST_STEPS = 1500  # a busy machine brings less into host memory per step
 END_S = 30.0
 STORE, HOST, OWN = ("CPU", None), ("CPU", "LOCAL"), ("GPU", None)
 Medium = tuple[str, str | None]
@@ -31,7 +31,7 @@ kv_events.MEDIA["memory"] = kv_events.Medium("CPU")
 
 
 class Listener:
-    """Somebody to whom a rig's scheduler publishes."""
+    """A subscriber to the events of a rig's scheduler."""
 
     def __init__(self, rig: Rig) -> None:
         self.blocks: dict[Medium, set[Any]] = defaultdict(set)
@@ -52,7 +52,7 @@ class Listener:
                     self.blocks.clear()
 
     def stored(self, event: Any) -> None:
-        """What is told of a block is always the same, whoever tells it."""
+        """Record a stored event. All events of a block must name the same parent and tokens."""
         medium, parent = (event.medium, event.locality), event.parent_block_hash
         for i, name in enumerate(event.block_hashes):
             about = parent, tuple(event.token_ids[i * BLOCK : (i + 1) * BLOCK])
@@ -63,7 +63,7 @@ class Listener:
         self.num_told += medium != OWN
 
     def tokens_to(self, name: Any) -> list[int]:
-        """All tokens up to the end of a block."""
+        """Return all tokens up to the end of a block."""
         tokens: list[int] = []
         while name is not None:
             name, own = self.known[name]
@@ -72,14 +72,14 @@ class Listener:
 
 
 def chunk_hash(tokens: list[int]) -> bytes:
-    """Of the chunk that ends with these tokens."""
+    """Return the hash of the chunk that ends with these tokens."""
     chain = ChunkChain(CHUNK, RequestIdentity(b"", "", (), None))
     chain.extend(tokens)
     return chain.hashes[-1]
 
 
 def what_is_so(rig: Rig, listener: Listener, store: Store) -> tuple[set[Any], set[Any]]:
-    """The blocks that are whole in the store, and in host memory."""
+    """Return the blocks that the store has whole, and those that host memory has."""
     connector: Any = rig.scheduler.connector
     check(connector._events._tracker)
     names = connector._scheduler_part._lookups.core._names
@@ -121,7 +121,7 @@ def test_a_listener_believes_what_is_so(
             workshop.faults.inject(Fault.FAILED, "put", rng.choice("0123456789abcdef"), 1)
         rig.step()
         check(rig.pool)
-    rig.add(tokens(10**6, 4 * CHUNK), 1)  # the pool may just have been emptied
+    rig.add(tokens(10**6, 4 * CHUNK), 1)  # a reset may just have emptied the pool
     rig.run(END_S)
     rig.settle()
     rig.step()

@@ -32,8 +32,8 @@ SOON_S = 10.0  # on a busy machine; requests here would wait for 60 s
 
 
 class Pair:
-    """A prefill engine and a decode engine over one store. Prefill takes a step with each of
-    decode's."""
+    """A prefill engine and a decode engine over one store. Prefill takes a step after each step of
+    decode."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class Pair:
 
     @property
     def notices(self) -> list[str]:
-        """Where prefill tells what it has stored."""
+        """Endpoints at which prefill publishes its stored chunks."""
         return [each.part._notices.endpoint for each in self.prefill.ranks]  # type: ignore[union-attr]
 
     def hand_over(
         self, prompt: list[int], *, timeout_ms: int = 20_000, hears: bool = False
     ) -> tuple[str, str]:
-        """The prompt comes to both at once; `hears`: decode knows prefill's endpoints."""
+        """Add the prompt to both engines at once. `hears`: decode knows prefill's endpoints."""
         prefilling = self.prefill.add(prompt, 1, hand_over=True)
         told = {"notices": self.notices} if hears else {}
         decoding = self.decode.add(
@@ -74,7 +74,7 @@ class Pair:
             self.decode.step()
 
     def served(self, decoding: str) -> float:
-        """Run decode to the request's right answer, and return the tokens that were loaded."""
+        """Run decode, assert that the answer is right, and return the number of loaded tokens."""
         self.decode.run(LIMIT_S)
         self.decode.expect([decoding])
         self.check()
@@ -88,7 +88,8 @@ class Pair:
 
 
 def loads_of(rig: Rig) -> list[int]:
-    """From now on: how many chunks were known to be stored at each load's start."""
+    """Return a list that records, at each later load's start, how many chunks were known to be
+    stored."""
     landed: list[int] = []
 
     def look(output: object) -> None:
@@ -130,14 +131,15 @@ STATES = FakeModel(layers=3, states=(0, 1))
 
 @WITH_STATES
 def test_model_with_states_waits_for_the_last_boundary(workshop: Workshop) -> None:
-    """It is handed over when its last state is stored, and computes what lies behind."""
+    """Decode loads up to the last stored state, and computes the tokens after it."""
     pair = Pair(workshop, STATES)
     _, decoding = pair.hand_over(PROMPT)
     assert pair.served(decoding) == WHOLE_CHUNKS * CHUNK
 
 
 def test_answer_of_prefill_names_the_whole_prompt(workshop: Workshop) -> None:
-    """What a proxy passes on after prefill has ended: decode expects the prompt's end, too."""
+    """After prefill, a proxy passes its answer to decode. Decode then expects the prompt's end,
+    too."""
     pair = Pair(workshop)
     prefilling = pair.prefill.add(PROMPT, 1, hand_over=True)
     pair.prefill.run(LIMIT_S)
@@ -159,7 +161,7 @@ def test_prompt_end_is_saved_only_for_a_hand_over(workshop: Workshop) -> None:
 
 
 def test_prompt_end_of_another_prompt_is_not_taken(workshop: Workshop) -> None:
-    """Prompts that part in their last tokens, or go on behind them, find whole chunks alone."""
+    """Prompts that differ in their last tokens, or are longer, hit whole chunks only."""
     pair = Pair(workshop)
     pair.prefill.add(PROMPT, 1, hand_over=True)
     pair.prefill.run(LIMIT_S)
@@ -179,7 +181,8 @@ def test_prompt_end_of_another_prompt_is_not_taken(workshop: Workshop) -> None:
 def test_prefill_that_ends_early_leaves_the_rest_to_decode(
     workshop: Workshop, model: FakeModel, steps: int
 ) -> None:
-    """Prefill is aborted before, between or after chunks; no notice comes, so decode waits."""
+    """Prefill is aborted before, between or after chunks. No notice comes, so decode waits for its
+    timeout."""
     pair = Pair(workshop, model)
     prefilling, decoding = pair.hand_over(PROMPT, timeout_ms=400)
     pair.decode_steps(steps)
@@ -196,7 +199,7 @@ def test_prefill_that_ends_early_leaves_the_rest_to_decode(
 def test_decode_that_hears_prefill_end_goes_on_at_once(
     workshop: Workshop, model: FakeModel, steps: int
 ) -> None:
-    """Prefill is aborted once it has hashed the prompt: before that it cannot name the prompt."""
+    """Prefill is aborted after it has hashed the prompt. Before that it cannot name the prompt."""
     pair = Pair(workshop, model)
     prefilling, decoding = pair.hand_over(PROMPT, timeout_ms=60_000, hears=True)
     pair.decode_steps(steps)
@@ -208,7 +211,7 @@ def test_decode_that_hears_prefill_end_goes_on_at_once(
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 5])
 def test_decode_whose_prefill_has_gone_goes_on_at_once(workshop: Workshop, steps: int) -> None:
-    """Prefill has closed its connections, or has never had any."""
+    """Prefill has closed its connections, or never had any."""
     pair = Pair(workshop)
     pair.decode.companions.clear()
     _, decoding = pair.hand_over(PROMPT, timeout_ms=60_000, hears=True)
@@ -314,8 +317,8 @@ def test_prompt_in_the_engine_itself_is_not_waited_for(workshop: Workshop) -> No
 
 
 def test_promises_take_a_part_of_the_blocks_at_most(workshop: Workshop) -> None:
-    """One prompt is promised whatever its length; further ones wait until their chunks are stored.
-    A request without a promise finds blocks meanwhile."""
+    """The first prompt is promised blocks at any length; further prompts wait until their chunks
+    are stored. Meanwhile a request without a promise gets blocks."""
     pair = Pair(workshop)
     prompts = [PROMPT[i:] + PROMPT[:i] for i in range(3)]
     ids = [

@@ -1,5 +1,8 @@
-"""A prompt of which prefill has parts in host memory, in its own cache, in the store or nowhere:
-the engine that the prompt is handed to loads what prefill's answer promises."""
+"""Hand-over of a prompt whose parts are in prefill's host memory, in its cache, in the store or
+nowhere.
+
+The next engine must load all tokens that prefill's answer promises.
+"""
 
 import random
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ CHANCE = random.Random(11)
 PROMPT = CHANCE.choices(range(3, 1000), k=9 * CHUNK + 13)
 CROWD = CHANCE.choices(range(3, 1000), k=200)
 STEP_TOKENS = 48
-FEW_BLOCKS, ENOUGH_BLOCKS = 64, 384  # of the few, saves may pin too few for a prompt at once
+FEW_BLOCKS, ENOUGH_BLOCKS = 64, 384  # the few cannot pin a whole prompt at once
 LIMIT_S = 60.0
 MODELS = {
     "plain": FakeModel(),
@@ -46,16 +49,17 @@ EACH_MODEL = pytest.mark.parametrize(
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where prefill finds the prompt: the first tokens of each are of one request before."""
+    """Sources of the prompt's KV for prefill. Each source has the prompt's first tokens, from an
+    earlier request."""
 
-    in_store: int = 0  # another engine has saved them
+    in_store: int = 0  # saved by another engine
     in_host: int = 0
     own: int = 0  # computed without a save
     keeps_own: bool = False  # prefill's own cache is not emptied
     lost: float = 0.0  # share of the store's cells that are lost
     num_blocks: int = ENOUGH_BLOCKS
-    crowd: int = 0  # tokens of another prompt, which take room in host memory
-    tokens: int = len(PROMPT)  # of the prompt that is handed over
+    crowd: int = 0  # tokens of another prompt that take room in host memory
+    tokens: int = len(PROMPT)  # length of the handed-over prompt
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Sources":
@@ -82,7 +86,7 @@ KNOWN = {
 
 
 class HandOver:
-    """A prefill engine that has a prompt from these sources, and hands it over."""
+    """A prefill engine that finds a prompt in these sources and hands it over."""
 
     def __init__(self, workshop: Workshop, model: FakeModel, sources: Sources, rng: random.Random):
         self.workshop, self.url = workshop, workshop.memory()
@@ -122,11 +126,12 @@ class HandOver:
                     store.remove(names.of_chunk(chunk_hash, layer_group))
 
     def promised(self) -> dict[str, Any]:
-        """Prefill's answer."""
+        """Hand the prompt over, and return prefill's answer."""
         return self._serve(self.prefill, self.prompt, hand_over=True)
 
     def loaded(self, answer: dict[str, Any]) -> int:
-        """The tokens that decode loads, without a wait for what does not come."""
+        """Return the number of tokens that decode loads. Assert that it waits for no missing
+        chunk."""
         decode = self.workshop.rig(self.spec, self.url, "decode")
         # Without notices decode would wait for a false promise until `expect_timeout_ms`.
         self._serve(decode, self.prompt, expect_tokens=answer["tokens"], expect_end=True)
@@ -138,7 +143,8 @@ class HandOver:
 
 
 def loadable(tokens: int, prompt: list[int]) -> int:
-    """Of so many stored tokens: whole blocks, and a token is left to compute."""
+    """Return the tokens that decode loads of `tokens` stored ones: whole blocks, or all but the
+    prompt's last token."""
     return len(prompt) - 1 if tokens == len(prompt) else tokens - tokens % BLOCK
 
 

@@ -1,6 +1,8 @@
-"""Latents, an indexer with one key for several tokens and recurrent states, as in GLM 5 Next, over
-vLLM's real scheduler and KV cache manager. In every step all rows, keys and states that it goes on
-from are compared, and that the ring has every token whose key is still to come (`rig.py`)."""
+"""Latents, an indexer with one key for several tokens, and recurrent states, as in GLM 5 Next.
+
+vLLM's real scheduler and KV cache manager run. Every step compares all rows, keys and states from
+which it continues. The ring must hold every token whose key is not computed yet (`rig.py`).
+"""
 
 import random
 from collections.abc import Iterator
@@ -41,7 +43,7 @@ def packed_pages_on_hosts() -> Iterator[None]:
 
 
 def test_the_engine_has_groups_as_expected(workshop: Workshop) -> None:
-    """Otherwise the tests below would show nothing."""
+    """The tests below need these groups to be meaningful."""
     rig = workshop.rig(SPEC, workshop.memory())
     groups = rig.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
     assert [name.split(".")[2] for name in groups[0].layer_names] == ["0", "1", "2", "3"]
@@ -74,7 +76,10 @@ def test_matrix(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A third of all pairs, with every fault and every moment: what meets them is shared, and
-    test_matrix.py has all pairs; what differs is where the bytes lie."""
+    """Play a third of all pairs, with every fault and every moment.
+
+    test_matrix.py plays all pairs. Faults meet shared code, and only the places of the bytes differ
+    here.
+    """
     spec = replace(MATRIX_SPEC, tp=tp)
     check_cell(fault, moment, spec, workshop, with_indexers, tmp_path, monkeypatch)

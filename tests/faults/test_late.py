@@ -1,4 +1,5 @@
-"""What a store does after it was given up: writes memory after all, or does not let go."""
+"""Store calls that end long after their timeout, or never: late writes to memory, blocked
+shutdowns."""
 
 import threading
 
@@ -15,7 +16,7 @@ from vllm_kvpool.storage.guarded import CLOSE_S
 END_S = 3.0
 LONG_S = 10.0
 OTHER = tokens(9, 6 * CHUNK + 3)
-# A call that hangs is given up soon; what does not hang may take a busy machine's time.
+# Short timeouts for hung calls, long ones for the rest: a busy machine is slow.
 HURRIED_CALLS = {
     **IMPATIENT,
     "call_timeout_s": 0.5,
@@ -33,7 +34,7 @@ def test_a_late_answer_spoils_nobodys_cells(
     scene.nearer = host
     rig = scene.start_engine()
     faults = scene.faults
-    # Somebody else has put what is loaded afterwards, so that no rank has it in host memory.
+    # Another engine puts the later prompt, so no rank has it in host memory.
     other = workshop.rig(RigSpec(), scene.url, "other")
     other.add(OTHER, 1)
     other.run(SLACK_S)
@@ -43,7 +44,7 @@ def test_a_late_answer_spoils_nobodys_cells(
     faults.inject(Fault.BLOCKED, "get", times=tp)
     scene.answer(READER)
     assert faults.num_blocked == tp
-    # The store is there again; what is loaded now lies in slots when the late answers come.
+    # The store is back. The next load's cells are in slots when the late answers come.
     scene.wait_until_up(stuck=True)
     for executor in rig.executors:
         executor.perform.hold("scatter")

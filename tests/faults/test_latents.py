@@ -1,7 +1,7 @@
 """MLA models over vLLM's real scheduler and KV cache manager: one latent, which every rank holds.
 
-Every row that a rank reads is compared in every step (`rig.py`), whoever has written it. Here it is
-also counted who has stored what.
+Every step compares every row that a rank reads (`rig.py`), whichever rank has written it. These
+tests also count the cells that each rank stores.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ def spec_of(tp: int, **fields: Any) -> RigSpec:
 
 
 class Puts:
-    """Which store client has put which cell."""
+    """Puts of cells, by store client."""
 
     def __init__(self, workshop: Workshop) -> None:
         self._by: dict[str, Counter[str]] = {}
@@ -50,12 +50,12 @@ class Puts:
 
     @property
     def times(self) -> list[int]:
-        """How often each cell was put."""
+        """Number of puts of each cell."""
         return list(sum(self._by.values(), Counter()).values())
 
 
 def test_the_engine_has_one_group_of_latents(workshop: Workshop) -> None:
-    """Otherwise the tests below would show nothing."""
+    """The tests below need this group to be meaningful."""
     rig = workshop.rig(spec_of(2), workshop.memory())
     [group] = rig.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
     assert isinstance(group.kv_cache_spec, MLAAttentionSpec)
@@ -122,7 +122,7 @@ def test_a_load_that_fails_is_computed_from_there_on(
     assert reader.count("kvpool_failures", "load_") > 0
     check_nothing_leaked(reader)
     check_tokens(reader)
-    # What was bad has been stored again, by whose turn it is.
+    # The rank whose turn it is has stored the bad cells again.
     last = workshop.rig(spec_of(1), store, "last")
     serve(last, PROMPT)
     assert last.count("kvpool_hit_tokens") == HIT
@@ -131,7 +131,8 @@ def test_a_load_that_fails_is_computed_from_there_on(
 @pytest.mark.parametrize("tp", SIZES)
 @pytest.mark.parametrize("policy", ["through", "back"])
 def test_many_at_once_in_few_blocks(workshop: Workshop, tp: int, policy: str) -> None:
-    """With preemptions, answers that are saved, a host tier, and then a reader of another size."""
+    """With preemptions, saved answers, a host tier, and then a reader with another number of
+    ranks."""
     tiers = ["host://1MiB", workshop.memory()]
     options = {"save_decode": True, "write_policy": policy}
     prompts = [PROMPT, *OTHERS, PROMPT[:150], OTHERS[1][:100] + OTHERS[2]]

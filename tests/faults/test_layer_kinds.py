@@ -1,6 +1,6 @@
-"""What holds of every kind of layers, over vLLM's real scheduler and KV cache manager.
+"""Properties of every kind of layers, over vLLM's real scheduler and KV cache manager.
 
-In every step what it goes on from is compared (`rig.py`). What a kind has for itself is in
+Every step compares the KV from which it continues (`rig.py`). Tests of a single kind are in
 test_windows.py, test_ends.py, test_indexers.py and test_states.py.
 """
 
@@ -50,7 +50,7 @@ def chunk_of(spec: RigSpec) -> int:
 def test_what_one_engine_saves_another_loads(
     workshop: Workshop, spec: RigSpec, wrote: int, reads: int, step_tokens: int
 ) -> None:
-    """Also if a chunk is computed in several steps, by which its first blocks are let go."""
+    """A chunk may be computed in several steps, so that its first blocks are freed early."""
     store = workshop.memory()
     spec = replace(spec, max_batched_tokens=step_tokens)
     writer = workshop.rig(replace(spec, tp=wrote), store)
@@ -66,7 +66,7 @@ def test_what_one_engine_saves_another_loads(
 def test_a_load_that_fails_starts_again_and_ends_well(
     workshop: Workshop, spec: RigSpec, tp: int, fault: Fault, part: str
 ) -> None:
-    """A fault of the cells whose keys hold `part` costs a reader's hits, and no answer."""
+    """A fault of the cells whose keys contain `part` costs a reader hits, but no answer."""
     store = workshop.memory()
     writer = workshop.rig(spec, store)
     serve(writer, PROMPT, OTHERS[0])
@@ -84,7 +84,7 @@ def test_a_load_that_fails_starts_again_and_ends_well(
 def test_a_request_that_starts_again_is_loaded_up_to_the_first_bad_chunk(
     workshop: Workshop, spec: RigSpec, tp: int, bad: int
 ) -> None:
-    """vLLM cannot resume it there, so the load that failed has brought nothing."""
+    """vLLM cannot resume the request at the bad chunk, so it starts again and loads up to there."""
     store = workshop.memory()
     writer = workshop.rig(spec, store)
     serve(writer, PROMPT)
@@ -102,7 +102,7 @@ def test_a_request_that_starts_again_is_loaded_up_to_the_first_bad_chunk(
 
 @KINDS
 def test_many_at_once_in_few_blocks(workshop: Workshop, spec: RigSpec) -> None:
-    """With preemptions, and blocks that are used again as soon as they are free."""
+    """With preemptions, and blocks that are reused as soon as they are free."""
     store = workshop.memory()
     for _ in range(2):
         rig = workshop.rig(replace(spec, num_blocks=90, max_batched_tokens=80), store)

@@ -1,5 +1,8 @@
-"""Every fault at every moment: outputs are those of an engine without a pool, in bounded time,
-nothing leaks, and what was bad once is not met again."""
+"""Every fault at every moment.
+
+Outputs are those of an engine without a pool, in bounded time. Nothing leaks, and no bad cell is
+met twice.
+"""
 
 import itertools
 import time
@@ -18,9 +21,9 @@ from tests.faults.workshop import Workshop
 from tests.support.seeds import is_fuzz
 
 ATTEMPTS = 3
-PATIENCE_S = 120.0  # with engines whose own limits are those of seconds, on a busy machine
+PATIENCE_S = 120.0  # for engines with limits of seconds, on a busy machine
 
-# Combinations that say nothing, and why.
+# Combinations that show nothing, with the reason.
 SENSELESS = {
     ("missing", "shutdown"): "an engine that ends gets nothing",
     ("get-failed", "shutdown"): "an engine that ends gets nothing",
@@ -28,10 +31,10 @@ SENSELESS = {
     ("lanes-die", "restart"): "the lanes that are to die are those of an engine to come",
 }
 
-# Faults that leave several bad cells, of which a load may meet one and then end.
+# Faults that leave several bad cells. A load may meet the first and then end.
 LEAVES_SEVERAL = {"put-half"}
 
-# Faults that nobody has to notice at that moment, and why.
+# Faults that no engine must notice at that moment, with the reason.
 UNSEEN = {("slow", "shutdown"): "saves may be done in time all the same"}
 
 
@@ -46,8 +49,10 @@ def cells_of_the_matrix(tp: int) -> Iterator[object]:
 
 
 def cells_in_turn(every: int = 1) -> Iterator[object]:
-    """Each fault at each moment once, at TP 1 and 2 in turn; one of `every` such pairs, all of them
-    in `make fuzz`."""
+    """Return each fault at each moment once, at TP 1 and 2 in turn.
+
+    Return only one of `every` such pairs; `make fuzz` plays all of them.
+    """
     every = 1 if is_fuzz() else every
     for i, fault in enumerate(KINDS):
         for j, moment in enumerate(MOMENTS):
@@ -82,7 +87,7 @@ def check_cell(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One fault at one moment."""
+    """Play one fault at one moment, and check the engines during and after it."""
     spec = moment.spec(replace(spec, options={**spec.options, **fault.options}))
     directory = tmp_path if fault.files else None
     scene = Scene(workshop, library, spec, fault.start, fault.stop, directory)
@@ -102,23 +107,24 @@ def check_cell(
 
 
 def check_while_it_lasts(scene: Scene, fault: Kind, moment: Moment) -> None:
-    """The same request and another one of the same prefix: they get what they can have."""
+    """Answer the same request and another of the same prefix. Both get the hits that the fault
+    allows."""
     hits = scene.again(READER, COUSIN)
     keeps = fault.keeps
     if scene.spec.model.states and keeps < STORED_CHUNKS * CHUNK:
-        keeps = 0  # without its state a prefix is of no use
+        keeps = 0  # a prefix without its state is useless
     assert moment.name == "reset" or hits >= keeps, f"{hits} tokens were found: {scene.failures()}"
     if not fault.options:
-        scene.rig.settle()  # what the cousin had to save has met the fault
+        scene.rig.settle()  # the cousin's own saves met the fault
     elif scene.faults.num_blocked:
         check_nothing_leaked(scene.rig, stuck=True)
 
 
 def check_afterwards(scene: Scene, fault: Kind) -> None:
-    """The same request again and again: all of it is found in the end, unless there is no store.
+    """Repeat the same request until its whole prefix hits, unless there is no store.
 
-    What an impatient engine finds is measured by no count of attempts: where the machine is busy,
-    an answer may take longer than it waits, however often it asks.
+    With an impatient engine, no number of attempts is enough: on a busy machine an answer may
+    always come after its timeout.
     """
     hits = scene.again(READER)
     if fault.name == "dead":
@@ -138,7 +144,8 @@ def check_afterwards(scene: Scene, fault: Kind) -> None:
 
 
 def check_rival(scene: Scene, fault: Kind) -> None:
-    """Whoever stands beside answers as without a pool, too, and shares nothing with strangers."""
+    """Assert that the rival answers as without a pool. A rival of another model or other options
+    must hit nothing."""
     if scene.rival is not None:
         scene.rival.expect(scene.rival.answers)
         hits = scene.rival.count("kvpool_hit_tokens")
@@ -146,15 +153,15 @@ def check_rival(scene: Scene, fault: Kind) -> None:
 
 
 def check_seen(scene: Scene, fault: Kind, moment: Moment) -> None:
-    """The engines have counted what happened: at least once, and damage no more than once."""
+    """Assert that the engines have counted the fault: at least once, and a damage at most once."""
     if not fault.seen:
         return
     counted = scene.num_failures(*fault.seen)
     if fault.name in DAMAGES:
-        # A latent, and a state beside it, is of all ranks.
+        # All ranks share a latent, and a state beside it.
         most = scene.spec.tp if scene.spec.model.latent else 1
         assert counted <= most, f"a bad cell was met again: {scene.failures()}"
     if moment.name == "reset" or (fault.name, moment.name) in UNSEEN:
-        return  # an object that was damaged has been removed with all others
+        return  # the reset removed the damaged object, too
     if moment.name in (fault.seen_at or MOMENTS):
         assert counted > 0, f"nobody has noticed: {scene.failures()}"

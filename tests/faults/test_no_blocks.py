@@ -18,24 +18,24 @@ from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 
 EXPECT_S = 0.2
 WINDOWS = FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0))  # three groups
-WINDOW_BLOCKS = 48  # for a request of 202 tokens, and not for its load besides
+WINDOW_BLOCKS = 48  # enough for a request of 202 tokens, too few with its load
 ALIASED = {"alias_tokens": 8}
-FULL_TOKENS, FULL_BLOCKS = 125, 9  # tokens, and drafts besides, that fill all blocks but vLLM's own
-TINY_BLOCKS = 20  # for either request, and not for what the other holds while it waits
+FULL_TOKENS, FULL_BLOCKS = 125, 9  # tokens that, with drafts, fill all blocks but vLLM's own
+TINY_BLOCKS = 20  # enough for one request, too few while the other holds blocks
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_first_in_line_gives_way_to_one_that_has_loaded(
     workshop: Workshop, library: Library, tp: int
 ) -> None:
-    """vLLM 0.27 looks no further than the first request that it has no blocks for; 0.32 has another
-    line for those that have loaded, and needs no help."""
+    """vLLM 0.27 stops at the first request that it has no blocks for. vLLM 0.32 queues loaded
+    requests apart, and needs no help."""
     spec = replace(RigSpec(tp=tp), num_blocks=TINY_BLOCKS)
     scene = Scene(workshop, library, spec, nothing, nothing)
     rig = scene.start_engine()
     for executor in rig.executors:
         executor.perform.hold("scatter")
-    # The first one waits for what is never stored; the second one's load takes longer than that.
+    # The first request waits for chunks that never come. The second one's load lasts longer.
     expect = {"expect_tokens": 6 * CHUNK, "expect_timeout_ms": int(1000 * EXPECT_S)}
     first = rig.add(READER, **expect)
     second = rig.add(COUSIN)
@@ -57,8 +57,8 @@ def test_the_first_in_line_gives_way_to_one_that_has_loaded(
 def test_a_request_with_most_blocks_whose_load_fails_is_computed(
     workshop: Workshop, tp: int, plans_ahead: bool
 ) -> None:
-    """vLLM keeps as many blocks free for the request as it needs, besides those of its next load:
-    more than there are."""
+    """Besides the blocks of the request's next load, vLLM keeps free as many as the request needs.
+    The cache is too small for both."""
     store = workshop.memory()
     writer = workshop.rig(RigSpec(model=WINDOWS), store)
     serve(writer, READER)
@@ -78,8 +78,8 @@ def test_a_request_with_most_blocks_whose_load_fails_is_computed(
 def test_a_request_that_fills_all_blocks_is_computed_where_drafts_leave_its_load_none(
     workshop: Workshop, drafter: str, plans_ahead: bool
 ) -> None:
-    """vLLM keeps a block free for drafts where it allocates a load, and not where the request is
-    computed."""
+    """vLLM keeps a block free for drafts when it allocates a load, but not when it computes the
+    request."""
     store = workshop.memory()
     writer = workshop.rig(RigSpec(options=ALIASED), store)
     serve(writer, READER[:FULL_TOKENS])

@@ -1,5 +1,7 @@
-"""What a prefill engine tells of a prompt that it hands over: never more than is stored, and where
-it ends, whatever befalls it."""
+"""Notices of a prefill engine about a prompt that it hands over.
+
+Whatever happens, they report no more than the stored chunks, and at last the prompt's end.
+"""
 
 import random
 import threading
@@ -33,7 +35,7 @@ SPEC = RigSpec(max_batched_tokens=STEP_TOKENS)
 
 
 class Watcher:
-    """A prefill engine, and a client that waits for `PROMPT` there and checks each notice."""
+    """A prefill engine, and a client that waits for notices of `PROMPT` and checks each of them."""
 
     def __init__(
         self, workshop: Workshop, spec: RigSpec = SPEC, near_stores: Sequence[str] = ()
@@ -66,7 +68,8 @@ class Watcher:
         self.rig.step()
 
     def hears_end(self, *, is_reset: bool = False) -> tuple[int, int]:
-        """What is told at last, once what is stored has reached its end; each notice is checked."""
+        """Check each notice until all chunks up to the end are stored. Return the last (stored,
+        ended)."""
         names = self.rig.pool._service.core._names
         while True:
             topic, *state = self.client.hears()
@@ -158,7 +161,7 @@ ENDS: dict[str, Callable[[Rig, str], None]] = {
 def test_request_that_ends_before_it_is_hashed_ends_the_hand_over(
     watcher: Watcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prompt's name is not known until then."""
+    """Before that, the prompt has no name."""
     lookups, hashed = watcher.rig.pool._service, threading.Event()
     begin = lookups._begin
     monkeypatch.setattr(lookups, "_begin", lambda *given: (hashed.wait(LIMIT_S), begin(*given))[1])
@@ -179,7 +182,7 @@ def test_request_that_ends_before_it_is_hashed_ends_the_hand_over(
 def test_request_that_ends_early_ends_the_hand_over_with_what_is_stored(
     watcher: Watcher, end: str, chunks: int
 ) -> None:
-    """Before any chunk is planned, and between chunks."""
+    """The request ends before any chunk is planned, or between chunks."""
     request = watcher.hand_over()
     state = watcher.rig.pool._requests[request]
     watcher.rig.run(LIMIT_S, until=lambda: state.chain is not None and state.next_save >= chunks)
@@ -333,7 +336,7 @@ def test_write_back_puts_a_prompt_that_is_handed_over_at_once(workshop: Workshop
 def test_chunks_that_leave_host_memory_after_the_lookup_end_the_hand_over_at_once(
     workshop: Workshop, windows: tuple[int, ...]
 ) -> None:
-    """vLLM's own cache has the prompt, so that only host memory's cells could be put."""
+    """vLLM's own cache has the prompt, so only cells in host memory could be put."""
     model = FakeModel(windows=windows)
     spec = replace(SPEC, model=model, options={"write_policy": "back"})
     with closing(Watcher(workshop, spec, ["host://1MiB"])) as watcher:
@@ -372,8 +375,8 @@ def test_models_with_windows_tell_the_whole_prompt(workshop: Workshop) -> None:
 
 
 ROUNDS = 8
-NUM_BLOCKS = (96, 384)  # of the few, saves may pin too few for several prompts at once
-SHARED = (  # prompts that begin alike, by chunks, and end inside a chunk, at its end or earlier
+NUM_BLOCKS = (96, 384)  # the smaller is too small to pin several prompts at once
+SHARED = (  # prompts with common first chunks that end inside a chunk, at its end or earlier
     PROMPT,
     PROMPT[: 4 * CHUNK + 9],
     PROMPT[: 4 * CHUNK],
@@ -385,7 +388,8 @@ MODELS = {"plain": FakeModel(), "windows": FakeModel(layers=6, windows=(40, 40, 
 
 
 class Told:
-    """Each notice of an engine's only rank, held against the store when it is told."""
+    """The notices of an engine with one rank. Each notice is compared with the store as it is
+    sent."""
 
     def __init__(self, workshop: Workshop, rig: Rig, url: str, patch: pytest.MonkeyPatch) -> None:
         self.store = workshop.plain_store(url)
@@ -407,7 +411,7 @@ class Told:
         return list(self.names.of_chunk(chunk_hash, self.names.anchor))
 
     def _tell(self, topic: bytes, stored: int, ended: int | None) -> None:
-        """Engine thread."""
+        """Take a notice, in the engine's thread."""
         has = [all(self.store.exists(self.keys_of(each))) for each in self.hashes[topic]]
         if not all(has[:stored]):
             self.wrong.append(f"told {stored} of {has}")
@@ -426,9 +430,8 @@ def test_requests_over_shared_prefixes_are_told_as_stored_only_with_what_the_sto
     host: list[str],
     model: str,
 ) -> None:
-    """Some requests are handed over and some are not, at once and one after the other, while the
-    store loses chunks, the engine its own cache, and puts fail. Without a failed put, and
-    with enough blocks, every prompt is stored whole."""
+    """Requests with and without hand-over run together, while chunks and caches are lost and puts
+    fail. Without a failed put, and with enough blocks, every prompt is stored whole."""
     rng, url = random.Random(seed), workshop.memory()
     num_blocks, options = rng.choice(NUM_BLOCKS), {"write_policy": policy}
     spec = replace(SPEC, model=MODELS[model], num_blocks=num_blocks, options=options)
@@ -470,7 +473,7 @@ ALL_MODELS = {**MODELS, "states": FakeModel(layers=4, states=(0, 2))}
 
 
 def lose_nothing(store: Store, rig: Rig) -> None:
-    """The store has no chunk yet."""
+    """Remove nothing: the store has no chunk yet."""
 
 
 def lose_all(store: Store, rig: Rig) -> None:
@@ -495,7 +498,7 @@ def test_prompt_that_host_memory_alone_has_is_loaded_by_the_engine_it_is_handed_
     *,
     keeps_blocks: bool,
 ) -> None:
-    """The engine that hands it over loads it from there, or has it in its own cache."""
+    """Prefill loads the prompt from host memory, or has it in its own cache."""
     url, spec = (
         workshop.memory(),
         replace(SPEC, model=ALL_MODELS[model], num_blocks=max(NUM_BLOCKS)),

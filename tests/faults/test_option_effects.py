@@ -1,6 +1,6 @@
 """Every option of the pool and of a request has an effect, seen from outside a whole engine.
 
-A case sets an option of the connector, or a field of a request's `kv_transfer_params`, and observes
+A case sets an option of the connector, or a field of a request's `kv_transfer_params`. It observes
 the difference in answers, counters, stores, files or the log. An option without a case fails the
 walk at the end. The engine is vLLM's scheduler and the connector over a fake model (`rig.py`).
 """
@@ -45,17 +45,17 @@ ANSWER_TOKENS = 3
 LIMIT_S = 60.0
 LONG_MS, SHORT_MS = 30_000, 30
 LONG_S, SHORT_S = 30.0, 0.05
-TURNS = 30  # steps of an engine that waits, in which nothing may happen
-HELD_S = 0.6  # a put that an exit waits for, or not
-SLOW_S = 0.2  # a load that costs more than computing
+TURNS = 30  # steps of a waiting engine in which nothing may happen
+HELD_S = 0.6  # duration of a put at exit
+SLOW_S = 0.2  # delay that makes a load slower than computing
 DAY_NS = 86_400 * 10**9
-FLOOD = 10  # prompts; more than a directory of 1 MiB has room for
-ELSEWHERE = "tcp://192.0.2.1:9"  # an address that nobody has (RFC 5737)
+FLOOD = 10  # more prompts than fit into a directory of 1 MiB
+ELSEWHERE = "tcp://192.0.2.1:9"  # an unassigned address (RFC 5737)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What cases build engines with."""
+    """The fixtures with which cases build engines."""
 
     workshop: Workshop
     tmp_path: Path
@@ -85,7 +85,7 @@ class Bench:
 
 
 def serve(rig: Rig, prompt: list[int] = PROMPT, **asked: Any) -> float:
-    """Answer a prompt as without a pool, and return its hit tokens."""
+    """Answer a prompt, assert that its output is right, and return its hit tokens."""
     before = rig.count("kvpool_hit_tokens")
     request_id = rig.add(prompt, ANSWER_TOKENS, **asked)
     rig.run(LIMIT_S)
@@ -106,7 +106,8 @@ def waits(rig: Rig, request_id: str) -> bool:
 
 
 def wait_for(condition: Callable[[], bool], *stepping: Rig) -> None:
-    """Wait until threads of an engine have come so far; `stepping` engines go on meanwhile."""
+    """Wait for `condition`, which threads of an engine make true; `stepping` engines step
+    meanwhile."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline
@@ -189,7 +190,7 @@ def write_policy(bench: Bench) -> None:
 
 @shows(OPTIONS)
 def prefetch(bench: Bench) -> None:
-    """The second request in the queue has its cells in host memory before its turn."""
+    """The cells of the second queued request are in host memory before its turn."""
     url = bench.stored()
     for is_on in (True, False):
         spec = RigSpec(num_blocks=16, options={"prefetch": is_on})
@@ -226,7 +227,7 @@ def layerwise(bench: Bench) -> None:
 
 @shows(OPTIONS)
 def load_policy(bench: Bench) -> None:
-    """From a store that is slower than computing, the second hit is not loaded."""
+    """The store is slower than computing, so the second hit is not loaded."""
     other, long = ([3 + n * i % 900 for i in range(m * WHOLE)] for n, m in ((11, 1), (5, 2)))
     url = bench.stored()
     serve(bench.rig(url, "writer"), other)
@@ -234,7 +235,7 @@ def load_policy(bench: Bench) -> None:
     bench.workshop.faults.inject(Fault.SLOW, "get", store="reader.0")
     for policy, found in (("always", WHOLE - 1), ("auto", 0)):
         rig = bench.rig(url, "reader", load_policy=policy)
-        serve(rig, long, save=False)  # tells what computing costs
+        serve(rig, long, save=False)  # measures the cost of computing
         assert serve(rig) == WHOLE
         assert serve(rig, other) == found
 
@@ -330,7 +331,8 @@ def save_decode(bench: Bench) -> None:
 
 @shows(OPTIONS)
 def alias_tokens(bench: Bench) -> None:
-    """A prompt that parts from a stored one inside a chunk finds the blocks before that."""
+    """A prompt that differs from a stored one inside a chunk hits the blocks before the
+    difference."""
     parted = [*PROMPT[: WHOLE - BLOCK], *reversed(PROMPT)]
     for step in (0, 8):
         url = bench.stored(alias_tokens=step)
@@ -340,7 +342,7 @@ def alias_tokens(bench: Bench) -> None:
 
 @shows(OPTIONS)
 def drafts(bench: Bench) -> None:
-    """What each value makes of the drafter's layer, in an engine's configuration."""
+    """Compare the drafter's layer in an engine's configuration for each value of `drafts`."""
     shape = EvenShape(layers=2)
     model = make_model(bench.tmp_path, shape)
     config = EngineArgs(
@@ -374,7 +376,7 @@ def drafts(bench: Bench) -> None:
 
 @shows(OPTIONS)
 def verify(bench: Bench) -> None:
-    """A bit of a cell's rows has changed in the store."""
+    """A bit of a cell's rows is flipped in the store."""
     url = bench.stored()
     bench.workshop.faults.inject(Fault.FLIPPED, "get", store="reader.0")
     assert bench.hits(url, verify="checksum") < WHOLE
@@ -405,7 +407,7 @@ def notice_listen(bench: Bench) -> None:
 
 @shows(OPTIONS)
 def allowed_peers(bench: Bench) -> None:
-    """Another host's notices are listened to only where the host is allowed."""
+    """Notices of another host are read only if the host is allowed."""
     for allowed, refused in (((), 1), (("192.0.2.0/24",), 0)):
         rig = bench.rig(allowed_peers=list(allowed))
         asked = {"expect_tokens": WHOLE, "expect_timeout_ms": SHORT_MS, "notices": [ELSEWHERE]}
@@ -463,7 +465,8 @@ def trace_file(bench: Bench) -> None:
 
 
 class logged(logging.Handler):
-    """The package's lines, which go to vLLM's handlers once a connector has started."""
+    """A handler that captures the package's log lines, which go to vLLM's handlers once a connector
+    has started."""
 
     def __enter__(self) -> list[str]:
         self.lines: list[str] = []
@@ -547,7 +550,7 @@ def expect_from(bench: Bench) -> None:
 
 @shows(REQUEST)
 def notices(bench: Bench) -> None:
-    """A reader that may only listen: its store hangs until the notice has come."""
+    """The reader can only rely on notices: its store hangs until the notice has come."""
     for hears in (True, False):
         url = bench.workshop.memory()
         writer, reader = bench.rig(url, "writer"), bench.rig(url, "reader")
@@ -599,7 +602,7 @@ def tenant(bench: Bench) -> None:
     assert rig.count("kvpool_tenant_tokens", "tenant=quiet") == WHOLE
 
 
-# The walks
+# Coverage of all options
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
-"""Whatever comes, in whatever order: random requests, faults, evictions, aborts and resets.
+"""Random requests, faults, evictions, aborts and resets, in random order.
 
-Every step is one of vLLM's scheduler. Each row that is read is compared, the invariants of our
-bookkeeping are checked after every step, and at the end every request has its answer, what is saved
-is found again, and nobody holds anything. A failure names its seed: the same seed makes the same
-choices, though threads may take their turns otherwise.
+Every step is a step of vLLM's scheduler. Each row that is read is compared, and each step checks
+the invariants of our bookkeeping. At the end every request has its answer, saved chunks are found
+again, and no resource is held. A failure names its seed: the same seed makes the same choices, but
+threads may run in another order.
 """
 
 import random
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 600
 DELAYS_FREES = vllm.__version__ == NEWEST
-"""Older releases mistake tokens of steps in flight after a preemption, and reuse their blocks."""
+"""Older releases mishandle tokens of steps in flight after a preemption, and reuse their blocks."""
 DRAFTERS = ("", "eagle", "draft_model") if DELAYS_FREES else ("",)
 MOST_LIVE = 6
 MOST_DEATHS = 12  # fewer than threads that an executor starts anew
@@ -51,7 +51,7 @@ def spec_of(rng: random.Random, model: FakeModel, blocks: Sequence[int]) -> RigS
         "prefetch": rng.random() < 0.7,
         "alias_tokens": rng.choice([0, 8]),
         "staging_bytes": rng.choice(["128KiB", "1MiB"]),
-        # What is stuck is given up soon, what is only late on a busy machine may be.
+        # Short timeouts for hung calls, long ones for calls that a busy machine delays.
         "load_timeout_s": 0.3,
         "call_timeout_s": 0.3,
         "lookup_timeout_ms": 200,
@@ -67,7 +67,8 @@ def spec_of(rng: random.Random, model: FakeModel, blocks: Sequence[int]) -> RigS
 
 
 class Prompts:
-    """Paths of a small tree, whose inner nodes are mostly whole chunks, and a tail of their own."""
+    """Random prompts: a path of a small tree, whose inner nodes are mostly whole chunks, and a
+    tail."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -86,7 +87,7 @@ class Prompts:
 
 
 class Driver:
-    """One seed: a rig, and what is done to it between its steps."""
+    """A rig, and the random actions on it between its steps, of one seed."""
 
     def __init__(
         self,
@@ -204,7 +205,7 @@ class Driver:
     def preempt_all(self) -> None:
         if not DELAYS_FREES or self.rng.random() < 0.5:
             self.rig.drain()
-        with suppress(RuntimeError):  # blocks are held by loads, saves or steps that are planned
+        with suppress(RuntimeError):  # loads, saves or planned steps hold blocks
             self.rig.reset(running=True, connector=self.rng.random() < 0.3)
 
     def sleep(self) -> None:
@@ -230,7 +231,8 @@ class Driver:
         check(self.rig.pool)
 
     def finish(self) -> None:
-        """Nothing more comes; all that is there ends well."""
+        """End all faults, run to the end, and assert that all requests end well and nothing
+        leaks."""
         self.faults.heal()
         for executor_ in self.rig.executors:
             executor_.perform.spare()
@@ -250,7 +252,7 @@ def test_random_steps(seed: int, workshop: Workshop, library: Library) -> None:
 
 
 def live(driver: Driver) -> None:
-    """A life of `STEPS` steps."""
+    """Take `STEPS` steps, with random actions between them."""
     try:
         for _ in range(STEPS):
             driver.step()

@@ -1,4 +1,4 @@
-"""What a release of vLLM lacks is done without, and said."""
+"""Older releases of vLLM: the pool works without a missing feature, and logs the lack."""
 
 import logging
 
@@ -18,7 +18,7 @@ ASKS = hasattr(KVConnectorBase_V1, "has_pending_push_work")
 def test_events_without_a_locality_are_not_published_and_the_log_says_so(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Host memory and Mooncake would be one medium."""
+    """Without a locality, host memory and Mooncake would be the same medium."""
     monkeypatch.setattr(compat, "tells_locality", lambda: False)
     log = logging.getLogger("vllm_kvpool.connector")
     log.addHandler(caplog.handler)  # the pool's log goes to vLLM's handlers alone
@@ -37,7 +37,7 @@ def test_events_without_a_locality_are_not_published_and_the_log_says_so(
 def test_an_idle_engine_makes_steps_while_the_pool_has_work(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, is_pending: bool
 ) -> None:
-    """vLLM 0.23 does not ask connectors for it."""
+    """vLLM 0.23 does not ask connectors for pending work."""
     rig = workshop.rig(RigSpec(), workshop.memory())
     rig.add(tokens(2, 4 * CHUNK), 1)
     rig.run(SLACK_S)

@@ -1,4 +1,4 @@
-"""A pool that is emptied stays empty of what was on its way into it."""
+"""A reset pool also drops the chunks that were on their way into it."""
 
 import pytest
 
@@ -22,10 +22,10 @@ def test_what_was_being_saved_does_not_come_back(
     rig.run(SLACK_S)
     rig.expect(ids)
     assert rig.reset(connector=True)
-    rig.step()  # the workers are told
+    rig.step()  # informs the workers
     for executor in rig.executors:
         executor.perform.release()
-    # They say when nothing is on its way any more, and it is removed once more.
+    # The workers report that no put is in flight; then the pool is removed once more.
     scene.wait(lambda: rig.step() or not rig.pool._validity.reset.pending)
     rig.settle()
     assert isinstance(scene.store, MemoryStore)
@@ -36,10 +36,10 @@ def test_what_was_being_saved_does_not_come_back(
 def test_a_reset_of_running_requests_while_one_loads_is_refused_and_the_engine_goes_on(
     workshop: Workshop, library: Library
 ) -> None:
-    """vLLM frees no blocks that something is still coming into, whatever connector brings it.
+    """vLLM frees no blocks that a load still writes, of any connector.
 
-    Nothing of it is lost or left, the connector's own cache is not reset, and once the request runs
-    the same call succeeds.
+    A refused reset loses and leaks nothing, and the connector's own cache is not reset. The same
+    call succeeds once the request runs.
     """
     scene = Scene(workshop, library, RigSpec(), nothing, nothing)
     rig = scene.start_engine()

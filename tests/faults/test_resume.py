@@ -1,4 +1,5 @@
-"""A load that fails keeps what came before, in every rank; or it ends the request, if so wished."""
+"""A failed load keeps the chunks before the failure, on every rank, or ends the request if so
+configured."""
 
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -14,7 +15,7 @@ OFFERED = STORED_CHUNKS * CHUNK
 
 
 def damage(scene: Scene, chunk: int, head: int) -> None:
-    """One cell of a chunk; with two ranks each head is another rank's."""
+    """Damage the cell of one head of a chunk; with two ranks each head is on another rank."""
     key = next(key for key in scene.library.chunks[chunk] if f"@{HeadShard(head)}@" in key)
     scene.write(key, flip(scene, scene.library.objects[key]))
 
@@ -26,7 +27,8 @@ def start(workshop: Workshop, library: Library, spec: RigSpec) -> Scene:
 
 
 def computed_before(scene: Scene, request_id: str) -> list[int]:
-    """Filled with the tokens that the request had when it was scheduled for the first time."""
+    """Return a list that will hold the number of tokens already computed when the request is first
+    scheduled."""
     found: list[int] = []
 
     def look(output: SchedulerOutput) -> None:

@@ -1,4 +1,4 @@
-"""The rig itself: it runs as engines do, and it sees a single wrong byte."""
+"""The rig itself: it runs like an engine, and detects a single wrong byte."""
 
 import random
 
@@ -16,7 +16,8 @@ LIMIT_S = 20.0
 def test_an_engine_waits_for_a_store_that_opens_slowly(
     workshop: Workshop, library: Library
 ) -> None:
-    """As a directory does whose disk others fill: only an attempt that fails is not waited for."""
+    """A directory on a busy disk opens slowly, and the engine waits. It does not wait after a
+    failed attempt."""
     workshop.slow_s = 0.5
     scene = Scene(workshop, library, RigSpec(), lambda _: None, lambda _: None)
     workshop.faults.inject(Fault.SLOW, "open")
@@ -39,7 +40,7 @@ def test_one_wrong_element_of_a_page_is_seen(workshop: Workshop, tp: int) -> Non
 
 @pytest.mark.parametrize("plans_ahead", [False, True])
 def test_drafts_are_accepted_in_part(workshop: Workshop, plans_ahead: bool) -> None:
-    """Without drafts a token takes a step, and with right ones alone `NUM_DRAFTS + 1` tokens do."""
+    """Without drafts a step makes one token; with right drafts only, it makes `NUM_DRAFTS + 1`."""
     spec = RigSpec(drafter="eagle", plans_ahead=plans_ahead)
     rig, num_tokens = workshop.rig(spec, workshop.memory()), 80
     request_id, scheduled = rig.add(PROMPT[:10], num_tokens), list[int]()

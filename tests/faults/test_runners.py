@@ -1,7 +1,7 @@
-"""Every order in which model runners call the connector: the same bytes, everything reported once.
+"""Every order in which model runners call the connector: equal bytes, and each report once.
 
-Each step is one of vLLM's scheduler, over random requests and plans; every row that is read is
-compared, and a save that is posted while the forward pass runs fails the step.
+Each step is a step of vLLM's scheduler, over random requests and plans. Every row that is read is
+compared. A save that is posted during the forward pass fails the step.
 """
 
 import random
@@ -26,7 +26,7 @@ END_S = 30.0
 def test_steps_in_the_order_of_a_runner(workshop: Workshop, runner: str, tp: int) -> None:
     rng = random.Random(f"{runner} {tp}")
     options = {"save_decode": True, "write_policy": rng.choice(["back", "through"])}
-    # Few blocks: requests are preempted, and go on from what they have saved themselves.
+    # Few blocks: preempted requests resume from their own saves.
     spec = RigSpec(
         tp=tp, num_blocks=28, runner=runner, plans_ahead=rng.random() < 0.5, options=options
     )
@@ -37,7 +37,7 @@ def test_steps_in_the_order_of_a_runner(workshop: Workshop, runner: str, tp: int
     rig.run(END_S)
     rig.settle()
     rig.reset()
-    rig.add(stored, 40)  # is loaded among the others, however fast these are
+    rig.add(stored, 40)  # loads among the other requests, even if these are fast
     for _ in range(STEPS):
         live = [r for r, answer in rig.answers.items() if not answer.ended]
         if len(live) < 4 and rng.random() < 0.4:
@@ -73,14 +73,14 @@ def test_what_one_runner_saves_every_other_loads(workshop: Workshop, runner: str
 
 
 class OutOfMemoryError(Exception):
-    """Of a device, in the middle of a forward pass."""
+    """The device runs out of memory in the middle of a forward pass."""
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_step_that_fails_stores_nothing(workshop: Workshop, runner: str, goes_on: bool) -> None:
-    """vLLM's first runner waits for the saves even so, and its engine flushes them as it ends. A
-    program that catches the error may go on with an engine in its own process."""
+    """vLLM's first runner still waits for the saves, and the engine flushes them when it ends. A
+    program may catch the error and continue with an engine in its own process."""
     store = workshop.memory()
     prompt = tokens(1, 3 * CHUNK + 5)
     writer = workshop.rig(RigSpec(runner=runner, max_batched_tokens=2 * CHUNK), store)
@@ -97,7 +97,7 @@ def test_step_that_fails_stores_nothing(workshop: Workshop, runner: str, goes_on
             writer.run(END_S)
     if goes_on:
         with pytest.MonkeyPatch.context() as patch:
-            # Rows of the failed step are wrong in vLLM, too.
+            # The failed step's rows are wrong in vLLM as well.
             patch.setattr(writer, "_read", lambda request_id, share: [1])
             writer.run(END_S)
         check_nothing_leaked(writer)

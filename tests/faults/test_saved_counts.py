@@ -1,4 +1,5 @@
-"""What a user reads of saves is what stores have: with a full one, a dead one, and host memory."""
+"""Counters of saved tokens equal the content of the stores: a full store, a dead one, host
+memory."""
 
 import pytest
 
@@ -21,7 +22,7 @@ TOKENS = NUM_CHUNKS * CHUNK
 def test_tokens_count_as_saved_where_every_rank_has_stored_them(
     workshop: Workshop, fault: Fault | None, reason: str, tp: int
 ) -> None:
-    """After the last request, without a further one."""
+    """The counters are right after the last request, without a further request."""
     if fault is not None:
         workshop.faults.inject(fault, "put")
     rig = workshop.rig(RigSpec(tp=tp, max_batched_tokens=512), workshop.memory())

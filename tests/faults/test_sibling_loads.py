@@ -1,7 +1,7 @@
-"""Beside a connector whose loads bring nothing: what the pool holds is right for other engines.
+"""The pool beside a connector whose loads bring nothing: its cells are right for other engines.
 
-The engine beside it may answer wrongly, as vLLM lets requests go on from blocks that another one
-is to compute again. Whatever it does, a second engine that reads the pool reads right rows.
+The engine itself may answer wrongly, because vLLM lets requests continue from blocks that another
+request is to recompute. A second engine that reads the pool always reads right rows.
 """
 
 import random
@@ -28,7 +28,7 @@ SIBLINGS = [
 
 
 def engines(workshop: Workshop, spec: RigSpec) -> tuple[Rig, Rig]:
-    """One beside the other connector, and one without it that shares its pool."""
+    """Return an engine with the sibling connector, and a reader without it, over the same store."""
     store = workshop.memory()
     return workshop.rig(spec, store), workshop.rig(RigSpec(tp=spec.tp), store, name="reader")
 
@@ -43,7 +43,7 @@ def test_a_load_that_fails(workshop: Workshop, sibling: Sibling, max_tokens: int
     hits = serve(reader, READER)
     if sibling.policy == "recompute":
         rig.expect(ids)
-        # What is loaded within a step is not saved, and vLLM waits for a load that is not.
+        # The pool does not save tokens loaded within a step. vLLM waits for asynchronous loads.
         assert hits == (len(READER) // CHUNK * CHUNK if sibling.asynchronous else 0)
     else:
         assert {rig.answers[each].ended for each in ids} == {"error"}

@@ -1,4 +1,4 @@
-"""A store that takes cells more slowly than steps make them: saves wait for it, steps do not."""
+"""A store slower than the steps: saves wait for the store, steps do not."""
 
 import time
 
@@ -9,7 +9,7 @@ from tests.support.faults import Fault
 
 PUT_S = 1.0
 STEP_S = 0.5
-"""Longer than a step of the rig takes, also on a busy machine; shorter than a put."""
+"""Longer than a step of the rig, even on a busy machine, and shorter than a put."""
 PROMPTS = [tokens(50 + number, 9 * CHUNK) for number in range(8)]
 
 

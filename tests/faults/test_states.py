@@ -40,7 +40,8 @@ PROMPT = tokens(5, 300)
 
 
 def last_boundary(prompt: Sequence[int]) -> int:
-    """Where vLLM keeps a state of a prompt: the last block that leaves a token to compute."""
+    """Return the last block boundary of a prompt that leaves a token to compute; vLLM keeps a state
+    there."""
     return (len(prompt) - 1) // BLOCK * BLOCK
 
 
@@ -55,7 +56,7 @@ def test_the_engine_has_groups_as_expected(workshop: Workshop) -> None:
 
 
 def test_chunks_larger_than_blocks_have_states_at_their_ends(workshop: Workshop) -> None:
-    """vLLM by itself keeps one after the last block, which may end within a chunk."""
+    """vLLM by itself keeps a state after the last block, which may end within a chunk."""
     store = workshop.memory()
     spec = replace(SPEC, options={"chunk_tokens": 2 * BLOCK})
     writer = workshop.rig(spec, store)
@@ -68,7 +69,7 @@ def test_chunks_larger_than_blocks_have_states_at_their_ends(workshop: Workshop)
 
 
 def test_turns_of_a_conversation_go_on_from_the_last_one(workshop: Workshop) -> None:
-    """In whichever engine: at most a block of the turn before is computed again."""
+    """Any engine recomputes at most one block of the last turn."""
     store = workshop.memory()
     rigs = [workshop.rig(replace(SPEC, tp=tp), store) for tp in (1, 2)]
     turn = tokens(1, 100)
@@ -88,7 +89,8 @@ def test_turns_of_a_conversation_go_on_from_the_last_one(workshop: Workshop) -> 
 
 
 def test_a_shared_prefix_gets_a_state_once_a_second_request_has_it(workshop: Workshop) -> None:
-    """vLLM sees shared prefixes in its own cache only; the pool tells it of its own."""
+    """vLLM sees shared prefixes only in its own cache. The pool reports those that it has
+    stored."""
     store = workshop.memory()
     system = tokens(1, 8 * BLOCK)
     hits = []
@@ -101,13 +103,13 @@ def test_a_shared_prefix_gets_a_state_once_a_second_request_has_it(workshop: Wor
 
 
 def test_an_engine_without_a_load_of_its_own_tokens_keeps_its_states(workshop: Workshop) -> None:
-    """Beside vLLM's own cache: the deeper of both is taken, and nothing is stored twice."""
+    """The deeper hit of vLLM's own cache and the pool is taken, and nothing is stored twice."""
     store = workshop.memory()
     rig = workshop.rig(SPEC, store)
     serve(rig, PROMPT)
     saved = rig.count("kvpool_saved_states")
     assert saved == 1
-    assert serve(rig, PROMPT) == 0  # its own cache has it
+    assert serve(rig, PROMPT) == 0  # hit in the engine's own cache
     assert rig.reset()
     assert serve(rig, PROMPT) == last_boundary(PROMPT)
     assert rig.count("kvpool_saved_states") == saved
@@ -115,7 +117,7 @@ def test_an_engine_without_a_load_of_its_own_tokens_keeps_its_states(workshop: W
 
 
 def test_a_hit_pins_the_state_that_it_loads(workshop: Workshop) -> None:
-    """As the cells of attention before it: a pinned prefix is of no use without its state."""
+    """The pin covers the state, too: a pinned prefix is of no use without its state."""
     store = workshop.memory()
     writer, reader = workshop.rig(SPEC, store), workshop.rig(SPEC, store)
     serve(writer, PROMPT)
@@ -129,7 +131,7 @@ def test_a_hit_pins_the_state_that_it_loads(workshop: Workshop) -> None:
 
 
 def test_a_hit_in_the_engines_own_cache_pins_its_state_too(workshop: Workshop) -> None:
-    """vLLM does not offer it: it has offered it when it was computed."""
+    """vLLM does not offer the state of such a hit: it offered the state when it was computed."""
     rig = workshop.rig(SPEC, workshop.memory())
     serve(rig, PROMPT)
     assert rig.count("kvpool_saved_states") == 1
@@ -141,7 +143,7 @@ def test_a_hit_in_the_engines_own_cache_pins_its_state_too(workshop: Workshop) -
     assert rig.count("kvpool_saved_states") == 2
     rig.settle()
     assert rig.reset()
-    assert serve(rig, PROMPT) == last_boundary(PROMPT)  # it is the right one
+    assert serve(rig, PROMPT) == last_boundary(PROMPT)  # the state is the right one
     end(workshop, rig)
 
 
@@ -149,7 +151,7 @@ def test_a_hit_in_the_engines_own_cache_pins_its_state_too(workshop: Workshop) -
 def test_what_the_pool_has_lost_is_stored_again_from_the_engines_own_cache(
     workshop: Workshop, part: str
 ) -> None:
-    """The state too, which vLLM has offered when it was computed."""
+    """The state is stored again, too. vLLM has offered it only when it was computed."""
     store = workshop.memory()
     writer = workshop.rig(SPEC, store)
     serve(writer, PROMPT)
@@ -157,7 +159,7 @@ def test_what_the_pool_has_lost_is_stored_again_from_the_engines_own_cache(
     plain = workshop.plain_store(store)
     assert isinstance(plain, MemoryStore)
     plain.remove([key for key in plain._table.list_keys() if part in key])
-    assert serve(writer, PROMPT) == 0  # its own cache has it
+    assert serve(writer, PROMPT) == 0  # hit in the engine's own cache
     writer.settle()
     reader = workshop.rig(replace(SPEC, tp=2), store)
     assert serve(reader, PROMPT) == last_boundary(PROMPT)
@@ -192,7 +194,7 @@ def test_after_a_failed_load_an_earlier_boundary_is_loaded(
 
 
 def test_a_client_is_told_what_another_engine_can_load(workshop: Workshop) -> None:
-    """A hand-over from prefill to decode: at most a block is computed again."""
+    """After a hand-over from prefill to decode, at most one block is recomputed."""
     store = workshop.memory()
     prefill = workshop.rig(SPEC, store)
     request_id = prefill.add(PROMPT, 1)
@@ -222,7 +224,7 @@ def test_a_decoding_engine_waits_for_the_state(workshop: Workshop) -> None:
 
 
 def test_states_of_requests_that_end_early_have_their_own_names(workshop: Workshop) -> None:
-    """Aborted or preempted in any step: what is stored is right or is not there."""
+    """The request is aborted or preempted in any step. A stored state is right, or absent."""
     for stop in range(1, 8):
         store = workshop.memory()
         rig = workshop.rig(replace(SPEC, max_batched_tokens=48), store)
@@ -285,6 +287,6 @@ def test_matrix(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every fault at every moment; those of some cells befall a state."""
+    """Play every fault at every moment. Faults of single cells damage a state."""
     spec = replace(MATRIX_SPEC, tp=tp, plans_ahead=tp == 2)
     check_cell(fault, moment, spec, workshop, with_states, tmp_path, monkeypatch)

@@ -17,7 +17,7 @@ LIMIT_S = 60.0
 def test_files_of_each_host_serve_hits_only_beside_a_store_of_both(
     workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_shared: bool
 ) -> None:
-    """Answers are right either way: the rig compares every row that its model reads."""
+    """Answers are right in both cases: the rig compares every row that its model reads."""
     shared = [workshop.memory()] if is_shared else []
     first, second = (
         [*shared, f"file://{tmp_path}/{host}/kvpool?size=64MiB"] for host in ("a", "b")

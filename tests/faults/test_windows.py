@@ -34,7 +34,8 @@ def test_the_engine_has_groups_as_expected(workshop: Workshop) -> None:
 def test_of_a_prompt_with_too_many_blocks_to_be_pinned_more_is_found_each_time(
     workshop: Workshop,
 ) -> None:
-    """What windows let go of it before there is room for its save is missing at first."""
+    """While the save waits for room, windows free blocks that are not saved yet. Later requests
+    save them."""
     store, hits = workshop.memory(), []
     for _ in range(4):
         rig = workshop.rig(RigSpec(model=HYBRID, max_batched_tokens=512, num_blocks=96), store)
@@ -105,7 +106,7 @@ def test_requests_that_are_aborted_leave_nothing(workshop: Workshop, model: Fake
 
 
 def test_blocks_are_let_go_while_a_request_runs(workshop: Workshop) -> None:
-    """Otherwise the tests above would show nothing."""
+    """The tests above need windows that free blocks."""
     rig = workshop.rig(RigSpec(model=HYBRID, max_batched_tokens=24), workshop.memory())
     request_id = rig.add(PROMPT)
     most = [0, 0]
@@ -126,5 +127,5 @@ def test_blocks_are_let_go_while_a_request_runs(workshop: Workshop) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("seed", seeds(4, 12))
 def test_random_steps(seed: int, workshop: Workshop, library: Library) -> None:
-    """With blocks for any request alone."""
+    """The cache has blocks for any single request."""
     live(Driver(workshop, seed, model=HYBRID, blocks=(40, 96)))

@@ -1,4 +1,4 @@
-"""Makes rigs: configurations, the models' weights on disk, and stores that can be made to fail."""
+"""A factory of rigs: configurations, model weights on disk, and stores that can be made to fail."""
 
 import copy
 import itertools
@@ -56,12 +56,15 @@ WITH_WINDOWS = pytest.mark.skipif(
 WITH_STATES = pytest.mark.skipif(
     not compat.offers_states(), reason="this release of vLLM offers no states"
 )
-_NUMBERS = itertools.count()  # of memory stores, which are the process's and not a workshop's
+_NUMBERS = itertools.count()  # for memory stores, which belong to the process, not to a workshop
 
 
 class Workshop:
-    """Within a `with`, every store that is opened obeys `faults`, under the name of who opened it:
-    `{rig}.scheduler` or `{rig}.rank`. What is left of rigs at its end is closed."""
+    """A factory of rigs and stores.
+
+    Within its `with` block, every store that is opened obeys `faults`, under the name of its
+    opener: `{rig}.scheduler` or `{rig}.rank`. At the end all rigs that are still open are closed.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -75,7 +78,7 @@ class Workshop:
         self._base = cache(self._make_base)
         self.faults = Faults()
         self.slow_s = 0.0
-        """How long a call takes that is slow."""
+        """Seconds that a slow call takes."""
 
     def __enter__(self) -> Self:
         self.slow_s = 0.0
@@ -100,11 +103,11 @@ class Workshop:
         logging.getLogger("vllm").setLevel(self._chatter)
 
     def memory(self) -> str:
-        """The url of a store that nobody has used yet."""
+        """Return the URL of an unused memory store."""
         return f"memory://rig{next(_NUMBERS)}"
 
     def plain_store(self, url: str) -> Store:
-        """A store that obeys nobody: to look at what engines have put there, and to change it."""
+        """Return a store without faults, to read and change the objects that engines have put."""
         self._opening = ""
         threads = NewThreads()
         store = open_store(parse_store_url(url), segment=False)
@@ -139,11 +142,12 @@ class Workshop:
         return rig
 
     def pool_threads(self) -> list[threading.Thread]:
-        """The pool's threads that live, of this test's rigs."""
+        """Return the pool's live threads, of this test's rigs."""
         return [each for each in self._threads.alive("kvpool") if each not in self._own]
 
     def asks_stores(self, rig: Rig) -> bool:
-        """Whether no part of the engine leaves its store alone, or waits for it."""
+        """Return True if every part of the engine asks its stores, and no lookup waits for an
+        answer."""
         lookups = rig.pool._service
         stores = cast("Sequence[GuardedStore]", lookups._stores)
         tiers = [each for executor in rig.executors for each in executor.engine.context.health]
@@ -154,7 +158,7 @@ class Workshop:
         )
 
     def may_try_tiers(self, rig: Rig) -> bool:
-        """Whether the next lookup tries a tier that lookups have left alone."""
+        """Return True if the next lookup tries a tier that lookups have left alone."""
         now = time.monotonic()
         tiers = rig.pool._service.core._tiers
         return any(tier.call is None and tier.pace.may_be_tried(now) for tier in tiers)
@@ -181,7 +185,7 @@ class Workshop:
             config.cache_config.prefix_cache_retention_interval = spec.retention_interval
         if spec.events:
             config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-        # As engines find it to be on the CPU; indexers are of GPUs, where a block has all layers.
+        # The layout of CPU engines. Indexers exist on GPUs only, where a block has all layers.
         config.cache_config.kv_cache_layout = "BLHNC" if spec.model.indexers else "LBHNC"
         config.kv_transfer_config = None
         if spec.pool:
@@ -211,7 +215,7 @@ class Workshop:
             async_scheduling=False,
             speculative_config=dict(speculation(drafter, weights, NUM_DRAFTS)) if drafter else None,
         ).create_engine_config()
-        # Of MLA, CPU engines want whole prefills without a cache of prefixes; rigs have no kernels.
+        # With MLA, CPU engines refuse prefix caching and chunked prefill; rigs run no kernels.
         config.scheduler_config.enable_chunked_prefill = True
         config.scheduler_config.max_num_batched_tokens = max_batched_tokens
         config.cache_config.enable_prefix_caching = True
@@ -238,7 +242,7 @@ class Workshop:
 
 
 def _beside(sibling: Sibling, pool: KVTransferConfig) -> KVTransferConfig:
-    """The configuration of a MultiConnector of both."""
+    """Return the configuration of a MultiConnector of both."""
     empty_loads = {
         "kv_connector": "EmptyLoads",
         "kv_connector_module_path": "tests.support.empty_loads",
@@ -289,7 +293,7 @@ def _cache_config(spec: RigSpec, config: Any) -> KVCacheConfig:
         specs |= _of_indexers(model, specs)
     groups = get_kv_cache_groups(config, specs)
     tensors = tensors_of(list(specs))
-    if model.indexers:  # the bytes of a page say what a layer is
+    if model.indexers:  # the page's size identifies the kind of layer
         sizes = {spec.page_size_bytes for spec in specs.values()}
         tensors = [
             KVCacheTensor(
@@ -307,7 +311,8 @@ def _cache_config(spec: RigSpec, config: Any) -> KVCacheConfig:
 
 
 def _of_indexers(model: FakeModel, specs: dict[str, Any]) -> dict[str, Any]:
-    """The caches of indexers in place of those with the same names, and their rings."""
+    """Return the cache configuration with indexer caches in place of those with the same names, and
+    with their rings."""
     from vllm.v1.kv_cache_interface import CircularBufferSpec, SparseCacheRole
 
     keys = MLAAttentionSpec(

@@ -119,7 +119,7 @@ def test_any_parameters_of_a_request(params: Any) -> None:
     ids=lambda params: type(params).__name__,
 )
 def test_hostile_parameters(params: object) -> None:
-    """They come from whoever may send a request, and are read on the scheduler's thread."""
+    """Any client may send such parameters, and the scheduler's thread reads them."""
     with refused_or_fine():
         read_request_options({"kvpool": params})
 

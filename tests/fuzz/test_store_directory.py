@@ -66,7 +66,7 @@ class Bench:
         self.target = make_buffer(CELL)
 
     def files(self) -> list[Path]:
-        """All but the index: closing it here would drop this process's locks on it."""
+        """Return all files but the index: to close it here would drop this process's locks."""
         found = [p for p in self.root.rglob("*") if p.is_file() and not p.is_symlink()]
         return sorted((p for p in found if not p.name.startswith("index")), key=str)
 
@@ -196,7 +196,7 @@ def test_no_damage_gives_wrong_bytes_or_lasts(todo: list[tuple[str, int, int]]) 
 
 
 def signed(fields: bytes) -> bytes:
-    """A last page with any fields, and a checksum that is right."""
+    """Return a last page with any fields and a valid checksum."""
     end = struct.pack("<Q8s", xxhash.xxh3_64_intdigest(fields), MAGIC)
     return bytes(PAGE_BYTES - len(fields) - len(end)) + fields + end
 
@@ -210,7 +210,7 @@ def signed(fields: bytes) -> bytes:
 def test_any_footer_with_a_sound_checksum(
     key: bytes, object_bytes: int, key_bytes: int, version: int
 ) -> None:
-    """Whoever can write in the directory can make one."""
+    """Any process that may write in the directory can make such a footer."""
     for length in (len(key), key_bytes):
         page = signed(key + struct.pack("<QHH", object_bytes, length, version))
         footer = read_footer(page)
@@ -219,7 +219,7 @@ def test_any_footer_with_a_sound_checksum(
 
 
 def test_a_key_that_is_no_text_is_damage(tmp_path: Path) -> None:
-    """In a file of the right size and name, with a sound checksum."""
+    """The file has the right size and name, and a valid checksum."""
     store = FileStore(str(tmp_path / "pool"), SIZE)
     key = KEYS[0]
     put_one(store, key, CELLS[key])
@@ -253,7 +253,7 @@ def test_opening_any_directory_says_no_more_than_config_error(tmp_path: Path) ->
 def test_a_damaged_index_is_made_anew(
     tmp_path_factory: pytest.TempPathFactory, at: int, junk: bytes, opened: bool
 ) -> None:
-    """Or goes on, where the damage is in nothing that is read."""
+    """The store keeps the index if it reads none of the damaged bytes."""
     root = tmp_path_factory.mktemp("pool") / "pool"
     store = FileStore(str(root), SIZE, "threads")
     keys = [key_of(NAMESPACE, 1000 + number) for number in range(20)]

@@ -32,7 +32,7 @@ TABLE_ALIGNMENT = 16
 
 
 def compiled_accesses(capability: int, dtype: torch.dtype, page_format: str) -> list[list[str]]:
-    """The global loads and stores of each kernel that a copier of these pages launches."""
+    """Return the global loads and stores of each kernel that a copier of these pages launches."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

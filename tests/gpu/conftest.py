@@ -1,4 +1,4 @@
-"""Where the tests of GPU copiers run: in Triton's interpreter, or on a GPU."""
+"""Places where the tests of GPU copiers run: Triton's interpreter or a GPU."""
 
 import os
 import zlib
@@ -18,14 +18,14 @@ BUFFER_BYTES = 64 << 10  # in the interpreter: larger than most calls of these t
 
 
 class Place(Protocol):
-    """A device, or what stands for one."""
+    """A device, or a stand-in for one."""
 
     device: torch.device
 
     def copier(self, layers: list[LayerPages], **options: Any) -> Copier: ...
 
     def wait_for_model(self) -> None:
-        """Wait for all that the model's stream has been given, as the fence lane does."""
+        """Wait for all work of the model's stream, as the fence lane does."""
 
 
 class Interpreter:
@@ -64,7 +64,7 @@ class Gpu:
         return TritonCopier(layers, CudaStreams(self.device), **options)
 
     def fence(self) -> Fence:
-        """What a plan takes with it."""
+        """Return the fence that a plan takes with it."""
         fence = device_for(self.device).new_event()
         assert fence is not None
         return fence

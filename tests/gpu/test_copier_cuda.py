@@ -24,14 +24,14 @@ CUDA = torch.device("cuda")
 
 
 def wait_for_model() -> None:
-    """As the fence lane does before a plan's copies."""
+    """Wait as the fence lane does before a plan's copies."""
     fence = device_for(CUDA).new_event()
     assert fence is not None
     fence.synchronize()
 
 
 def pages(order: str, block: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Random pages `[L, B, H, N, C]` in the stride order that `order` names."""
+    """Return random pages `[L, B, H, N, C]` in the stride order that `order` names."""
     sizes = {"L": LAYERS, "B": BLOCKS * 16 // block + 8, "H": HEADS, "N": block, "C": 2 * DIM}
     shape = [sizes[d] for d in order]
     words = torch.randint(0, 255, [*shape[:-1], shape[-1] * dtype.itemsize], dtype=torch.uint8)
@@ -40,7 +40,7 @@ def pages(order: str, block: int, dtype: torch.dtype, device: torch.device) -> t
 
 
 def moves(address: int, block: int, blocks: list[int], clip: tuple[int, int]) -> list[SlabMove]:
-    """A cell of each head and span, in one slab."""
+    """Return moves of a cell for each head and span, in one slab."""
     cell_bytes = 2 * CHUNK * 2 * DIM * 2
     places = [(span, span + 2, head, head + 1) for head in range(HEADS) for span in (0, 2)]
     addresses = range(address, address + len(places) * cell_bytes, cell_bytes)
@@ -80,7 +80,7 @@ def test_gpu_and_host_agree(order: str, block: int, dtype: torch.dtype) -> None:
 
 
 def test_a_gather_waits_for_the_fence() -> None:
-    """Pages written by work that is queued but has not run yet."""
+    """The pages are written by work that is queued but has not run yet."""
     on_gpu = pages("LBHNC", 16, torch.float16, CUDA)
     copier = TorchCopier([from_token_content(layer) for layer in on_gpu], CUDA)
     memory = mmap.mmap(-1, HEADS * LAYERS * CHUNK * 2 * DIM * 2)

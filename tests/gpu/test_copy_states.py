@@ -40,7 +40,7 @@ def pages_of(memory_lbc: torch.Tensor, form: StateForm, dim_first: bool) -> list
 
 
 def block_bytes(form: StateForm) -> int:
-    """Of all units; parts that are shared are there once."""
+    """Return the bytes of one block over all units. A shared part counts once."""
     channels = sum(part.channels * (1 if part.is_shared else form.num_units) for part in form.parts)
     return form.window_rows * form.item_bytes * channels + form.num_units * form.recurrent_bytes
 

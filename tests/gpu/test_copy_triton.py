@@ -86,7 +86,7 @@ def test_a_subset_of_heads_and_layers(place: Place, page_format: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("page_format", ["cpu amx", "cpu bfmmla"])
 def test_tokens_in_tiles(place: Place, page_format: str, dtype: torch.dtype) -> None:
-    """As of NVFP4 for trtllm's kernels, and of indexers on AMD."""
+    """Tokens lie in tiles in NVFP4 pages of trtllm's kernels and in pages of indexers on AMD."""
     sizes = {"key_dim": 32, "value_dim": 32, "block": 32, "num_ids": 6}
     whole_and_clipped(place, Pages(page_format, dtype, device=place.device, **sizes))
 
@@ -109,7 +109,7 @@ def test_an_opaque_latent(place: Place, latent_bytes: int) -> None:
 @pytest.mark.parametrize("buffer_bytes", [SMALL_BUFFER, 3 * SMALL_BUFFER, 1 << 20])
 @pytest.mark.parametrize("page_format", ["LBNHC", "cpu"])
 def test_many_moves_in_one_call(place: Place, page_format: str, buffer_bytes: int) -> None:
-    """Cells of each head, span and chunk, some clipped, larger and smaller than a buffer."""
+    """The moves cover each head, span and chunk. Some are clipped, some exceed a buffer."""
     pages = Pages(page_format, num_layers=4, num_heads=3, num_ids=8, device=place.device)
     ids = block_table(pages, 2 * CHUNK)
     moved = [
@@ -143,7 +143,10 @@ def test_many_moves_in_one_call(place: Place, page_format: str, buffer_bytes: in
 
 
 def test_layers_of_several_formats_share_a_copier(place: Place) -> None:
-    """As models with full and sliding attention have; a move stays within layers of one block."""
+    """Models with full and sliding attention mix page formats.
+
+    A move covers layers of one format.
+    """
     kinds = [
         Pages("LBNHC", torch.bfloat16, key_dim=16, value_dim=16, num_ids=8, device=place.device),
         Pages("pair", torch.int8, key_dim=24, value_dim=8, num_ids=8, device=place.device),

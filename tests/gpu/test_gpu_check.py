@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class SpoilingCopier(TorchCopier):
-    """Leaves out the last token of gathers or of scatters."""
+    """A copier that leaves out the last token of gathers or of scatters."""
 
     def __init__(self, layers: Sequence[LayerPages], spoiled: str) -> None:
         super().__init__(layers, CPU)

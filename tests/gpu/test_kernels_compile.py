@@ -1,4 +1,4 @@
-"""The interpreter takes more than the compiler does; so the kernel is compiled too, for GPUs."""
+"""The kernel compiles for GPUs, too: the interpreter accepts more than the compiler."""
 
 import json
 import os
@@ -21,7 +21,7 @@ LIMIT_S = 300
 
 
 def test_constants_are_the_last_parameters_in_their_order() -> None:
-    """A compiled kernel is given them by their places."""
+    """A compiled kernel gets its constants by position."""
     from vllm_kvpool.staging.triton_kernel import kernel_constants, move_fragments
     from vllm_kvpool.staging.triton_tables import run_tables
 

@@ -1,4 +1,4 @@
-"""What only a GPU shows: real streams, page-locked memory, copiers on several threads at once."""
+"""Behaviour that only a GPU shows: real streams, page-locked memory, concurrent copiers."""
 
 import logging
 import mmap
@@ -22,14 +22,14 @@ BUSY_PRODUCTS = 200  # of matrices: a quarter of a second and more on any GPU of
 
 
 def host_memory(nbytes: int) -> tuple[Buffer, torch.Tensor]:
-    """Fresh pages of the system's, as the arena has them."""
+    """Return fresh pages of the system, as the arena has them."""
     memory = mmap.mmap(-1, nbytes)
     address = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
     return Buffer(int(address), memoryview(memory)), torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def keep_busy() -> torch.cuda.Event:
-    """Give the current stream work that takes long; the point after it."""
+    """Give the current stream work that takes long, and return the event after it."""
     matrix = torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16)
     for _ in range(BUSY_PRODUCTS):
         matrix = (matrix @ matrix) * 1e-3
@@ -39,7 +39,7 @@ def keep_busy() -> torch.cuda.Event:
 
 
 def filled(pages: Pages, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Random rows of a request, and the memory of the pages that hold them."""
+    """Return random rows of a request, and the memory of the pages that hold the rows."""
     rows = random_rows(pages, len(ids) * pages.id_tokens)
     image = pages.read()
     image[pages.indices(ids, 0, rows.shape[2])] = rows

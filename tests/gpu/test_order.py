@@ -1,7 +1,7 @@
 """Streams, events and buffers of the Triton copier: nothing relies on work being done early.
 
-`LateStreams` does everything as late as it may, in random order, so what is not ordered by a stream
-or an event goes wrong for some seed.
+`LateStreams` runs everything as late as allowed, in random order. Work that no stream or event
+orders fails for some seed.
 """
 
 import random
@@ -65,7 +65,7 @@ def test_a_gather_comes_after_what_the_model_was_given_before_the_fence(
 def test_a_scatter_comes_after_what_the_model_was_given_before_the_fence(
     interpreter: Interpreter, seed: int
 ) -> None:
-    """Else what still writes to blocks that have a new owner would spoil them."""
+    """Otherwise, writes that are still queued would spoil blocks that have a new owner."""
     rig = Rig(seed)
     for cell in rig.cells:
         cell.payload[:] = cell.part_of(rig.rows)
@@ -116,7 +116,7 @@ def test_calls_one_after_another_in_both_directions(interpreter: Interpreter, se
 def test_nothing_is_on_its_way_when_a_call_fails(
     interpreter: Interpreter, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots may be given to others as soon as a call has returned, however it returns."""
+    """Slots may get a new owner as soon as a call has returned, also with an error."""
     rig = Rig(seed)
     rig.pages.write(rig.image)
     streams = [buffer.stream for buffer in rig.copier._buffers]

@@ -115,7 +115,7 @@ def stack() -> Iterator[ExitStack]:
 def test_an_engine_with_other_blocks_reads(
     request: pytest.FixtureRequest, engines: Engines, stack: ExitStack
 ) -> None:
-    """All compute the head of the prompt first, so that each computes the same of the rest."""
+    """Each engine computes the prompt's head first, so all engines compute the same remainder."""
     case = CASES[request.node.callspec.params["engines"]]
     ids = tokens(seed=1, count=PROMPT_TOKENS)
     head, prompt = Prompt(ids=ids[:HEAD_TOKENS], max_tokens=1), Prompt(ids=ids, max_tokens=8)

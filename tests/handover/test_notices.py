@@ -200,7 +200,7 @@ def test_port_that_does_not_answer_as_the_channel_does_is_left_to_polling(
 def test_prefill_that_does_not_list_this_host_is_left_to_polling_and_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One of two lists of peers is not complete: that must not look as if the engine had died."""
+    """Prefill's `allowed_peers` lacks decode's host: decode must not take prefill for dead."""
     monkeypatch.setattr(consumer, "RETRY_S", 0.1)
     admits = AllowedPeers(is_own=lambda address: False)
     with server(admits) as one, closing(Client()) as waiting:
@@ -258,7 +258,10 @@ def test_listed_host_is_connected_to() -> None:
 
 
 def test_rank_that_may_not_be_connected_to_leaves_the_rest_to_polling(client: Client) -> None:
-    """All ranks together have stored nothing that is known; an end of one is still an end."""
+    """Without that rank's notices, no chunk is known to be stored by all ranks.
+
+    An end of any other rank still ends the wait.
+    """
     with server() as one:
         client.watch([one.endpoint, "ipc:///tmp/socket"], TOPIC)
         one.tell(TOPIC, 4)

@@ -1,4 +1,4 @@
-"""What prefill keeps of hand-overs and of who watches them, without sockets."""
+"""Prefill's record of hand-overs and their watchers, without sockets."""
 
 import pytest
 from hypothesis import given

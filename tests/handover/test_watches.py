@@ -1,4 +1,4 @@
-"""What decode makes of notices of several ranks and engines, without sockets."""
+"""Decode's merge of notices from several ranks and engines, without sockets."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,5 +1,7 @@
-"""Pages that backends pack, written element by element as their kernels' sources say, against what
-a copier reads as rows, and rows that it writes against the pages.
+"""Packed page formats of vLLM's backends: a copier reads and writes the rows that kernels do.
+
+The tests place each element of a page where the kernel's source puts it. A copier must read the
+right rows from these pages, and must write the same pages from rows.
 
 Legend: B blocks, H heads, N tokens per block, R bytes of a row.
 """
@@ -125,7 +127,7 @@ CASES = {
 
 
 def block_of(case: Case, rows_htr: np.ndarray) -> np.ndarray:
-    """A block's bytes; every byte has one place."""
+    """Return a block's bytes; assert that each byte has its own place."""
     block = np.zeros(rows_htr.size, np.uint8)
     places = [case.where(*index) for index in np.ndindex(rows_htr.shape)]
     assert sorted(places) == list(range(rows_htr.size))

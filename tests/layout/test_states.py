@@ -40,7 +40,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Engine:
-    """Everything that two engines may not agree on."""
+    """Settings of an engine's state layout; two engines may differ in each of them."""
 
     tp_size: int
     dim_first: bool = False
@@ -62,7 +62,7 @@ ENGINES = [
 
 @dataclass(frozen=True)
 class WholeState:
-    """One layer's state of the whole model: parts as `[rows, channels, item]`, and the rest."""
+    """A layer's state of the whole model: parts as `[rows, channels, item]`, recurrent bytes."""
 
     parts: tuple[torch.Tensor, ...]
     recurrent: torch.Tensor
@@ -85,7 +85,7 @@ class WholeState:
         return WholeState(tuple(parts), some(form.num_units * form.recurrent_bytes))
 
     def of_rank(self, form: StateForm, engine: Engine, tp_rank: int) -> torch.Tensor:
-        """The bytes of a rank's block; rows for drafts are poison."""
+        """Return the bytes of a rank's block; rows for drafts are poison."""
         mine = []
         for part, whole in zip(form.parts, self.parts, strict=True):
             size = whole.shape[1] // (1 if part.is_shared else engine.tp_size)

@@ -1,4 +1,4 @@
-"""Which rank holds and writes which cells: together all of them, each chunk's once."""
+"""The cells of each rank: together the ranks hold all, and one rank writes each cell of a chunk."""
 
 from collections import Counter
 from dataclasses import replace
@@ -116,7 +116,7 @@ def test_replicas_take_turns() -> None:
 def test_one_replica_of_each_host_fetches_a_chunk(
     replicas: int, pcp_size: int, hosts: list[int], chunk: int
 ) -> None:
-    """The one that has written it, if it is there; and all of them know who it is."""
+    """The chunk's writer fetches it, if it is on the host. All replicas agree on the fetcher."""
     topology = Topology(1, replicas, ((0, 1),), 1, context=Context(pcp_size=pcp_size))
     ranks = [ReplicaRank(tp, pcp) for tp in range(replicas) for pcp in range(pcp_size)]
     host_of = dict(zip(ranks, hosts, strict=False))

@@ -111,7 +111,7 @@ def test_a_cell_is_cut_where_the_table_changes_head_by_head() -> None:
 def test_pieces_are_the_cells_rows_in_order(
     first_head: int, num_heads: int, groups: list[int], skipped: int
 ) -> None:
-    """Whatever the groups, a cell has head by head, layer by layer: its bytes tell of no group."""
+    """Rows of a cell are ordered by head, then by layer, for any division into groups."""
     start = min(skipped, len(groups) - 1)
     whole = LocalCell(
         RankShard(0, 1),
@@ -228,7 +228,7 @@ contexts = st.builds(
 def test_a_part_holds_the_tokens_that_the_engine_deals_to_it(
     context: Context, rounds_per_block: int, tokens: int
 ) -> None:
-    """One after the other without gaps, so that counting is enough to know their places."""
+    """A rank stores its tokens without gaps, so a token's place follows from a count."""
     block_size = rounds_per_block * context.interleave
     everywhere: list[int] = []
     for rank in context.all_ranks():
@@ -256,7 +256,7 @@ def test_every_part_has_as_much_of_a_chunk(context: Context, rounds: int, chunk:
 def test_ranks_are_numbered_as_the_engine_groups_them(
     tp_size: int, pcp_size: int, dcp_size: int
 ) -> None:
-    """vllm/distributed/parallel_state.py, where groups of decode context parallelism are made."""
+    """Groups of decode context parallelism, made as in vllm/distributed/parallel_state.py."""
     context = Context(pcp_size, dcp_size)
     all_ranks = torch.arange(tp_size * pcp_size).reshape(1, 1, 1, pcp_size, tp_size)
     groups = all_ranks.transpose(-1, -2).reshape(-1, dcp_size).unbind(0)
@@ -281,7 +281,7 @@ def dealt_topologies(draw: st.DrawFn) -> Topology:
 
 @given(dealt_topologies())
 def test_each_part_of_each_chunk_has_one_writer(topology: Topology) -> None:
-    """Over all ranks of tensor, prefill context and decode context parallelism."""
+    """Ranks of tensor, prefill context and decode context parallelism all count."""
     context = topology.context
     wanted = {
         (shard, rank, span)

@@ -29,7 +29,7 @@ Store = dict[CellKey, np.ndarray]
 
 @dataclass(frozen=True)
 class Engine:
-    """What decides the pages of an engine: everything that two engines may not agree on."""
+    """Settings that decide an engine's pages; two engines may differ in each of them."""
 
     tp_size: int
     block: int

@@ -28,7 +28,7 @@ CAUGHT, SURVIVED, NO_TESTS = "caught", "SURVIVED", "no tests ran"
 
 
 class Mutation(NamedTuple):
-    """One deliberate error, and the tests that should notice it."""
+    """A deliberate error and the tests that should notice it."""
 
     name: str
     file: str

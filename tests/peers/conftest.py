@@ -1,4 +1,4 @@
-"""Rigs, as in tests/faults."""
+"""Fixtures of rigs, shared with tests/faults."""
 
 from tests.faults.conftest import (  # noqa: F401 - fixtures
     _library,

@@ -28,14 +28,14 @@ def tp(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def scene(workshop: Workshop, library: Library, tp: int) -> Scene:
-    """With `PREFIX` in its store."""
+    """Start a scene whose store has `PREFIX`."""
     scene = Scene(workshop, library, RigSpec(tp=tp), nothing, nothing)
     scene.start_engine()
     return scene
 
 
 def hold(rig: Rig, lane: str) -> Callable[[], bool]:
-    """Keep a lane of every rank from going on; the function says whether all have come there."""
+    """Hold a lane of every rank; the function returned is true once all ranks have entered it."""
     for executor in rig.executors:
         executor.perform.hold(lane)
     return lambda: all(executor.perform.entered.is_set() for executor in rig.executors)
@@ -144,7 +144,7 @@ def test_a_request_that_has_loaded_waits_for_room_to_go_on(
 
 @pytest.mark.parametrize("lane", ["seal", "put-0"])
 def test_a_request_ends_while_it_is_saved(scene: Scene, lane: str) -> None:
-    """It is answered at once; its blocks are held until they have been gathered, and no longer."""
+    """The client is answered at once. The request's blocks are held only until the gather ends."""
     rig = scene.rig
     prompt = tokens(21, 5 * CHUNK + 3)
     is_there = hold(rig, lane)

@@ -1,4 +1,4 @@
-"""What vLLM's own prefix cache holds of some prompts, looked at after every step of a rig."""
+"""A check of vLLM's own prefix cache after every step of a rig, for given prompts."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ class PrefixCacheWatch:
         rig.on_stepped.append(self._look)
 
     def cached_tokens(self, prompt: Sequence[int]) -> int:
-        """How many tokens of a prompt another request would find in the cache."""
+        """Return the number of a prompt's tokens that another request would find in the cache."""
         return len(self._cached_blocks(prompt)) * BLOCK
 
     def _cached_blocks(self, prompt: Sequence[int]) -> list[int]:

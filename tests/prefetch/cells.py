@@ -11,7 +11,7 @@ from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, write_header
 
 
 def names_of(chunks: int, heads: int = 2, nbytes: int = HEADER_BYTES + 1000) -> PromptCells:
-    """Of a prompt that nobody else has; cells of the second head are larger."""
+    """Return the cell names of a new prompt; each further head's cells are 8 bytes larger."""
     namespace = new_namespace("prefetched")
     key_prefixes = tuple(
         (f"{namespace}@dcp0of1@head:{head}@layers:0-4@", nbytes + 8 * head) for head in range(heads)
@@ -53,7 +53,7 @@ def fill(store: Store, names: PromptCells, damaged: Sequence[str] = ()) -> None:
 
 
 def is_held(store: Store, key: str, nbytes: int) -> bool:
-    """Whether a store has the cell, byte for byte."""
+    """Return True if the store has the cell; fail if the cell's bytes differ."""
     buffer = make_buffer(nbytes)
     store.register(buffer)
     try:

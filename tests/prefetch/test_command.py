@@ -70,7 +70,10 @@ def brought(
     max_seconds: float = LIMIT_S,
     once_open: Callable[[], None] = lambda: None,
 ) -> tuple[Brought, bool]:
-    """What a process would bring that has this configuration; whether all calls have ended."""
+    """Prefetch as a process with this configuration does.
+
+    Return the outcome, and True if all calls have ended.
+    """
     near, far = chosen(read_config({"store": stores}, env={}))
     with ExitStack() as closing:
         files, *others = [

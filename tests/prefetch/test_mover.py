@@ -51,7 +51,7 @@ def batches(
     max_bytes: int = PLENTY,
     may_go_on: Callable[[], bool] = always,
 ) -> list[Brought]:
-    """What each batch has done."""
+    """Return the outcome of each batch."""
     mover = Mover(near, far, names, max_bytes)
     done = list(mover.batches(may_go_on))
     mover.close()

@@ -10,6 +10,6 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 
 
 def request(body: dict[str, Any], **more: Any) -> ClientRequest:
-    """What the router reads of a trusted client's body."""
+    """Parse the body as the router does for a trusted client."""
     kind = ApiPath.CHAT if "messages" in body else ApiPath.COMPLETION
     return parse_request(kind, json.dumps({**body, **more}).encode(), is_trusted=True)

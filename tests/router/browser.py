@@ -27,13 +27,13 @@ ARGUMENTS = (
 
 @dataclass(slots=True)
 class Browser:
-    """One session. Calls belong to the test's event loop, which also serves the page."""
+    """A browser session. Calls run in the test's event loop, which also serves the page."""
 
     session: str
-    """Its address at chromedriver."""
+    """URL of the session at chromedriver."""
 
     async def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """A command's value; AssertionError with what chromedriver says if it fails."""
+        """Return a command's value; AssertionError with chromedriver's message if it fails."""
         # Without `verify` a client costs 1 ms, and else 60: it reads all certificates.
         async with httpx.AsyncClient(timeout=CALL_TIMEOUT_S, verify=False) as client:
             json = body if method == "GET" else body or {}
@@ -45,15 +45,15 @@ class Browser:
         await self.call("POST", "url", {"url": url})
 
     async def run(self, script: str, *args: Any) -> Any:
-        """What a function of this body returns in the page."""
+        """Run a function with this body in the page, and return its value."""
         return await self.call("POST", "execute/sync", {"script": script, "args": args})
 
     async def read(self, script: str) -> Any:
-        """The value of an expression."""
+        """Return the value of an expression in the page."""
         return await self.run(f"return {script}")
 
     async def until(self, script: str) -> Any:
-        """The value of an expression as soon as it is true."""
+        """Wait until an expression is true, and return its value."""
         deadline = time.monotonic() + WAIT_S
         while not (value := await self.read(script)):
             assert time.monotonic() < deadline, f"never true: {script}"
@@ -61,13 +61,13 @@ class Browser:
         return value
 
     async def text(self, selector: str) -> str:
-        """All that a reader sees of an element."""
+        """Return the visible text of an element."""
         return str(
             await self.run("return document.querySelector(arguments[0]).innerText", selector)
         )
 
     async def write(self, selector: str, text: str) -> None:
-        """Keys, typed into an element."""
+        """Type a text into an element."""
         found = await self.call("POST", "element", {"using": "css selector", "value": selector})
         (element,) = found.values()
         await self.call("POST", f"element/{element}/value", {"text": text})
@@ -78,19 +78,19 @@ class Browser:
         await self.call("POST", f"element/{element}/click")
 
     async def console(self) -> list[str]:
-        """What has been logged since the last call."""
+        """Return the console's entries since the last call."""
         entries = await self.call("POST", "se/log", {"type": "browser"})
         return [f"{each['level']}: {each['message']}" for each in entries]
 
     async def prefer(self, scheme: str) -> None:
-        """`light` or `dark`."""
+        """Emulate the color scheme `light` or `dark`."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         params = {"features": features}
         body = {"cmd": "Emulation.setEmulatedMedia", "params": params}
         await self.call("POST", "goog/cdp/execute", body)
 
     async def screenshot(self) -> bytes:
-        """What is in the window, as PNG."""
+        """Return a screenshot of the window as PNG."""
         return base64.b64decode(await self.call("GET", "screenshot"))
 
 
@@ -137,7 +137,7 @@ class Chromium:
 
 
 def _port(output: IO[str]) -> int:
-    """Which port chromedriver says that it has taken."""
+    """Return the port from chromedriver's output."""
     with selectors.DefaultSelector() as ready:
         ready.register(output, selectors.EVENT_READ)
         deadline, lines = time.monotonic() + START_TIMEOUT_S, []

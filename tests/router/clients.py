@@ -12,12 +12,12 @@ from vllm_kvpool.router.dataplane.resume.stream_resumer import Finish, Refusal, 
 from vllm_kvpool.router.dataplane.sse import Events, frames
 
 Stream = Callable[[str, bytes], list[bytes]]
-"""What an engine streams for a path and a body."""
+"""An engine: returns its stream's payloads for a path and a body."""
 
 
 @dataclass
 class Transcript:
-    """All that a client can see of an answer, however it is cut into chunks."""
+    """An answer as a client sees it, independent of its division into chunks."""
 
     heads: set[tuple[Any, ...]] = field(default_factory=set)
     texts: dict[str, str] = field(default_factory=dict)
@@ -28,15 +28,15 @@ class Transcript:
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
     ends: list[tuple[str, Any]] = field(default_factory=list)
     usage: dict[str, Any] | None = None
-    """The last."""
+    """The last usage of the stream."""
     counts: list[int] = field(default_factory=list, compare=False)
-    """Tokens of the answer, chunk by chunk, where that is asked for."""
+    """Tokens of the answer after each chunk, if the request asks for continuous usage."""
     error: dict[str, Any] | None = None
     num_done: int = 0
 
 
 def transcript(payloads: Sequence[bytes]) -> Transcript:
-    """Fails where no server would write such a stream."""
+    """Read a stream; fail if no server would write it."""
     seen = Transcript()
     times: set[int] = set()
     for payload in payloads:
@@ -101,7 +101,7 @@ class Router:
     steps: list[Step] = field(default_factory=list)
 
     def run(self, path: str, body: bytes) -> list[bytes]:
-        """All that the client is sent."""
+        """Return all payloads that the client is sent."""
         cuts = list(self.cuts)
         while True:
             wire = frames(self.engine(path, body))
@@ -127,6 +127,6 @@ class Router:
 
 
 def chunk_ends(payloads: Sequence[bytes]) -> list[int]:
-    """Bytes of the stream before its first, second, ... event, but not of all of it."""
+    """Return the offsets in bytes of the stream's events, 0 first and without the end."""
     ends = list(accumulate((len(frames((each,))) for each in payloads), initial=0))
     return ends[:-1]

@@ -44,7 +44,7 @@ CORPUS = [
 ]
 
 NextToken = Callable[[Sequence[int]], int]
-"""From all tokens so far, prompt included, to the next one."""
+"""A model: returns the next token for all tokens so far, prompt included."""
 
 
 def make_tokenizer(num_tokens: int = 420) -> PreTrainedTokenizerFast:
@@ -80,17 +80,17 @@ class FrontHalf:
     created: int = 1_700_000_000
     has_usage_forced: bool = False
     seen: list[Any] = field(default_factory=list)
-    """The requests, as vLLM has read them."""
+    """Requests as vLLM has parsed them."""
 
     def stream(self, path: str, body: bytes) -> list[bytes]:
-        """The payloads that vLLM would answer with."""
+        """Return the payloads of vLLM's stream."""
         data = json.loads(body)
         if path == "/v1/completions":
             return self._complete(CompletionRequest.model_validate(data))
         return self._chat(ChatCompletionRequest.model_validate(data))
 
     def whole(self, path: str, body: bytes) -> dict[str, Any]:
-        """The body that vLLM would answer with, without a stream."""
+        """Return the body of vLLM's answer without a stream."""
         data = {**json.loads(body), "stream": False}
         if path == "/v1/completions":
             return self._complete_whole(CompletionRequest.model_validate(data))
@@ -134,7 +134,7 @@ class FrontHalf:
         return {**dumped, "created": self.created}
 
     def _rendered(self, request: ChatCompletionRequest) -> tuple[list[Any], list[int]]:
-        """The conversation, and the ids of its prompt."""
+        """Return the conversation and its prompt's token ids."""
         conversation = [{"role": m["role"], "content": m["content"]} for m in request.messages]
         text = "".join(f"{m['role']}: {m['content']}\n" for m in conversation)
         if request.add_generation_prompt:
@@ -253,7 +253,7 @@ class FrontHalf:
     def _step(
         self, params: SamplingParams, tokens: list[int], prompt_tokens: int, num_new: int
     ) -> EngineCoreOutput:
-        """What vLLM's scheduler and sampler do, and `check_stop`."""
+        """Sample a step's tokens as vLLM's scheduler, sampler and `check_stop` do."""
         new: list[int] = []
         finish, reason = None, None
         while len(new) < num_new and finish is None:

@@ -95,7 +95,7 @@ class Scene:
         )
 
     def prefilled(self, name: str) -> list[Action]:
-        """The prompt has been computed where it was given to."""
+        """Report the prompt as computed by its replica."""
         request = self.controller.state.requests[RequestId(name)]
         assert request.replica is not None
         event = PrefillEnded(
@@ -107,7 +107,7 @@ class Scene:
         return self.step(event, 0.05)
 
     def measure_prefill(self, prompts: int = 6) -> None:
-        """Prompts are computed, so that their rate is known; their clients go."""
+        """Compute prompts until the prefill rate is known, then cancel their requests."""
         for number in range(prompts):
             name = f"measured-{number}"
             self.arrived(name)

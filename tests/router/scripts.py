@@ -219,7 +219,7 @@ def _fleet(steps: Steps, *names: str) -> None:
 
 
 def _told(steps: Steps, *names: str) -> None:
-    """As `fleet`, of a release with notices."""
+    """Create replicas as `fleet` does, of a release with notices."""
     _fleet(steps, *names)
     for each in names:
         if each != "/":
@@ -240,7 +240,7 @@ def _measure(
 
 
 def _counted(steps: Steps, *names: str) -> None:
-    """As `fleet`, of engines that count the prompts that they find."""
+    """Create replicas as `fleet` does, whose engines count found and missed prompts."""
     _fleet(steps, *names)
     for each in names:
         if each != "/":
@@ -256,12 +256,12 @@ def _set(steps: Steps, name: str, role: str) -> list[Action]:
 
 
 def _models(steps: Steps, name: str, *listed: str) -> list[Action]:
-    """The models that its engine lists."""
+    """Report the models that the replica's engine lists."""
     return steps.step(ModelsListed(ReplicaId(name), frozenset(listed)))
 
 
 def pass_time(steps: Steps, seconds: int | str) -> None:
-    """Time passes, with metrics of all that serve."""
+    """Let time pass, with metrics of all serving replicas."""
     for _ in range(int(seconds)):
         steps.tick(1.0)
         for name, state in steps.states().items():
@@ -270,23 +270,23 @@ def pass_time(steps: Steps, seconds: int | str) -> None:
 
 
 def _plan_drains(steps: Steps, name: str) -> None:
-    """It is drained, not by a person."""
+    """Drain the replica for a plan, not for an administrator."""
     steps.controller.lifecycle.drain(steps.replica(name), "planned")
 
 
 def _counted_as(steps: Steps, role: str, *counts: str) -> None:
-    """Replicas of a role, as the planner is told: serving, loading, mutating."""
+    """Assert a role's replicas in the planner's input: serving, loading, mutating."""
     told = steps.controller.scaling._inputs().of(Role(role))
     assert (told.serving, told.loading, told.mutating) == tuple(map(int, counts))
 
 
 def _wait(steps: Steps, seconds: str) -> None:
-    """Time passes, of which nothing is told."""
+    """Let time pass without a tick or a measurement."""
     steps.now += float(seconds)
 
 
 def _expire(steps: Steps, name: str) -> list[Action]:
-    """Its time as a standby is up."""
+    """End the replica's time as a standby."""
     steps.controller.lifecycle.expire(steps.replica(name), "not needed")
     return steps.controller.actions[-1:]
 
@@ -301,7 +301,7 @@ def _place(steps: Steps, name: str, replica: str) -> None:
 
 
 def _state(steps: Steps, name: str, state: str) -> None:
-    """`gone`: it has been forgotten."""
+    """Assert a replica's state; `gone` means that it has been forgotten."""
     found = steps.states().get(name)
     assert (found.value if found else "gone") == state
 
@@ -311,7 +311,7 @@ def _count(steps: Steps, what: str, number: str) -> None:
 
 
 def _paths(steps: Steps, **counts: int) -> None:
-    """Prompts by the path that they have taken."""
+    """Assert the numbers of prompts by path."""
     found = +steps.controller.state.counts.prompts
     assert {path.value: number for path, number in found.items()} == counts
 

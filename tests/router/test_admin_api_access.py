@@ -1,4 +1,4 @@
-"""Who may use the admin address."""
+"""Access to the admin address: token, host and origin."""
 
 import pytest
 

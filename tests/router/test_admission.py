@@ -1,4 +1,4 @@
-"""What a fleet is believed able to do: bursts to idle engines, and loads that are too high."""
+"""Admission by estimated capacity: bursts to idle engines, and overload."""
 
 import random
 from dataclasses import replace
@@ -20,7 +20,10 @@ KIND = engine_spec(
 OUTPUT_TOKENS = 128
 SECONDS, WARM_UP_S = 150.0, 30.0
 COMPUTED_IN_DECODE = 0.6
-"""Of prompts of 500 tokens, in spite of prefill engines: short ones and last chunks, measured."""
+"""Fraction of prompt tokens that decoders compute although prefill engines exist.
+
+Measured with prompts of 500 tokens: short prompts and last chunks are computed in decoders.
+"""
 
 
 def ask(number: int, prompt_tokens: int) -> RequestSpec:
@@ -44,7 +47,7 @@ def one_by_one(world: World, numbers: range, prompt_tokens: int) -> None:
 def test_a_burst_to_idle_engines_is_served_whole(
     prompt_tokens: int, num_prefill: int, pause_s: float
 ) -> None:
-    """As `vllm bench serve --request-rate inf` sends it, after some single requests."""
+    """`vllm bench serve --request-rate inf` sends such a burst; some single requests precede it."""
     world = World(Controller(), kind=KIND)
     world.add("d", Role.DECODE)
     for number in range(num_prefill):
@@ -59,7 +62,7 @@ def test_a_burst_to_idle_engines_is_served_whole(
 
 
 def sustained(kind: ScriptedSpec, num_prefill: int, prompt_tokens: int) -> float:
-    """Requests by second that the engines below can do."""
+    """Return the requests per second that one decoder and these prefill engines sustain."""
     fits = kind.kv_blocks * 0.95 // ((prompt_tokens + OUTPUT_TOKENS) / kind.block_size)
     running = min(kind.max_num_seqs, int(fits))
     decode_s = OUTPUT_TOKENS * (kind.decode_sequence_s + kind.step_base_s / running)

@@ -1,4 +1,4 @@
-"""Where an answer can be gone on from, and what of it is compared."""
+"""Resume points of an answer, and the comparison with the text of the next engine."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from vllm_kvpool.router.dataplane.resume.answer import Answer, Overlap, ResumePo
 
 
 def told(answer: Answer, *chunks: tuple[int, str]) -> Answer:
-    """Chunks of so many tokens with this text."""
+    """Add chunks, given as (number of tokens, text), to the answer."""
     for num_tokens, text in chunks:
         answer.ids.extend([1] * num_tokens)
         if text:

@@ -1,4 +1,4 @@
-"""What holds for every form of answer: an abort is no end, and engines' addresses stay inside."""
+"""Rules for all forms of answers: an abort is no end, and engines' addresses stay private."""
 
 import asyncio
 import json

@@ -15,7 +15,7 @@ LIMITS = HealthConfig(max_failures=3, quarantine_s=5.0)
 
 
 def flapping(at: float = 0.0) -> ReplicaBreaker:
-    """In its first quarantine, since `at`."""
+    """Return a breaker whose first quarantine began at `at`."""
     breaker = ReplicaBreaker(LIMITS)
     for _ in range(LIMITS.max_failures):
         breaker.failed(at)

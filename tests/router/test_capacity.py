@@ -1,4 +1,4 @@
-"""How many replicas a load asks for: each equation by hand."""
+"""Replicas that a load needs: each equation, calculated by hand."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which engines differ from the others, and what is said of it."""
+"""Engines that differ from the majority, and the reports about them."""
 
 import logging
 import time
@@ -29,7 +29,7 @@ PLAIN = Sample(has_connector=False)
 FINER = Sample(namespace="m@fmt:1", chunk_tokens=64)
 OTHER = Sample(namespace="m@fmt:2", chunk_tokens=256)
 SILENT = Sample()
-"""Of a release that does not say its namespace, or before the first request."""
+"""A sample without a namespace: an older release, or no request yet."""
 
 
 @pytest.mark.parametrize(

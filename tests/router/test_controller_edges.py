@@ -31,7 +31,7 @@ REACH: dict[str, tuple[str, str]] = {
     "failed": ("x", FAILED),
     "quarantined": ("x", QUARANTINED),
 }
-"""By state: a replica, and how it comes there."""
+"""By state: a replica, and the steps that bring it there."""
 
 CAUSES: dict[tuple[str, str], str] = {
     ("inactive", "load_prefill"): "set x prefill",

@@ -60,13 +60,13 @@ class Bench:
         self.scene = Scene()
         self.events: list[Event] = []
         self.decodes: list[Decode] = []
-        """Requests that run."""
+        """Running requests."""
 
     @asynccontextmanager
     async def discovery(
         self, given: RouterConfig, every_s: float = 60.0
     ) -> AsyncIterator[Discovery]:
-        """A discovery that has started."""
+        """Start a discovery, and stop it at the end."""
         fleet = self.scene.controller.state.fleet
         discovery = Discovery(given, fleet, self.post, every_s=every_s)
         discovery.start()
@@ -85,7 +85,7 @@ class Bench:
                 self.decodes.append(action)
 
     def arrive(self, name: str) -> None:
-        """A request comes, which some replica decodes."""
+        """Let a request arrive, and note the replica that decodes it."""
         self.decodes += [each for each in self.scene.arrived(name) if isinstance(each, Decode)]
 
     def end(self, decode: Decode) -> None:
@@ -96,7 +96,7 @@ class Bench:
 
     @property
     def ids(self) -> dict[str, str]:
-        """The replicas' ids by URL."""
+        """Ids of the replicas by URL."""
         return {each.spec.url: each.replica_id for each in self.scene.controller.state.fleet}
 
 
@@ -133,7 +133,7 @@ mixed: a=x b -> a=x b: a=x b=2
 
 
 def named(text: str) -> dict[str, str]:
-    """Ids by URL, `replica-2` for 2."""
+    """Return ids by URL; the number 2 stands for `replica-2`."""
     pairs = [each.partition("=") for each in text.split()]
     return {
         f"http://{url}:1": f"replica-{name}" if name.isdigit() else name for url, _, name in pairs
@@ -141,7 +141,7 @@ def named(text: str) -> dict[str, str]:
 
 
 def entries(of: Mapping[str, str] | Sequence[Mapping[str, object]]) -> RouterConfig:
-    """A configuration with these engines, as ids by URL or by fields."""
+    """Return a configuration with these engines, given as ids by URL or as fields."""
     if isinstance(of, Mapping):
         of = [{"url": url, "id": name} for url, name in of.items()]
     return read_config({"replicas": [{"role": "decode", **each} for each in of]})
@@ -231,7 +231,7 @@ class Reloads(RuleBasedStateMachine):
         self.discovery = Discovery(entries({A: ""}), fleet, self.bench.post, every_s=60.0)
         self.wanted: dict[str, str] = {}
         self.specs: set[ReplicaSpec] = set()
-        """Replicas that were there to stay after the last step."""
+        """Replicas that remained, without a pending removal, after the last step."""
         self.number = 0
 
     @rule(
@@ -257,7 +257,7 @@ class Reloads(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Requests end, replicas leave, and refused engines are tried again."""
+        """Let requests end, replicas leave, and refused engines be tried again."""
         while self.bench.decodes:
             self.bench.end(self.bench.decodes[0])
         self.discovery._apply()

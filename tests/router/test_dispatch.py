@@ -1,4 +1,4 @@
-"""Who is given what, and when."""
+"""Dispatch of prompts and requests to replicas: to which replica, and when."""
 
 from collections import deque
 

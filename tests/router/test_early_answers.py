@@ -33,13 +33,13 @@ TRUSTING = {"front": {"trust_clients": True}}
 
 
 def _options(rig: RouterRig, number: int) -> Body:
-    """What an engine was last told of the pool."""
+    """Return the pool's options in the last request to an engine."""
     asked = rig.engines[number].counts.asked
     return dict((asked.get("kv_transfer_params") or {}).get("kvpool") or {})
 
 
 async def _begun(rig: RouterRig) -> None:
-    """Both engines have the request."""
+    """Wait until both engines have the request."""
     await rig.until(lambda: rig.holders() == [0, 1], "both engines have it")
 
 
@@ -61,7 +61,7 @@ async def test_decoder_has_the_request_while_its_prompt_is_computed(talk: str) -
 
 
 async def test_answer_in_one_piece_counts_as_begun_once_its_prompt_is_computed() -> None:
-    """Its decoder may start others."""
+    """From then on the decoder may start other requests."""
     path, body = TALKS["in one piece"]
     async with RouterRig(1, 1, spec=SLOW, **TRUSTING) as rig:
         replica = rig.router.controller.state.fleet[ReplicaId("r1")]
@@ -112,7 +112,10 @@ async def test_answer_is_right_when_prefill_dies_while_it_computes(talk: str) ->
 async def test_answer_is_right_when_prefill_dies_before_all_is_stored(
     notices: tuple[str, ...] | None,
 ) -> None:
-    """It has answered, and what it was saving is lost; the decoder waited all of its time."""
+    """Prefill has answered, but its unfinished saves are lost.
+
+    The decoder must not wait for them until its timeout.
+    """
     async with RouterRig(1, 1, spec=replace(FAST, put_s=5.0, notices=notices)) as rig:
         body = {"prompt": LONG, "stream": True}
         direct = await rig.direct(body)

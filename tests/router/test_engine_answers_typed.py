@@ -1,6 +1,6 @@
-"""Whatever an engine answers, it is read by type: the engine is lost, and nothing else breaks.
+"""Engine answers with values of other types: the engine counts as lost, and nothing else breaks.
 
-Each value of good streams and answers is replaced, one at a time, by values of other types.
+Each value of valid streams and answers is replaced, one at a time, by values of other types.
 """
 
 import copy

@@ -96,7 +96,7 @@ IMPATIENT = {
     "front": {"engine_timeout_s": 0.15, "answer_timeout_s": 0.3},
     "flow": {"max_attempts": 20, "max_lost": 20},
 }
-"""A busy machine lets other answers come too late as well."""
+"""On a busy machine answers without a fault may be late, too: hence many attempts."""
 
 
 @pytest.mark.parametrize("talks", PAIRS, ids=" and ".join)
@@ -403,7 +403,7 @@ async def test_a_rejection_after_a_comment_is_told_within_the_stream(
 async def test_an_engine_that_goes_on_after_its_last_event_holds_up_nobody(
     more: Sequence[bytes],
 ) -> None:
-    """What it says is not heard, and its connection is not waited for."""
+    """The router ignores bytes after the last event, and does not wait for the connection's end."""
     async with RouterRig(0, 1) as rig:
         payloads = (await rig.direct(STREAM)).payloads
         async with rig.played((HEAD, events(*payloads) + b"".join(more))):
@@ -433,7 +433,7 @@ async def test_an_event_without_end_is_no_event() -> None:
 async def test_first_token_is_told_once_or_with_the_end_that_comes_with_it(
     num_pieces: int, body: Body
 ) -> None:
-    """Of an answer that comes at once, one event is counted as if there were two."""
+    """For an answer that comes at once, a single event reports both the first token and the end."""
     async with RouterRig(0, 1) as rig:
         told: list[Event] = []
         step = rig.router.controller.step
@@ -483,7 +483,7 @@ FOUND = PromptDetails(cached_tokens=7, created_cache_tokens=90)
 
 
 def _exchange(told: list[Event]) -> ClientExchange:
-    """Without a client, and with engines that cannot be called."""
+    """Return an exchange without a client, whose engines cannot be reached."""
     request = parse_request(ApiPath.COMPLETION, b'{"model":"m","prompt":"x","stream":true}')
     control: Any = SimpleNamespace(post=told.append, url_of=lambda replica: "http://127.0.0.1:9")
     client: Any = None
@@ -564,7 +564,7 @@ async def test_decoder_that_is_lost_while_it_waits_has_not_computed_the_prompt(
 
 
 def _at_call() -> tuple[AnswerCall, asyncio.Event, asyncio.Task[bool]]:
-    """A call that does not end by itself; the event says that the call has begun."""
+    """Return a call that does not end by itself; the event is set once the call has begun."""
     made, begun = AnswerCall(_exchange([]), DECODE), asyncio.Event()
 
     async def call() -> bool:

@@ -1,4 +1,4 @@
-"""What happens to a request: let in, computed, handed over, decoded, and how long it waits."""
+"""The way of a request: admission, prefill, hand-over, decode, and its waits."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def test_way_of_a_request(example: Example) -> None:
 
 
 def test_end_that_brings_the_first_token_counts_as_both() -> None:
-    """All that is known afterwards is what it is after two events of the same moment."""
+    """The controller's state afterwards is the same as after two events at the same moment."""
     known: list[object] = []
     for is_one in (True, False):
         steps = Steps()

@@ -1,4 +1,4 @@
-"""What happens to a request that is cancelled, or that something fails."""
+"""Requests that are cancelled, or whose engine or prompt fails."""
 
 from tests.router.scripts import Example, examples
 

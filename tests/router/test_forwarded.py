@@ -51,7 +51,7 @@ async def test_engine_that_is_drained_is_forwarded_nothing() -> None:
 
 
 async def test_engine_with_forwarded_request_changes_its_role_at_once() -> None:
-    """It goes on with the request."""
+    """The engine finishes the forwarded request in any role."""
     async with RouterRig(0, 2) as rig, forwarded(rig) as number:
         rig.router.post(SetRole(ReplicaId(f"r{number}"), Role.PREFILL))
         await rig.in_state(number, State.PREFILL)

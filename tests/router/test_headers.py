@@ -1,4 +1,4 @@
-"""Which headers go on."""
+"""Headers that the router forwards, in requests and in answers."""
 
 import pytest
 from multidict import CIMultiDict

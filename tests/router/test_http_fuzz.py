@@ -1,8 +1,8 @@
 """Mutated requests and responses: no crash, and one reading of each message or none.
 
-What is accepted must be read the same however it is cut into reads, and as `h11` reads it, an
-independent parser, unless that refuses it. `HTTP_FUZZ` is the number of mutated messages of each
-side, `HTTP_FUZZ_SEED` which they are (`make fuzz`).
+An accepted message must have the same reading for every division into reads. `h11`, an independent
+parser, must agree unless it refuses the message. `HTTP_FUZZ` is the number of mutated inputs for
+requests and again for responses; `HTTP_FUZZ_SEED` is their random seed (`make fuzz`).
 """
 
 import asyncio
@@ -67,7 +67,7 @@ Reading = tuple[tuple[str, str, tuple[tuple[str, str], ...], bytes], ...]
 
 
 def mutated(chance: random.Random, messages: Sequence[bytes]) -> bytes:
-    """One to three messages one behind the other, with a few changes."""
+    """Return one to three concatenated messages with up to six mutations."""
     data = bytearray(b"".join(chance.choices(messages, k=chance.choice((1, 1, 1, 2, 3)))))
     for _ in range(chance.choice((0, 1, 1, 1, 2, 3, 6))):
         at = chance.randrange(len(data) + 1)
@@ -92,7 +92,7 @@ def mutated(chance: random.Random, messages: Sequence[bytes]) -> bytes:
 
 
 def cut(chance: random.Random, data: bytes) -> list[bytes]:
-    """The same bytes in several reads."""
+    """Split the bytes into several reads."""
     if chance.random() < 0.1:
         return [data[i : i + 1] for i in range(len(data))]
     places = sorted(chance.randrange(len(data) + 1) for _ in range(chance.randrange(1, 6)))
@@ -121,7 +121,7 @@ class Bench:
         http.respond(Response(200, {}, b"ok"))
 
     async def reading(self, pieces: Sequence[bytes]) -> tuple[Reading, bytes]:
-        """What is read of a connection's bytes, and what is answered, without its dates."""
+        """Feed the pieces to a new connection; return the requests read and the bytes answered."""
         self.read.clear()
         protocol = self.server.connection()
         transport = FakeTransport(protocol)
@@ -140,12 +140,15 @@ class Bench:
 
 
 def statuses(answers: bytes) -> list[bytes]:
-    """Of all answers; whether one was told to go on depends on what had come of its body."""
+    """Return the status of each answer, without 100 (Continue).
+
+    Whether 100 is sent depends on how much of the body has arrived.
+    """
     return [each for each in re.findall(rb"HTTP/1\.[01] (\d+)", answers) if each != b"100"]
 
 
 def h11_requests(data: bytes) -> Reading:
-    """As h11 reads it, up to what it refuses."""
+    """Return the requests that h11 reads, up to the first that it refuses."""
     found: list[tuple[str, str, tuple[tuple[str, str], ...], bytes]] = []
     side = h11.Connection(h11.SERVER)
     try:
@@ -265,7 +268,7 @@ async def answered(pieces: Sequence[bytes]) -> Answered:
 
 
 def h11_response(data: bytes) -> Answered:
-    """As h11 reads it, with the end of the connection behind it."""
+    """Return h11's reading of a response after which the connection ends."""
     side = h11.Connection(h11.CLIENT)
     side.send(h11.Request(method="POST", target="/", headers=[("Host", "x")]))
     side.send(h11.EndOfMessage())

@@ -95,7 +95,7 @@ async def test_a_stop_waits_for_what_is_being_read_and_served() -> None:
 
 
 async def test_a_refused_body_is_not_kept_behind_a_request_that_is_served() -> None:
-    """It is not counted any more, so clients could have kept as many as they have connections."""
+    """A refused body no longer counts as held: each connection could have kept one in memory."""
     async with served(forever) as (server, client):
         half = chunk(b"a" * 900)
         head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -180,7 +180,7 @@ async def test_a_client_that_does_not_take_its_answer_is_let_go(closes: bool) ->
 
 
 async def test_a_client_that_takes_no_answers_gets_no_more_of_them() -> None:
-    """What it asks for one after the other is not kept for it in the router's memory."""
+    """Pipelined requests wait while the client reads nothing: their answers fill no memory."""
     size, count = 1 << 20, 64
     num_served = 0
 
@@ -250,7 +250,7 @@ async def test_a_bug_is_answered_and_logged(caplog: pytest.LogCaptureFixture) ->
 
 
 async def test_a_request_that_asks_for_another_protocol_is_served_whole() -> None:
-    """As clients of Java and curl send them; what follows on the connection is served, too."""
+    """Java's clients and curl send such requests. The connection's next request is served, too."""
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
     async with served() as (_, client):
         client.send(POST[:-2] + upgrade + POST[-2:] + b"abcde" + GET)
@@ -372,7 +372,7 @@ async def test_what_waits_may_be_cancelled_and_goes_on() -> None:
 
 
 async def refuse(http: HttpRequest) -> None:
-    """As the controller wants it."""
+    """Refuse the request with 503, on the controller's order."""
     one = RequestId("1")
     body = b'{"model":"m","prompt":"x","messages":[]}'
     request = parse_request(ApiPath(http.path), body)

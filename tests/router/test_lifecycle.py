@@ -1,4 +1,4 @@
-"""What happens to a replica: loaded, used, flipped, drained, failed, removed, started and ended."""
+"""The lifecycle of a replica: load, use, flip, drain, failure, removal, start and end."""
 
 from dataclasses import replace
 

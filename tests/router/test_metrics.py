@@ -1,4 +1,4 @@
-"""What Prometheus reads is what the controller holds."""
+"""The exposed Prometheus metrics match the controller's state."""
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families

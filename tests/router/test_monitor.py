@@ -1,4 +1,4 @@
-"""What the watch of a replica reports, and when."""
+"""A replica's monitor: its reports, and when it sends them."""
 
 import asyncio
 import json
@@ -36,11 +36,11 @@ LIMIT_S = 30.0
 QUICK = HealthConfig(every_s=0.02, timeout_s=LIMIT_S, failures=2, load_timeout_s=LIMIT_S)
 IDLE = HealthConfig(every_s=60.0, timeout_s=LIMIT_S, failures=2, load_timeout_s=LIMIT_S)
 IMPATIENT = HealthConfig(every_s=0.02, timeout_s=0.5, failures=2, load_timeout_s=LIMIT_S)
-"""Longer than a busy machine takes for the answers that are waited for."""
+"""The limits exceed the time of an expected answer on a busy machine."""
 
 
 class Bench:
-    """An engine, its watch, and what it has reported."""
+    """An engine, its monitor, and the monitor's reports."""
 
     def __init__(self, engine: ScriptedEngine, watch: Monitor, events: list[Event]) -> None:
         self.engine = engine
@@ -57,7 +57,7 @@ class Bench:
         return self.told(kind)[-1]
 
     async def load(self) -> None:
-        """Have it loaded, and wait for the report."""
+        """Load the replica, and wait for the report."""
         self.watch.load()
         await self.until(ReplicaLoaded)
 
@@ -65,7 +65,7 @@ class Bench:
         self.engine.fail(Fault(kind=kind, **more))
 
     async def so(self, is_so: Callable[[], object]) -> None:
-        """Wait until it is."""
+        """Wait until the condition holds."""
         await until(is_so, LIMIT_S, what=lambda: self.events)
 
 

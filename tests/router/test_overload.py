@@ -1,4 +1,4 @@
-"""Which decode replicas take nothing new."""
+"""Locks of decode replicas: a locked replica gets no new requests."""
 
 import pytest
 from hypothesis import given

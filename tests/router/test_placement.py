@@ -1,4 +1,4 @@
-"""Which replica computes a prompt, and which one decodes."""
+"""Placement: the choice of the replicas that prefill and decode a request."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""How many replicas of each role there should be."""
+"""The planner's number of replicas for each role."""
 
 from dataclasses import replace
 from typing import Any

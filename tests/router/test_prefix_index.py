@@ -1,4 +1,4 @@
-"""Which beginnings of prompts are known, and who has them."""
+"""The index of known prompt prefixes and of the replicas that hold them."""
 
 from itertools import pairwise
 

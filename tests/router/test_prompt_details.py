@@ -132,7 +132,7 @@ async def test_answer_of_a_prompt_computed_apart_tells_the_counts_of_prefill(
 async def test_answer_tells_the_counts_of_the_first_engine_that_had_the_prompt(
     name: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where that engine does not tell, or was lost, the counts are null: no count is made up."""
+    """If that engine reports no counts or was lost, the counts are null: no count is made up."""
     case, (path, body) = CASES[name], FORMS[form]
     decode = len(case.says) - case.prefill
     async with RouterRig(case.prefill, decode, spec=SPEC, **TRUSTING) as rig:

@@ -30,7 +30,7 @@ ALL_RATES = set(RATES)
 
 
 def warm() -> Counter[str]:
-    """Of an engine that has done enough of all."""
+    """Return sample counts of an engine that is past the cold phase of every rate."""
     return Counter(dict.fromkeys(("prefill", "transfer", "handoff", "local", "step"), COLD_SAMPLES))
 
 
@@ -232,7 +232,7 @@ def test_costs_of_hand_overs_and_local_prefills_are_learned() -> None:
 
 
 def learned(*samples: tuple[int, float]) -> Rates:
-    """Of prompts that decode replicas have computed, by tokens and seconds."""
+    """Return rates learned from prompts that decoders computed: (tokens, seconds) of each."""
     measured = RateEstimator(Rates())
     for _ in range(COLD_SAMPLES + MIN_SAMPLES):
         for tokens, seconds in samples:

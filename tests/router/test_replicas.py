@@ -261,7 +261,7 @@ STEPS = st.lists(
 def test_engine_runs_in_the_end_if_and_only_if_its_last_order_was_to_load(
     steps: Sequence[tuple[str, ...]],
 ) -> None:
-    """Whatever runs when an order comes: saves, commands of earlier orders, another's engine."""
+    """Orders come during saves and earlier commands, and while another replica has the engine."""
 
     async def main() -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:

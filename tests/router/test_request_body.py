@@ -340,7 +340,7 @@ def test_what_is_awaited_is_added_to_the_clients_own_parameters(params: Any, exp
     ],
 )
 def test_engine_is_told_of_notices_if_it_knows_them(notices: Any, more: dict[str, Any]) -> None:
-    """How long to await is the engine's own unless it is said."""
+    """Without a timeout from the router, the engine uses its own."""
     body = json.loads(request(CHAT).whole_body(512, notices=notices))
     assert body["kv_transfer_params"] == {"kvpool": {"expect_tokens": 512, **more}}
 
@@ -385,9 +385,9 @@ def test_a_tenant_of_the_routers_leaves_an_answer_in_one_piece_to_be_assembled()
 
 SIZE = 2 << 20
 MAX_GROWTH = 8
-"""Bytes of memory that reading a body may take for each of its own."""
+"""Limit of memory for a body, as a multiple of its size."""
 MAX_SLOWDOWN = 12
-"""CPU that a body may take, as a multiple of that of one long text of the same size."""
+"""Limit of CPU time for a body, as a multiple of the time for one text of the same size."""
 
 
 def repeated(begin: bytes, item: bytes, end: bytes) -> bytes:
@@ -427,7 +427,7 @@ LARGE: dict[str, bytes] = {
 
 
 def handle(raw: bytes, *, is_trusted: bool) -> None:
-    """All that is done with a request's body, also where its engine is lost."""
+    """Take all steps of the router on a request's body, also those after the loss of an engine."""
     kind = ApiPath.CHAT if b'"messages"' in raw[:40] else ApiPath.COMPLETION
     with suppress(BadRequest):
         read = parse_request(kind, raw, is_trusted=is_trusted, tenant="a")
@@ -454,7 +454,7 @@ def cpu_s(raw: bytes, *, is_trusted: bool) -> float:
 @pytest.mark.parametrize("is_trusted", [False, True])
 @pytest.mark.parametrize("name", LARGE)
 def test_body_of_many_values_takes_memory_and_time_of_its_size(name: str, is_trusted: bool) -> None:
-    """One request of 32 MiB took 5.5 s of the loop and 770 MiB, and stopped the router."""
+    """A request of 32 MiB blocked the event loop for 5.5 s, took 770 MiB and stopped the router."""
     raw = LARGE[name]
     tracemalloc.start()
     try:

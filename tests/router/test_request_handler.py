@@ -1,4 +1,4 @@
-"""What clients get through the router is what the engine gives; prompts are handed over."""
+"""Answers through the router equal the engine's answers; prompts are handed over."""
 
 import asyncio
 import re
@@ -74,7 +74,10 @@ _TRANSFER = re.compile(rb'"kv_transfer_params":(null|\{"kvpool":\{[^}]*\}\})')
 
 
 def said(reply: Reply) -> list[bytes]:
-    """What an engine says of the pool differs from one that has none, and choices take turns."""
+    """Return a reply's payloads by choice, without `kv_transfer_params`.
+
+    The reference engine has no pool, and payloads of several choices interleave in any order.
+    """
     plain = [_TRANSFER.sub(b"", each) for each in reply.plain()]
     return sorted(plain, key=lambda each: [int(index) for index in _INDEX.findall(each)])
 
@@ -92,7 +95,7 @@ def assert_same(through: Reply, direct: Reply, what: str) -> None:
 
 
 async def compared(rig: RouterRig, body: Body, path: str, headers: Any = None) -> Reply:
-    """What the engine says itself, which the router must say as well."""
+    """Assert that router and engine give the same reply, and return the engine's."""
     through = await rig.complete(body, path, headers)
     direct = await rig.complete(body, path, headers, rig.reference)
     assert_same(through, direct, f"{path} {headers} {str(body)[-200:]}")
@@ -122,7 +125,7 @@ async def test_errors_are_those_of_the_engine() -> None:
 
 @pytest.mark.parametrize("n", [10**9, 10**30, 10**400], ids=["9", "30", "400"])
 async def test_more_choices_than_any_engine_gives_are_refused_at_once(n: int) -> None:
-    """They wait for no room, for which others would have to make way, and reach no engine."""
+    """Such a request does not wait for room, which would block others, and reaches no engine."""
     async with RouterRig(1, 1) as rig:
         long = asyncio.create_task(rig.stream({"prompt": SHORT, "max_tokens": 3000}))
         await rig.until(lambda: rig.holders() == [1], "it is decoded")
@@ -224,7 +227,10 @@ async def test_every_request_has_an_id() -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("more", [{}, {"prompt_logprobs": 0}], ids=["assembled", "unstreamed"])
 async def test_answers_in_one_piece_count_as_begun_when_they_are(more: Body) -> None:
-    """They were "starting" to their end: 16 at a time, and generating was learned as prefill."""
+    """Such answers counted as starting until their end.
+
+    Only 16 ran at a time, and the time of decoding was learned as the time of prefill.
+    """
     spec = ScriptedSpec(step_base_s=0.004, decode_sequence_s=0)
     async with RouterRig(0, 1, spec=spec) as rig:
         rates = rig.router.controller.state.rates
@@ -323,9 +329,9 @@ async def test_a_short_prompt_and_one_that_the_pool_has_are_not_handed_over() ->
 
 @pytest.mark.alone
 async def test_short_prompts_stay_together_whatever_is_learned_of_them() -> None:
-    """What a short prompt takes is no measure of what its tokens take.
+    """The time of a short prompt is no measure of the time per token.
 
-    As long as it takes no longer than a hand-over is thought to, which is 20 ms.
+    Short prompts stay while they take less than the assumed hand-over time, which is 20 ms.
     """
     spec = ScriptedSpec(step_base_s=0.008, put_s=0.005)
     async with RouterRig(1, 1, spec=spec) as rig:
@@ -350,7 +356,7 @@ async def test_what_is_learned_makes_estimates_exact() -> None:
 
 
 async def _gone(rig: RouterRig, body: Body, phase: Phase, at: int | None) -> None:
-    """A client asks, and goes when its request is there; engine `at` has it in hand then."""
+    """Send a request, and disconnect in this phase, when engine `at` has the request."""
     state = rig.router.controller.state
     known = set(state.requests)
     aborted = rig.engines[at].counts.aborted if at is not None else 0

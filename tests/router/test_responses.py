@@ -1,4 +1,4 @@
-"""What is read of engines' answers."""
+"""The router's reading of engines' answers."""
 
 import json
 from collections.abc import Callable, Sequence

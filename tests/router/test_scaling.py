@@ -138,7 +138,7 @@ def test_plan(example: Example) -> None:
 
 
 def test_dry_run_shows_steps_down_too() -> None:
-    """It remembers since when there are too many."""
+    """The planner remembers since when replicas are too many, in a dry run as well."""
     steps = steps_with(Mode.DRY_RUN)
     steps.fleet(prefill="p p2 p3", decode="d")
     shown = 0
@@ -169,7 +169,7 @@ def test_too_many_are_drained_one_by_one_down_to_the_minima() -> None:
 
 
 def calls_in_a_tick(replicas: int) -> int:
-    """Of Python functions, while so many replicas serve and a plan and locks are due."""
+    """Return the Python function calls of a tick in which a plan and locks are due."""
     controller = Controller(planner=PlannerConfig(mode=Mode.DRY_RUN))
     for number in range(replicas):
         name = f"r{number}"

@@ -29,7 +29,7 @@ def a_plan(prefill: int, decode: int, flip_to: Role | None = None) -> Plan:
 
 @dataclass(frozen=True)
 class Row:
-    """One replica."""
+    """A replica of a test's fleet."""
 
     name: str
     state: State

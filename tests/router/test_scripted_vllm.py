@@ -103,9 +103,9 @@ def serving(kind: type) -> Any:
 
 
 def outputs(told: bytes, is_stream: bool, own: bytes) -> Iterator[Any]:
-    """What vLLM's engine would have given out, taken from an answer that tells all.
+    """Rebuild the outputs of vLLM's engine from `told`, an answer with all fields.
 
-    How many tokens were cached is taken from the answer that is compared.
+    The counts of cached and created tokens come from `own`, the answer under comparison.
     """
     from vllm.outputs import CompletionOutput, RequestOutput
 
@@ -149,7 +149,7 @@ def outputs(told: bytes, is_stream: bool, own: bytes) -> Iterator[Any]:
 
 
 async def theirs(path: str, body: dict[str, Any], told: bytes, own: bytes) -> bytes:
-    """What vLLM answers with the same tokens."""
+    """Return vLLM's answer with the same tokens."""
     from starlette.responses import JSONResponse
     from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -194,7 +194,7 @@ async def theirs(path: str, body: dict[str, Any], told: bytes, own: bytes) -> by
 
 
 def timeless(answer: bytes) -> bytes:
-    """Without what no two engines have in common."""
+    """Return the answer without its time and fingerprint, which differ between engines."""
     answer = re.sub(rb'"created":\d+', b'"created":1', answer)
     return re.sub(rb'"vllm-0.32.0-\w{8}"', b'"fingerprint"', answer)
 

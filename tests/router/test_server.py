@@ -1,4 +1,4 @@
-"""What clients can do to the router, and what they are told."""
+"""The router's HTTP server: clients of all kinds, and the answers that they get."""
 
 import asyncio
 import contextlib
@@ -141,7 +141,7 @@ def resident_bytes() -> int:
 
 @asynccontextmanager
 async def memory_stays_below(limit_bytes: int) -> AsyncIterator[None]:
-    """More than now, at any moment that is looked at."""
+    """Assert that memory grows by less than the limit in the meantime."""
     before = most = resident_bytes()
 
     async def look() -> None:
@@ -388,7 +388,7 @@ MANY: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", MANY)
 async def test_request_of_more_sequences_than_a_decoder_takes_is_refused(name: str) -> None:
-    """One request with `n` = 16384 held others up for eight seconds."""
+    """A request with `n` = 16384 blocked other requests for eight seconds."""
     async with RouterRig(0, 1) as rig:
         before = rig.engines[0].counts.received[COMPLETIONS]
         reply = await rig.complete(MANY[name])

@@ -1,4 +1,4 @@
-"""Which requests are let in, one by one and under twice the load that can be served."""
+"""Load shedding: admission of single requests, and under twice the sustainable load."""
 
 import math
 import re

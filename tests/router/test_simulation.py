@@ -30,14 +30,14 @@ HOURS = 5
 STORM_S = 200.0
 HEAL_S = 1500.0
 DAY_S = 21_600.0
-"""A quarter of a day: its load rises and falls four times as fast."""
+"""A simulated day lasts 6 h: the load rises and falls four times as fast."""
 PASSING = DRAINING | LOADING | {State.REFRACTORY_PREFILL, State.AUS_PREFILL, State.AUS_DECODE}
 LONGEST_PASSING_S = 1200.0
 ENDS = ("served", "refused", "cancelled", "rejected", "hopeless")
 
 
 def random_controller(chance: random.Random) -> Controller:
-    """Any configuration."""
+    """Return a controller with a random configuration."""
     return Controller(
         Settings(
             prefill_tokens=chance.choice((2_000, 16_384)),
@@ -56,7 +56,7 @@ def random_controller(chance: random.Random) -> Controller:
 
 
 def check_view(world: World) -> None:
-    """It can be shown, and its parts agree: what has arrived is in flight or has ended once."""
+    """Assert that the view can be encoded, and that each request is in flight or has ended once."""
     view = state_of(world.controller, world.now)
     assert msgspec.json.decode(msgspec.json.encode(view), type=RouterView) == view
     assert view.counts["arrived"] == view.in_flight + sum(view.counts[name] for name in OUTCOMES)
@@ -121,7 +121,7 @@ def random_world(seed: int) -> tuple[World, Chaos]:
 
 
 def check_at_rest(world: World) -> None:
-    """All requests have ended, nothing is kept of them, and every replica stands somewhere."""
+    """Assert that no request, queue entry or lock is left, and no replica is in transition."""
     state, calls = world.controller.state, world.calls
     assert not calls.clients
     assert not calls.live
@@ -196,7 +196,7 @@ def test_storm_in_which_decoders_wait_for_prompts(seed: int) -> None:
 
 
 def test_the_controller_does_not_grow() -> None:
-    """What is kept after many storms is what was kept after some."""
+    """The controller's state is no larger after many storms than after a few."""
     controller = Controller(planner=PlannerConfig(mode=Mode.AUTOMATIC))
     habits = Habits(scrape_s=3.0, quiet_scrape_s=600.0)
     world = World(controller, seed=3, habits=habits, check_every=0)  # lives above make them
@@ -255,7 +255,7 @@ def planned_world(seed: int, kind: ScriptedSpec, **limits: Any) -> World:
 
 
 def add_spares(world: World, number: int) -> None:
-    """Engines that the router can start."""
+    """Add engines that the router can start."""
     for each in range(number):
         world.add(f"s{each}", None, is_up=False, is_started=True)
 

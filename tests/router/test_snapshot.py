@@ -1,4 +1,4 @@
-"""What is shown is what the controller holds."""
+"""The router's snapshot matches the controller's state."""
 
 import json
 

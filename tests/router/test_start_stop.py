@@ -56,7 +56,7 @@ async def test_command_that_takes_too_long_is_killed_with_all_it_has_started(
 
 
 async def test_what_a_script_leaves_in_the_background_is_not_waited_for(tmp_path: Path) -> None:
-    """And it runs on."""
+    """The background process survives the script."""
     script = f"sleep 60 & echo $! >{tmp_path}/pid"
     await run_command(NAME, "start", ("sh", "-c", script), 20.0)
     pid = int((tmp_path / "pid").read_text())

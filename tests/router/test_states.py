@@ -37,7 +37,7 @@ def test_every_cause_is_used() -> None:
 
 
 def test_there_is_no_way_from_decode_to_prefill_without_a_standby() -> None:
-    """What computes prompts again has been empty, and has answered a request, before."""
+    """A replica is emptied and answers a test request before it computes prompts again."""
     before = {state for (state, _), after in EDGES.items() if after is State.AUS_PREFILL}
     assert before == {State.SHUTTING_NULL, State.FAILED}
     into_prefill = {state for (state, _), after in EDGES.items() if after is State.PREFILL}

@@ -1,4 +1,7 @@
-"""One stream out of several: each rule on its own. With vLLM's: `test_stream_resumer_vllm.py`."""
+"""A client's stream made of several engines' streams, rule by rule.
+
+`test_stream_resumer_vllm.py` has the tests with vLLM's own streams.
+"""
 
 import json
 from typing import Any
@@ -447,7 +450,7 @@ def test_an_end_that_was_lost_is_made_up(details: dict[str, Any]) -> None:
 def test_an_answer_of_all_its_tokens_is_ended_without_an_engine(
     asks: bool, more: dict[str, Any]
 ) -> None:
-    """One that no engine could go on with, too."""
+    """The router ends answers that no engine could resume, too."""
     resumer = splice_of(COMPLETION, max_tokens=2, return_token_ids=asks, **more)
     feed(resumer, first(), said("b", [2]))
     step = resumer.lost()

@@ -62,7 +62,7 @@ def tokenizer() -> Any:
 class Case:
     kind: ApiPath
     text: str = ""
-    """What the model says, again and again if it is not ended."""
+    """The model's answer; it repeats until something ends the stream."""
     steps: tuple[int, ...] = (1,)
     fields: dict[str, Any] = field(default_factory=dict)
     parser: str = ""
@@ -95,7 +95,7 @@ class Case:
         return parse_request(self.kind, self.body())
 
     def first_stream(self) -> list[bytes]:
-        """What the first engine sends the router."""
+        """Return the first engine's stream to the router."""
         request = self.request()
         return self.engine().stream(self.kind.value, request.whole_body(track=request.trackable))
 
@@ -236,7 +236,7 @@ THOUGHTS = [
 
 
 def without_details(seen: Transcript) -> Transcript:
-    """How many tokens were reasoning is only known about."""
+    """Remove the count of reasoning tokens, which is known only approximately."""
     if seen.usage is not None:
         seen.usage.pop("completion_tokens_details", None)
     return seen

@@ -1,4 +1,4 @@
-"""Who may send requests: keys, models, rates and requests at a time."""
+"""Tenants: keys, models, request rates, concurrent requests and salts."""
 
 import asyncio
 import hashlib
@@ -34,7 +34,7 @@ def write_secret(path: Path, text: str) -> str:
 
 
 class Bench:
-    """One tenant, and a clock."""
+    """The tenant `a`, and a clock that the test sets."""
 
     def __init__(self, **config: Any) -> None:
         self.now = 100.0
@@ -209,7 +209,7 @@ SECRET = b"s" * 44
 
 
 def test_salts_of_tenants_are_apart_and_stable() -> None:
-    """Whatever a client sends, it gets no salt of another tenant, or of another of its own."""
+    """Two tenants, or two values of one tenant, never share a salt, whatever a client sends."""
     salts = TenantSalts(SECRET)
     names = ("a", "b", 'a","', "a\\", "ab", "")
     odd = ['","x', '"]', "\ud800", "a" * 300, "A", "é", "e\u0301"]
@@ -303,7 +303,7 @@ async def test_routes_that_compute_kv_get_a_salt_and_all_need_a_key(
 async def test_tenants_are_kept_apart_by_salts_that_they_cannot_name(
     path: str, stream: bool, tmp_path: Path
 ) -> None:
-    """Each engine that is asked for a request gets the same salt, after a failure as well."""
+    """Every engine that gets a request gets the same salt with it, after a failure as well."""
     both = f'{ENTRY}[[tenants]]\nname = "b"\nkey = "{OTHER}"\n'
     keys = write_secret(tmp_path / "keys.toml", both)
     salt = write_secret(tmp_path / "salt", SECRET.decode())

@@ -23,7 +23,7 @@ ASKED = [
 
 
 def assembled(case: Case) -> dict[str, Any]:
-    """What the router answers."""
+    """Return the answer that the router assembles from the engine's stream."""
     request = parse_request(case.kind, case.body())
     assert is_streamable(request)
     asked = streamed(request)

@@ -43,13 +43,13 @@ def hashes_of(tokens: Sequence[int]) -> list[bytes]:
 
 
 def put_cells(store: Store, keys: Sequence[str]) -> None:
-    """The store has these cells, of any content."""
+    """Store these cells with arbitrary content."""
     store.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
 
 
 @dataclass
 class Waits:
-    """How long at most the scheduler's thread has waited for lookups each time, and for what."""
+    """The scheduler's waits for lookups: each timeout in seconds, and the last condition."""
 
     seconds: list[float] = field(default_factory=list)
     until: Callable[[], bool] | None = None
@@ -61,7 +61,7 @@ class Waits:
 
 
 def has_none() -> bool:
-    """Whether requests have arrived, as an engine that sees arrivals says."""
+    """Return False: no request has arrived. Stands for an engine that sees arrivals."""
     return False
 
 
@@ -128,7 +128,7 @@ class Bench:
         assert self.lookups.close()
 
     def watch_waits(self) -> Waits:
-        """Count waits for lookups from now on, and wait for none."""
+        """Record waits for lookups from now on, without waiting."""
         self.lookups.wait = self.waits.wait  # type: ignore[method-assign]
         return self.waits
 
@@ -148,7 +148,7 @@ class Bench:
         shared: int = 1 << 30,
         **traits: Any,
     ) -> View:
-        """A request whose prompt is 0, 1, 2, …, with other tokens behind the first `shared`."""
+        """Add a request with prompt 0, 1, 2, …, and other tokens behind the first `shared`."""
         view: View = FakeRequest(
             request_id,
             [token if token < shared else 1000 + token for token in range(num_tokens)],
@@ -163,7 +163,7 @@ class Bench:
         return view
 
     def match(self, request_id: str = "a", num_computed: int = 0) -> tuple[int | None, bool]:
-        """The answer to come; the lookup is waited for."""
+        """Wait for the lookup and return the scheduler's answer."""
         while (offer := self.scheduler.match(request_id, num_computed)) == PENDING:
             answered = len(self.lookups._results)
             self.lookups.wait(LIMIT_S)
@@ -178,7 +178,7 @@ class Bench:
             self.next_block += 1
 
     def tables_of(self, request_id: str) -> Sequence[list[int]]:
-        """Its block table in each KV cache group."""
+        """Return a request's block table in each KV cache group."""
         return (self.tables[request_id],)
 
     def allocate(self, request_id: str, computed: int, external: int) -> None:
@@ -205,13 +205,13 @@ class Bench:
         return plan
 
     def admit(self, request_id: str = "a") -> tuple[int | None, bool]:
-        """Match and allocate; what is offered is not yet loaded."""
+        """Match and allocate a request. The offered tokens are not loaded yet."""
         offer = self.match(request_id)
         self.allocate(request_id, 0, offer[0] or 0)
         return offer
 
     def loading(self, stored: int, **traits: Any) -> View:
-        """A request whose load of so many stored chunks has been planned."""
+        """Add a request whose load of so many stored chunks has been planned."""
         self.hold(range(1000), range(stored))
         view = self.add(**traits)
         self.admit(view.request_id)
@@ -219,7 +219,7 @@ class Bench:
         return view
 
     def block_lookup(self, request_id: str = "a") -> View:
-        """A request whose lookup hangs in the store."""
+        """Add a request whose lookup hangs in the store."""
         self.store.inject(Fault.BLOCKED, "exists")
         view = self.add(request_id)
         assert self.store.entered.wait(LIMIT_S)
@@ -230,7 +230,7 @@ class Bench:
         check(self.scheduler)
 
     def stored(self, *saves: SavePlan) -> None:
-        """Every rank says that a store has all cells of the saves."""
+        """Report from every rank that a store has all cells of the saves."""
         how = Stored(self.num_ranks, frozenset({0}))
         self.scheduler.apply(StepReport(stored={save.job_id: how for save in saves}))
 
@@ -246,20 +246,20 @@ class Bench:
         return answer
 
     def settle(self) -> StepPlan:
-        """Let the lookup service answer what it has been asked, and take it."""
+        """Let the lookup service answer all questions, and take the answers."""
         self.lookups.wait(LIMIT_S)
         assert self.lookups._results, "no answer"
         return self.step()
 
     def take_answers(self) -> None:
-        """Have every lookup answered without a step: another request's `match` takes them."""
+        """Take all answers without a step, as another request's `match` does."""
         while self.scheduler._lookups._open:
             self.lookups.wait(LIMIT_S)
             assert self.lookups._results, "no answer"
             self.scheduler._take_answers()
 
     def end_reset(self) -> None:
-        """A rank says that it knows, and the namespace is removed once more."""
+        """Report that one rank has dropped its saves; the namespace is then removed again."""
         self.scheduler.apply(StepReport(dropped={self.scheduler._validity.reset.generation: 1}))
         self.lookups.submit(Lookup(-1, RequestIdentity, range(CHUNK), True, 0, 0.0, 0.0))
         self.settle()
@@ -272,7 +272,7 @@ class Bench:
         }
 
     def save(self, job: int, chunks: range, request_id: str = "a") -> SavePlan:
-        """The save of those chunks, as it should be planned."""
+        """Return the save of these chunks as it should be planned."""
         start, stop = chunks.start * CHUNK // self.block, -(-chunks.stop * CHUNK // self.block)
         hashes = hashes_of(self.views[request_id].tokens())
         return SavePlan(
@@ -316,7 +316,7 @@ class StateBench(Bench):
         )
 
     def tables_of(self, request_id: str) -> Sequence[list[int]]:
-        """As vLLM allocates: of states, a block for the last token alone."""
+        """Return tables as vLLM makes them: a state group has only the last token's block."""
         attention = self.tables[request_id]
         before = [NULL_BLOCK] * (len(attention) - 1)
         return (attention, *([*before, base + len(attention)] for base in (100, 200)))

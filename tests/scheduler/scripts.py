@@ -6,12 +6,18 @@
 
 `engine` makes the bench, with its options. Prompts are 0, 1, 2, … with 100 tokens. `stored 3` puts
 their first three chunks into the store, `stored 1-3` the second and third. `add b 60 save=False`
-adds a request with options. `match a 32` asks what is offered beyond 32 computed tokens: `96`, or
-`96 now` within the step, or nothing; `admit` takes it. `step a=100` computes tokens and says what
-the workers are told: `load a 48-96` in tokens, `save a 0-3` in chunks, with `end 20` for a prompt's
-end of 20 tokens and `as v` of other weights; `prefetch a 3`; `landed 2 final`. That plans name the
-right hashes and blocks is checked in every step. `count hit_tokens 96` compares a metric,
-`count miss_tokens absent:32 short:4` one with labels. `VERBS` has all verbs.
+adds a request with options.
+
+`match a 32` asks for the offer beyond 32 computed tokens: `96`, or `96 now` for a load within the
+step, or nothing. `admit` takes the offer.
+
+`step a=100` computes tokens and returns the workers' plans. Loads count tokens: `load a 48-96`.
+Saves count chunks: `save a 0-3`. `end 20` is a prompt's end of 20 tokens, `as v` names other
+weights. Further plans are `prefetch a 3` and `landed 2 final`. Every step checks that plans name
+the right hashes and blocks.
+
+`count hit_tokens 96` compares a metric. `count miss_tokens absent:32 short:4` compares a metric
+with labels. `VERBS` has all verbs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +65,7 @@ FIRST_WEIGHTS = "first"
 
 
 def examples(text: str, given: str = "") -> pytest.MarkDecorator:
-    """A mark: the test's parameter `example` is each one of the text. `given`: steps before."""
+    """Return a mark that gives each example of the text to the test. `given`: steps before."""
     return scripts.examples(text, _engine, VERBS, given)
 
 
@@ -182,7 +188,7 @@ def _stored(bench: Bench, chunks: str, weights: str = FIRST_WEIGHTS) -> None:
 
 
 def _has(bench: StateBench, attention: str, *boundaries: str) -> None:
-    """The store has so many chunks of attention, and the states after so many tokens."""
+    """Store so many chunks of attention, and the states after so many tokens."""
     bench.store_cells(0, *range(int(attention)))
     bench.store_cells(1, *(int(each) // CHUNK - 1 for each in boundaries))
 
@@ -192,13 +198,13 @@ def _drop_attention(bench: StateBench, chunk: str) -> None:
 
 
 def _offer(bench: Bench, name: str, *offers: str, drafts: bool = False) -> None:
-    """`offer a 1:41:96`: block 41 of group 1 holds the state after 96 tokens once a step ends."""
+    """Offer states: `offer a 1:41:96` offers block 41 of group 1 with the state after 96 tokens."""
     bench.offers = {name: [StateOffer(*map(int, each.split(":"))) for each in offers]}
     bench.drafted = [name] if drafts else []
 
 
 def _load_fails(bench: Bench, name: str, tokens: str, ranks: str = "1") -> None:
-    """Every rank reports in a step of its own that it has loaded only so many tokens."""
+    """Report from every rank, each in its own step, that only so many tokens were loaded."""
     for _ in range(int(ranks)):
         bench.scheduler.apply(StepReport(loads={name: Loaded(int(tokens))}))
     bench.scheduler.load_ended(name)
@@ -208,7 +214,7 @@ def _load_fails(bench: Bench, name: str, tokens: str, ranks: str = "1") -> None:
 
 
 def _wanted(bench: Bench, name: str, own: str = "0") -> list[str]:
-    """The boundary whose state vLLM is asked to keep; `own` tokens are in its own cache."""
+    """Return the boundary whose state vLLM should keep; `own` tokens are in its own cache."""
     return [str(bench.scheduler.wanted_boundary(name, int(own)))]
 
 
@@ -217,9 +223,9 @@ def _kept(bench: Bench, name: str, boundary: str) -> None:
 
 
 def _other(bench: Bench, shared: str, count: str, *, with_end: bool = False) -> None:
-    """Another engine has stored a prompt, whose first tokens are shared, with its aliases.
+    """Store another engine's prompt with its aliases; its first tokens are shared.
 
-    The whole chunks alone, or `with_end`.
+    Only whole chunks are stored, unless `with_end`.
     """
     tokens = [*range(int(shared)), *range(5000, 5000 + int(count) - int(shared))]
     hashes = hashes_of(tokens)
@@ -242,13 +248,13 @@ def _other(bench: Bench, shared: str, count: str, *, with_end: bool = False) -> 
 
 
 def _lose_other(bench: Bench, chunk: str) -> None:
-    """The other prompt's chunk leaves the store."""
+    """Remove the other prompt's chunk from the store."""
     gone = next(h for h, tokens in bench.others.items() if len(tokens) == (int(chunk) + 1) * CHUNK)
     bench.memory.remove(bench.names.of_chunk(gone))
 
 
 def _put(bench: Bench) -> None:
-    """The store has what the last step's saves name."""
+    """Store the cells that the last step's saves name."""
     keys = [
         key for plan in bench.plan.saves for each in plan.hashes for key in NAMES.of_chunk(each)
     ]
@@ -256,7 +262,7 @@ def _put(bench: Bench) -> None:
 
 
 def _in_store(bench: Bench, count: str, weights: str = FIRST_WEIGHTS) -> None:
-    """How many cells the store has."""
+    """Assert the number of cells in the store."""
     names = NAMES.with_weights("" if weights == FIRST_WEIGHTS else weights)
     keys = bench.memory._table.list_keys()
     assert sum(key.startswith(f"{names.namespace}@") for key in keys) == int(count)
@@ -272,7 +278,7 @@ def _match(bench: Bench, name: str, computed: str = "0") -> list[str]:
 
 
 def _poll(bench: Bench, name: str, computed: str = "0") -> list[str]:
-    """As `match`, but the lookup is not waited for."""
+    """Match without waiting for the lookup."""
     return _said(bench.scheduler.match(name, int(computed)))
 
 
@@ -284,10 +290,10 @@ def _step(bench: Bench, *, preempted: str = "", **scheduled: int) -> list[str]:
 def _starts(
     bench: Bench, name: str, own: int | str = 0, *, loaded: int = 128, blocks: bool = True
 ) -> None:
-    """A request of 192 tokens is admitted, of which another connector loads the first.
+    """Admit a request of 192 tokens, the first of which another connector loads.
 
-    The engine's own cache has `own` tokens, `loaded` are there with those of the load. Without
-    `blocks` names of the engine's blocks are not trusted.
+    The engine's own cache has `own` tokens. After the load, `loaded` tokens are computed. Without
+    `blocks`, the names of the engine's blocks are not trusted.
     """
     if name not in bench.views:
         bench.add(name, 192).own = OwnKV(blocks=blocks)
@@ -298,7 +304,7 @@ def _starts(
 
 
 def _load_failed(bench: Bench, name: str, kept: str) -> None:
-    """vLLM computes the request again from the first token that was not loaded."""
+    """Compute the request again, as vLLM does, from the first token that was not loaded."""
     _computed(bench, name, kept)
     bench.scheduler.step_ended()
 
@@ -311,7 +317,7 @@ def _told(bench: Bench, plan: StepPlan) -> list[str]:
 
 
 def _told_load(bench: Bench, *words: str) -> None:
-    """The step before has told of a load, of whose stream a chunk may have landed."""
+    """Assert that the step before planned a load; a chunk of its stream may have landed."""
     [load] = bench.plan.loads
     assert load.landed_stop in (0, 1)
     assert in_words(bench, StepPlan(loads=(replace(load, landed_stop=None),))) == [
@@ -320,7 +326,7 @@ def _told_load(bench: Bench, *words: str) -> None:
 
 
 def _landed(bench: Bench) -> list[str]:
-    """Let lookups end until a stream has, and say what plans tell of it; it only goes on."""
+    """Run steps until a stream is final, and return its `landed` plans. It never goes back."""
     landed: list[Landed] = []
     while not (landed and landed[-1].is_final):
         bench.lookups.wait(LIMIT_S)
@@ -331,19 +337,19 @@ def _landed(bench: Bench) -> list[str]:
 
 
 def _gather(bench: Bench, ranks: str = "1") -> None:
-    """All saves of which workers were told are gathered, by so many ranks."""
+    """Report that so many ranks have gathered all saves that workers were told."""
     bench.gather(StepPlan(saves=tuple(bench.gathering)), int(ranks))
     bench.gathering.clear()
 
 
 def _confirm(bench: Bench) -> None:
-    """A store has all saves of which workers were told since the last time."""
+    """Confirm that a store has all saves told since the last call."""
     bench.stored(*bench.unconfirmed)
     bench.unconfirmed.clear()
 
 
 def _compute(bench: Bench, name: str, computed: str = "0", **traits: bool) -> list[str]:
-    """A request runs in one step, from `computed` tokens of the engine's own cache on, and ends."""
+    """Run a request in one step, beyond `computed` tokens of the engine's own cache, and end it."""
     bench.add(name, **traits)
     bench.match(name, int(computed))
     bench.allocate(name, int(computed), 0)
@@ -354,7 +360,7 @@ def _compute(bench: Bench, name: str, computed: str = "0", **traits: bool) -> li
 
 
 def _unknown(bench: Bench, name: str) -> None:
-    """Calls of a request that nobody has added."""
+    """Make every call with the id of a request that does not exist."""
     bench.scheduler.allocated(name, ((1,),), 16)
     bench.scheduler.load_ended(name)
     bench.scheduler.apply(StepReport(loads={name: Loaded(0)}))
@@ -362,7 +368,7 @@ def _unknown(bench: Bench, name: str) -> None:
 
 
 def _computed(bench: Bench, name: str, tokens: str) -> None:
-    """vLLM counts so many tokens as computed."""
+    """Set the number of tokens that vLLM counts as computed."""
     bench.views[name].num_computed_tokens = int(tokens)
 
 
@@ -375,7 +381,7 @@ def _unname(bench: Bench, name: str) -> None:
 
 
 def _finish(bench: Bench, name: str) -> list[str]:
-    """What the client is told: how many tokens are in the pool."""
+    """Finish a request and return the client's answer: the number of tokens in the pool."""
     answer = bench.finish(name)
     return [] if answer is None else [f"{answer['kvpool']['tokens']} tokens"]
 
@@ -390,7 +396,7 @@ def _free(bench: Bench, name: str) -> None:
 
 
 def _block(bench: Bench, name: str, *request: str, **more: Any) -> None:
-    """The store's method hangs, perhaps with the lookup of a request in it."""
+    """Let the store's method hang, perhaps with the lookup of a request in it."""
     bench.store.inject(Fault.BLOCKED, name)
     if request:
         _add(bench, *request, **more)
@@ -409,7 +415,7 @@ def _count(bench: Bench, name: str, *counts: str) -> None:
 
 
 def _weights(bench: Bench, weights: str, is_reset: bool = True) -> None:
-    """The weights change; then the engine's own cache is emptied, as vLLM asks for."""
+    """Change the weights, then empty the engine's own cache, as vLLM asks for."""
     bench.scheduler.weights_changed("" if weights == FIRST_WEIGHTS else weights)
     check(bench.scheduler)
     if is_reset:
@@ -422,12 +428,12 @@ def _reset(bench: Bench) -> None:
 
 
 def _pending(bench: Bench, is_pending: str) -> None:
-    """`pending False`: no save waits."""
+    """`pending False` asserts that no save waits."""
     assert str(bench.scheduler.saves.has_pending) == is_pending
 
 
 def _pins(bench: Bench, number: str) -> None:
-    """How many blocks are pinned."""
+    """Assert the number of pinned blocks."""
     assert len(bench.pins.references) == int(number)
 
 
@@ -436,17 +442,17 @@ def _watch(bench: Bench) -> None:
 
 
 def _sees_arrivals(bench: Bench) -> None:
-    """The engine lets the scheduler see requests that arrive, of which there are none."""
+    """Show arriving requests to the scheduler; none arrive."""
     bench.scheduler._has_arrivals = has_none
 
 
 def _worked(bench: Bench) -> None:
-    """The step before had work."""
+    """Tell the scheduler that the step before had work."""
     bench.scheduler._idle = False
 
 
 def _waited(bench: Bench, *waits: str) -> None:
-    """The longest times that steps since `watch` might have waited for lookups, in words."""
+    """Assert the timeouts with which steps since `watch` have waited for lookups, in words."""
     assert len(bench.waits.seconds) == len(waits), bench.waits.seconds
     for seconds, name in zip(bench.waits.seconds, waits, strict=True):
         if name == "short":
@@ -467,46 +473,46 @@ WAITS_S = {
 
 
 def _workers_wait(bench: Bench, is_idle: str) -> None:
-    """Workers were told in the last step that they may wait for loads."""
+    """Assert whether the last step allowed workers to wait for loads."""
     assert str(bench.plan.idle) == is_idle
 
 
 def _queue(bench: Bench, name: str) -> None:
-    """A request that vLLM has not come to in its line."""
+    """Set a request back to queued: vLLM has not reached it in its queue."""
     bench.scheduler._requests[name].admission = AdmissionState.QUEUED
 
 
 def _late_load(bench: Bench, name: str) -> None:
-    """The load of a request that has ended comes to nothing."""
+    """End the load of a finished request without any token."""
     bench.scheduler.apply(StepReport(loads={name: Loaded(0)}))
     bench.scheduler.load_ended(name)
 
 
 def _fails(bench: Bench, name: str, *tokens: str) -> None:
-    """Each rank has loaded so many tokens of a load within a step."""
+    """Report from each rank the tokens that it has loaded within a step."""
     bench.scheduler.apply(
         StepReport.merge(StepReport(loads={name: Loaded(int(each))}) for each in tokens)
     )
 
 
 def _forgotten(bench: Bench, name: str, tokens: str) -> None:
-    """vLLM's prefix cache has forgotten the request's blocks from that token on."""
+    """Assert that vLLM's prefix cache forgot the request's blocks from that token on."""
     assert bench.pins.forgotten == bench.tables[name][int(tokens) // bench.block :]
 
 
 def _pinned(bench: Bench, *blocks: str) -> None:
-    """These blocks are pinned once."""
+    """Assert that each block is pinned once and that the scheduler has pending work."""
     assert all(bench.pins.references[int(each)] == 1 for each in blocks)
     assert bench.scheduler.has_pending
 
 
 def _lookups(bench: Bench, number: str) -> None:
-    """How many lookups have not ended."""
+    """Assert the number of lookups that have not ended."""
     assert len(bench.scheduler._lookups._open) == int(number)
 
 
 def _asked(bench: Bench, most: str) -> None:
-    """How often the store was asked at most."""
+    """Assert the upper limit of `exists` calls to the store."""
     assert bench.store.calls["exists"] <= int(most)
 
 

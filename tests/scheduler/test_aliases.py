@@ -58,7 +58,7 @@ FLUSH = "flush"
 
 
 class WatchedStore(MemoryStore):
-    """Tells what was removed, so that a test knows what the writer has performed."""
+    """A store that records removals, so that a test knows what the writer has performed."""
 
     def __init__(self) -> None:
         super().__init__("", 1 << 24)
@@ -129,7 +129,7 @@ class Pool:
         missed: Sequence[int] = (),
         tier: int = 0,
     ) -> ChunkChain:
-        """A prompt's chunks and its end are stored; their aliases follow."""
+        """Store a prompt's chunks and end, then its aliases."""
         chain = ChunkChain(CHUNK, identity or RequestIdentity())
         chain.extend(tokens)
         end = chain.end(tokens) if has_end else None
@@ -179,7 +179,7 @@ class Pool:
         return result
 
     def found(self, tokens: Sequence[int], **options: Any) -> int:
-        """The tokens that a lookup finds."""
+        """Return the number of tokens that a lookup finds."""
         result = self.ask(tokens, **options)
         tail = result.tail
         if tail is None or result.found_chunks <= tail.position:
@@ -207,7 +207,7 @@ def pool(make: Callable[..., Pool]) -> Pool:
 
 
 def prompt(shared: int, rest: int, seed: int) -> list[int]:
-    """The same first tokens for every seed, then others."""
+    """Return the same first tokens for every seed, then other tokens."""
     return [*range(shared), *(seed * 1000 + i for i in range(rest))]
 
 
@@ -308,7 +308,10 @@ def test_nothing_is_removed_while_a_store_does_not_answer(make: Callable[..., Po
 
 @pytest.mark.parametrize("has_own_hash", [True, False])
 def test_alias_that_says_what_is_not_so_is_not_believed(pool: Pool, has_own_hash: bool) -> None:
-    """Another engine of the store may write what it likes: no other prompt's KV is loaded."""
+    """An engine of the same store may write false aliases.
+
+    No other prompt's KV is loaded by them.
+    """
     asked = prompt(4, 4, 2)
     other = pool.save(prompt(0, 8, 9))
     own = ChunkChain(CHUNK, RequestIdentity()).hash_of_part(0, asked[:4])
@@ -365,7 +368,7 @@ def test_store_that_cannot_be_read_costs_the_tail_alone(pool: Pool) -> None:
 def test_read_that_hangs_costs_the_tail_alone_and_holds_up_no_removal(
     make: Callable[..., Pool],
 ) -> None:
-    """It would hold up all lookups in the store, and a reset would never end."""
+    """Waiting for the read would block all lookups in the store, and a reset would never end."""
     pool = make(answer_s=0.05)
     pool.save(range(24))
     store = pool.stores[0]

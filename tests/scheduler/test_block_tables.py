@@ -1,4 +1,4 @@
-"""Which blocks a plan is about, in every KV cache group, whatever the engine has let go."""
+"""Blocks that a plan names in every KV cache group, including blocks the engine has freed."""
 
 from dataclasses import dataclass, replace
 
@@ -104,7 +104,7 @@ def test_a_save_waits_for_blocks_that_are_never_let_go() -> None:
 def test_what_may_be_let_go_next_is_told() -> None:
     groups = GroupTables([KVCacheGroup(16), KVCacheGroup(16, WINDOW), KVCacheGroup(32, LOCAL)])
     tables = [table(8), [0, 201, 202, 203, 204, 205], [300, 301, 302]]
-    # Of what token 60 reads on; local pieces begin at 0.
+    # Blocks that token 60 and later tokens read. Local pieces begin at 0.
     assert list(groups.of_incomplete(tables, 32, 96, 60)) == [
         *((Place(1, i), 200 + i) for i in range(2, 6)),
         (Place(2, 1), 301),
@@ -118,7 +118,7 @@ def test_what_may_be_let_go_next_is_told() -> None:
 
 
 def test_blocks_that_no_chunk_stores_and_gaps_are_not_told() -> None:
-    """Of each chunk of 32 tokens the last 16 are stored."""
+    """Each chunk of 32 tokens stores its last 16 tokens in group 1."""
     groups = GroupTables([KVCacheGroup(16), KVCacheGroup(16, WINDOW, tail_tokens=16)], 32)
     told = groups.of_incomplete([table(6), [0, 201, 0, 203, 204, 205]], 32, 96, 60)
     assert list(told) == [(Place(1, 3), 203), (Place(1, 5), 205)]
@@ -150,7 +150,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def engine_table(group: KVCacheGroup, index: int, computed: int, stop: int, gone: int) -> list[int]:
-    """As the engine has it once `computed` tokens are computed; `gone` stands for what is not."""
+    """Return the engine's table after `computed` tokens; `gone` stands for freed blocks."""
     size = group.block_size
     valid = group.window.first_read(computed) // size
     count = -(-stop // size)
@@ -179,7 +179,7 @@ def test_a_load_goes_where_the_engine_has_blocks_and_fills_them_whole(case: Case
         first = pages.table_start // size
         assert pages.table_start == first * size <= pages.token_start
         assert list(pages.block_ids) == tables[i][first : -(-case.stop // size)]
-        # Nothing that the engine has blocks for is left out.
+        # No token with a block in the engine is left out.
         wanted = [token for token in range(case.start, case.stop) if tables[i][token // size]]
         assert wanted == list(range(pages.token_start, case.stop))
 
@@ -188,7 +188,7 @@ def test_a_load_goes_where_the_engine_has_blocks_and_fills_them_whole(case: Case
 def test_a_save_names_only_blocks_that_are_the_requests(
     case: Case, gone: int, data: st.DataObject
 ) -> None:
-    """By tables that mark what was let go, and by those that still name it."""
+    """The engine's tables may mark freed blocks, or still name them."""
     tables = [
         engine_table(group, i, case.computed, case.stop, gone)
         if not group.window.is_full
@@ -246,7 +246,7 @@ def test_as_much_is_loadable_in_spite_of_gaps_as_a_search_finds(
 
 @given(cases(), st.integers(1, 100))
 def test_everything_that_goes_before_the_next_step_was_told(case: Case, more: int) -> None:
-    """So that what is held and what is still there make up all of the tokens told of."""
+    """Otherwise, held blocks and remaining blocks would not cover all tokens of the save."""
     computed, stop = case.computed, case.computed + more
     start = min(case.start, computed)
     groups = GroupTables(case.groups)

@@ -1,4 +1,4 @@
-"""A drafter's rows on the scheduler's side: where hits end, what is saved, what is missing."""
+"""A drafter's rows on the scheduler's side: ends of hits, saved rows, missing rows."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,7 +42,7 @@ class Drafting(Bench):
         )
 
     def load(self, tokens: int, *cleared: int, name: str = "a") -> None:
-        """Load the prompt's first tokens; a load finds no rows of the chunks `cleared`."""
+        """Load the prompt's first tokens. The load finds no rows of the chunks `cleared`."""
         self.allocate(name, 0, tokens)
         self.step()
         report = StepReport(loads={name: Loaded(tokens, 1.0, frozenset(cleared))})
@@ -58,7 +58,7 @@ def bench() -> Iterator[Drafting]:
 
 
 def test_a_hit_ends_before_the_row_that_depends_on_the_next_token(bench: Drafting) -> None:
-    """The model's cells decide how long it is: none of the drafter's is asked for."""
+    """The model's cells alone decide the length of the hit. No cell of the drafter is asked for."""
     bench.hold(range(PROMPT), range(3))
     bench.add(num_tokens=PROMPT)
     assert bench.match() == (3 * CHUNK - 1, True)
@@ -127,7 +127,7 @@ def test_a_chunk_that_is_computed_anew_closes_its_gap(bench: Drafting) -> None:
 
 
 def test_rows_of_a_step_without_drafts_are_not_saved(bench: Drafting) -> None:
-    """One request has more tokens than the drafter takes: vLLM drafts for none of the step."""
+    """A request has more tokens than the drafter takes, so the whole step has no drafts."""
     bench.add("long", num_tokens=MOST_DRAFTED + 1)
     bench.add("a", num_tokens=3 * CHUNK)
     for name in ("long", "a"):
@@ -139,7 +139,7 @@ def test_rows_of_a_step_without_drafts_are_not_saved(bench: Drafting) -> None:
 
 
 def test_answers_behind_missing_rows_count_against_loading() -> None:
-    """`load_policy: auto`: each answer takes 1 s a token, and 3 s behind a load without rows."""
+    """With `load_policy: auto`, an answer takes 1 s a token, or 3 s behind a load without rows."""
     bench = Drafting(config=KVPoolConfig(load_policy=LoadPolicy.AUTO))
     costs = bench.scheduler._load_costs
     for name, cleared, token_s in (("b", (), 1.0), ("a", (0, 1, 2), 3.0)):
@@ -164,7 +164,7 @@ def test_gaps_are_bounded(bench: Drafting) -> None:
     assert len(gaps._hashes) == MAX_GAPS
 
 
-# What a save and a search are about
+# The chunks of a save and of a search
 
 
 def test_a_save_takes_the_block_with_the_row_before_its_first_chunk() -> None:

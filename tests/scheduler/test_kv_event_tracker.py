@@ -1,4 +1,4 @@
-"""What is announced follows what is stored: whole blocks, once each, taken back when they go."""
+"""KV events follow the stored blocks: whole blocks, announced once each, withdrawn when they go."""
 
 from collections.abc import Iterable
 
@@ -26,7 +26,10 @@ MEDIA = (NEAR, FAR)
 
 
 def unit(prompt: str, chunk: int, chunk_tokens: int, block_size: int) -> ChunkBlocks:
-    """The blocks that end in a chunk of a prompt; names tell prompts apart from chunk 1 on."""
+    """Return the blocks that end in a chunk of a prompt.
+
+    From chunk 1 on, names differ by prompt.
+    """
     start = chunk * chunk_tokens
     first, stop = start // block_size, (start + chunk_tokens) // block_size
     needs = range(first * block_size // chunk_tokens, chunk) if stop > first else range(0)
@@ -43,12 +46,12 @@ def name(prompt: str, chunk: int) -> str:
 
 
 def block_name(prompt: str, block: int, chunk_tokens: int, block_size: int) -> str:
-    """The prompts share a chunk, and one token more."""
+    """Return a block's name. The prompts share a chunk and one more token."""
     return f"{prompt if (block + 1) * block_size > chunk_tokens + 1 else 'root'}/{block}"
 
 
 class Listener:
-    """Believes what it is told."""
+    """A listener that believes every event."""
 
     def __init__(self) -> None:
         self.blocks: set[tuple[Medium, object]] = set()
@@ -131,7 +134,7 @@ def simple(chunk: str) -> ChunkBlocks:
 
 
 def told(announcer: KVEventTracker) -> list[str]:
-    """Announcements in words: `+a0 a1 STORAGE`, `-a0 a1 STORAGE`, `cleared`."""
+    """Return announcements in words: `+a0 a1 STORAGE`, `-a0 a1 STORAGE`, `cleared`."""
     words = []
     for each in announcer.take():
         match each:

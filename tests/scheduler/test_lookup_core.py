@@ -1,4 +1,4 @@
-"""What lookups ask of which tier and when they are answered, on a clock of the test's."""
+"""Lookups' questions to tiers and the times of their answers, on a simulated clock."""
 
 import heapq
 import math
@@ -60,8 +60,11 @@ HASHES = chain_of().hashes
 
 @dataclass
 class Tier:
-    """What a store holds and how long each of its calls takes: the first of `delays`, in turn, and
-    the last of them from then on. A call that takes None fails after `FAST_S`."""
+    """The cells of a store and the duration of each of its calls.
+
+    Calls take the `delays` in turn; the last delay repeats. A call with delay None fails after
+    `FAST_S`.
+    """
 
     keys: set[CellKey] = field(default_factory=set)
     delays: list[float | None] = field(default_factory=lambda: [FAST_S])
@@ -146,7 +149,7 @@ class World:
             self.results[result.lookup_id] = result, self.now
 
     def run(self, until: Callable[[], bool] = lambda: False, limit_s: float = 60.0) -> None:
-        """Let time pass until nothing more is to come."""
+        """Let time pass until no event is left."""
         stop = self.now + limit_s
         while not until():
             next_return = self._running[0][0] if self._running else math.inf
@@ -161,7 +164,7 @@ class World:
             self.turn()
 
     def answer(self, lookup_id: int = 1) -> tuple[int, LookupOutcome, float]:
-        """What a lookup that begins now finds, how it ends and after how many seconds."""
+        """Start a lookup and return (found chunks, outcome, seconds until it ended)."""
         began = self.now
         self.ask(lookup_id)
         self.run(lambda: lookup_id in self.results)
@@ -172,7 +175,7 @@ class World:
 def prefix(
     tiers: Iterable[Tier], names: CellNames, host: Iterable[int] = (), *, exact: bool = False
 ) -> int:
-    """How many chunks a search finds that sees the cells of all those tiers at once."""
+    """Return the chunks that one search over the cells of all tiers together finds."""
     keys = set().union(*(tier.keys for tier in tiers))
     in_host = set(host)
     search = HitSearch(NUM_CHUNKS, names.layer_groups, CHUNK, 1, NUM_CHUNKS if exact else 0)
@@ -189,7 +192,7 @@ def prefix(
     return search.found
 
 
-# A slow tier costs what is in it
+# A slow tier delays only the chunks that it holds
 
 
 def test_what_lies_near_is_answered_without_asking_far() -> None:
@@ -208,7 +211,7 @@ def test_what_lies_near_is_answered_at_the_deadline_while_a_far_tier_thinks() ->
 
 
 def test_hits_in_near_tiers_do_not_wait_for_lookups_of_far_ones() -> None:
-    """One that needs the far tier is under way when others come that do not."""
+    """A lookup that needs the far tier is under way. Later lookups do not need that tier."""
     world = World([Tier(), Tier(delays=[1.0])])
     world.ask(0)
     world.hold(0, range(NUM_CHUNKS))
@@ -346,7 +349,7 @@ def test_a_call_that_hangs_is_not_waited_for_by_those_that_come_later() -> None:
 
 
 def slow_far_tier(delay_s: float = 1.0) -> World:
-    """A world whose far tier has just been left alone."""
+    """Return a world whose far tier has just been paused after repeated timeouts."""
     world = World([Tier(), Tier(delays=[delay_s])])
     world.hold(0, range(3))
     world.hold(1, range(6))
@@ -581,7 +584,7 @@ def test_missing_chunk_is_asked_for_after_a_tenth_of_the_time_waited(waited_s: f
 
 @pytest.mark.parametrize(("expect", "hole"), [(3, 1), (NUM_CHUNKS, 6)])
 def test_later_chunk_that_lands_first_is_not_reported(expect: int, hole: int) -> None:
-    """Of many chunks, too, every cell is asked for: none is taken for stored by a sample."""
+    """Every cell of many chunks is asked for, too: no sample stands for a whole chunk."""
     world = World([Tier()])
     world.ask(expect=expect, expect_s=10.0)
     for number in range(len(PLAIN.of_chunk(HASHES[hole]))):  # each cell of the hole alone
@@ -599,7 +602,7 @@ def test_later_chunk_that_lands_first_is_not_reported(expect: int, hole: int) ->
 def test_lookup_ends_once_its_producer_has_ended(
     is_asking: bool, stored: int, ended: int | None
 ) -> None:
-    """What was stored last is found, also if a question was under way when the producer ended."""
+    """The last stored chunks are found, even with a question under way when the producer ended."""
     world = World([Tier(delays=[0.02])])
     world.ask(expect=5, expect_s=10.0)
     world.run(lambda: bool(world._running) is is_asking and world.now > 100.1, 1.0)
@@ -615,7 +618,7 @@ def test_lookup_ends_once_its_producer_has_ended(
 
 
 def test_lookup_waits_for_chunks_that_its_producer_is_still_storing() -> None:
-    """A request may end before its puts: what it has planned to store is on its way."""
+    """A request may end before its puts. The chunks of its planned saves are still to come."""
     world = World([Tier()])
     world.ask(expect=5, expect_s=10.0)
     world.core.produced(1, world.now, 0, 5)
@@ -707,7 +710,7 @@ def test_what_is_expected_is_found_in_a_near_tier_while_a_far_one_hangs() -> Non
 
 
 def test_what_is_expected_is_found_in_a_slow_tier() -> None:
-    """Two rounds of it take longer than the near tier's polls are apart."""
+    """Two rounds of the slow tier take longer than the interval of the near tier's polls."""
     world = World([Tier(), Tier(delays=[0.2])])
     world.ask(expect=10, expect_s=10.0)
     world.run(limit_s=1.0)

@@ -1,4 +1,4 @@
-"""The lookup service: answers that threads of its own get from the stores."""
+"""The lookup service: its own threads get answers from the stores."""
 
 import logging
 import threading
@@ -83,7 +83,7 @@ class Pool:
         put_cells(self.memories[tier], keys)
 
     def tell(self, rank: int, added: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
-        """A rank says which chunks have come into its host memory, and left it."""
+        """Report which chunks a rank's host memory has gained and lost."""
         hashes = chain_of().hashes
         change = HostCacheChange(
             tuple(NAMES.chunk_id(hashes[i]) for i in added),
@@ -92,7 +92,7 @@ class Pool:
         self.service.host.apply(rank, change)
 
     def found(self) -> int:
-        """How much of the prompt a lookup finds now."""
+        """Start a lookup and return the number of chunks it finds."""
         self.ask()
         answer = self.answer()
         assert answer.outcome is ANSWERED
@@ -127,7 +127,7 @@ class Pool:
         )
 
     def answers(self, count: int = 1) -> dict[int, LookupResult]:
-        """Exactly `count` more answers."""
+        """Wait for exactly `count` more answers."""
         got: dict[int, LookupResult] = {}
         while len(got) < count:
             before = len(got)
@@ -182,7 +182,7 @@ def test_the_answer_is_the_stored_prefix_and_the_chain(pool: Pool, stored: int) 
 @pytest.mark.parametrize("cell", range(len(NAMES.of_chunk(b"x"))))
 @pytest.mark.parametrize("stored", [0, 1, 5])
 def test_chunks_that_all_lack_a_cell_are_absent(pool: Pool, stored: int, cell: int) -> None:
-    """As while one of several ranks is still saving, or when it cannot save."""
+    """A rank is still saving or cannot save, so all of these chunks lack its cell."""
     pool.hold(range(stored))
     pool.hold(range(stored, NUM_CHUNKS), but=cell)
     pool.ask()
@@ -263,7 +263,7 @@ def test_one_that_waits_does_not_hold_up_others(pool: Pool) -> None:
 
 @dataclass
 class FakeNotices:
-    """What is watched; the test tells."""
+    """Notices that a test sends by hand; records the watched topics."""
 
     on_notice: OnNotice
     on_lost: OnLost
@@ -293,7 +293,7 @@ def noticed(make: Callable[..., Pool]) -> tuple[Pool, list[FakeNotices]]:
 
 
 def begun(pool: Pool, made: list[FakeNotices], count: int = 1) -> tuple[FakeNotices, bytes]:
-    """Let lookups begin; the topic that they watch."""
+    """Start lookups and return the topic that they watch."""
     assert not made, "opened although nothing is watched"
     for number in range(count):
         pool.ask(number, expect_chunks=5, notices=("tcp://127.0.0.1:1",))
@@ -424,7 +424,7 @@ def test_an_adapter_that_is_read_holds_up_no_other_request(pool: Pool) -> None:
 
 
 def test_lookup_cancelled_while_its_adapter_is_read_is_not_opened(pool: Pool) -> None:
-    """It would ask the stores until its expected chunks come, for a request that has ended."""
+    """The request has ended. An open lookup would ask the stores until its expected chunks come."""
     gate = threading.Event()
 
     def read() -> RequestIdentity:
@@ -596,7 +596,7 @@ def test_a_reset_forgets_what_ranks_had_and_takes_what_they_say_later(
 
 
 def test_lookups_of_several_epochs_share_a_round(pool: Pool) -> None:
-    """Each finds what is stored under its own names, and says which those were."""
+    """Each lookup finds the cells under its epoch's names and reports that epoch."""
     hashes = chain_of().hashes
     stored = {"": 7, "a": 3, "b": 0, "c": NUM_CHUNKS}
     for weights_version, count in stored.items():

@@ -1,4 +1,4 @@
-"""What the two sides tell each other: merged over ranks, whatever the order."""
+"""Messages between scheduler and workers: merged over ranks, in any order."""
 
 import pickle
 
@@ -61,7 +61,7 @@ def test_a_save_has_missed_what_any_rank_has_missed() -> None:
 
 
 def test_endpoints_of_all_ranks_are_told() -> None:
-    """An engine that goes on with a prompt listens to each of them."""
+    """An engine that continues a prompt listens to every rank."""
     one, other = (StepReport(notices={rank: f"tcp://{rank}"}) for rank in range(2))
     assert merged(one, other).notices == {0: "tcp://0", 1: "tcp://1"}
 
@@ -93,7 +93,7 @@ def test_the_order_of_ranks_does_not_matter(a: StepReport, b: StepReport, c: Ste
 
 
 def state(reports: list[StepReport]) -> dict[tuple[int, str], bool]:
-    """Which rank has which chunk, after the reports in this order."""
+    """Return whether each rank has each chunk after these reports, in this order."""
     mirrors = {rank: HostCacheIndex(1) for rank in RANKS}
     for report in reports:
         for rank, change in report.host.items():
@@ -123,7 +123,7 @@ def test_the_order_of_ranks_host_changes_does_not_matter(three: list[HostCacheCh
 
 
 def test_merging_costs_what_there_is_to_merge() -> None:
-    """Not its square: a burst of evictions is reported on the model's thread."""
+    """The cost is linear: a burst of evictions is reported on the model's thread."""
 
     class Counted(str):
         hashes = 0

@@ -1,4 +1,4 @@
-"""The scheduler side: what is asked, offered, loaded and saved for each request."""
+"""The scheduler side: lookups, offers, loads and saves of each request."""
 
 import logging
 import threading
@@ -232,7 +232,7 @@ def test_an_idle_engine_waits_once_a_step_however_many_lookups_are_pending(bench
 
 
 def test_idle_step_ends_in_time_for_a_lookup_that_is_not_opened_yet(bench: Bench) -> None:
-    """An adapter that is read for longer than the lookup may take held its request for 30 s."""
+    """An adapter that took longer to read than a lookup may last held its request for 30 s."""
     bench.watch_waits()
     may_end = threading.Event()
 
@@ -251,7 +251,7 @@ def test_idle_step_ends_in_time_for_a_lookup_that_is_not_opened_yet(bench: Bench
 
 
 def test_promise_is_offered_once_its_first_chunk_is_stored(bench: Bench) -> None:
-    """Until then it needs no blocks, and no step."""
+    """Before the first chunk is stored, the request needs no blocks and no step."""
     bench.add(options=RequestOptions(expect_tokens=2 * CHUNK))
     while (state := bench.scheduler._requests["a"]).chain is None:
         bench.lookups.wait(LIMIT_S)
@@ -441,7 +441,7 @@ def test_a_request_without_an_identity_stays_out(bench: Bench) -> None:
 
 
 def test_requests_with_an_adapter_are_left_out_when_it_is_replaced(bench: Bench) -> None:
-    """Of a running one the rest is computed with the new one, of a waiting one perhaps all."""
+    """A running request computes its rest with the new adapter, a waiting one perhaps all."""
     bench.hold(range(1000), range(1))
     for request_id in ("a", "b", "c"):
         bench.add(request_id)
@@ -468,7 +468,7 @@ def test_requests_with_an_adapter_are_left_out_when_it_is_replaced(bench: Bench)
 def test_what_the_engines_own_caches_may_have_of_others_is_not_saved(
     bench: Bench, own: OwnKV, local: int, saves: bool
 ) -> None:
-    """What the pool has of such a request is loaded all the same."""
+    """The pool's own cells are still loaded for such a request."""
     bench.hold(range(1000), range(2))
     bench.add()
     bench.views["a"].own = own
@@ -480,8 +480,10 @@ def test_what_the_engines_own_caches_may_have_of_others_is_not_saved(
 
 
 def test_a_request_is_noted_as_it_is_admitted_and_not_before(bench: Bench) -> None:
-    """By then its identity is read. It is noted whether it is shared or not: its blocks are found
-    either way."""
+    """The identity of a request is read before its admission.
+
+    Requests that are not shared count, too: vLLM finds their blocks.
+    """
     release = threading.Event()
 
     def identify() -> RequestIdentity:
@@ -620,8 +622,10 @@ def test_a_request_s_tokens_are_logged_on_demand_for_explain(
 def test_offer_not_taken_is_made_again_unless_the_engine_may_lack_blocks_for_it(
     bench: Bench, all_blocks: int, again: tuple[int, bool], fails: bool
 ) -> None:
-    """vLLM takes no offer before a request's embeddings are there, however many blocks it has. Of
-    seven blocks that a request needs it may keep as many more free."""
+    """vLLM takes no offer before a request's embeddings are there, however many blocks it has.
+
+    A request here needs seven blocks, and vLLM may keep as many more free.
+    """
     view = bench.loading(3)
     if fails:
         bench.load_stops("a", 0)
@@ -638,7 +642,7 @@ def test_offer_not_taken_is_made_again_unless_the_engine_may_lack_blocks_for_it(
 
 @pytest.mark.parametrize("missing", [0, 3, 7, 13])
 def test_after_a_failed_load_every_cell_is_asked_for(missing: int) -> None:
-    """A cell that is missing in the middle costs one load that fails, not two."""
+    """A missing cell in the middle costs one failed load, not two."""
     heads, num_tokens = 16, 15 * CHUNK
     names = CellNames(
         make_namespace("model", "0" * 12), [LayerGroup(Topology(heads, 1, ((0, 1),), 1), 16)]
@@ -646,7 +650,7 @@ def test_after_a_failed_load_every_cell_is_asked_for(missing: int) -> None:
     bench = Bench(names=names)
     bench.hold(range(1000), range(15))
     view = bench.add("a", num_tokens + 4)
-    # Of the cells of a chunk a lookup that samples asks for its number's, modulo their count.
+    # A sampling lookup asks for one cell of a chunk: the chunk's number modulo the cell count.
     bench.memory.remove(names.of_chunk(hashes_of(view.tokens())[missing])[missing - 1 :][:1])
     assert bench.admit() == (num_tokens, True)
     bench.step()
@@ -733,7 +737,7 @@ def test_saves(example: Example) -> None:
 
 
 def test_where_no_tier_takes_saves_nothing_is_planned_or_promised(make: Make) -> None:
-    """A request that comes once a tier takes them is saved."""
+    """A request that comes after a tier takes saves again is saved."""
     is_writable: list[bool] = []
     bench = make(can_save=lambda: bool(is_writable))
     bench.hold(range(1000), range(2))
@@ -864,7 +868,7 @@ def test_a_reset_removes_what_is_stored_and_saves_anew(make: Make) -> None:
     assert bench.match("b") == NOTHING
     assert bench.store.calls["remove_namespace"] == 2
     assert bench.memory._table.list_keys() == []
-    # What was loaded before is of the weights before; what is computed from now on is not.
+    # Loaded tokens are of the weights before. Tokens computed from now on are not.
     bench.allocate("b", 0, 0)
     plan = bench.step(a=1, b=100)
     assert [save.request_id for save in plan.saves] == ["b"]
@@ -898,7 +902,7 @@ class Live:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Plays vLLM's scheduler and all ranks of workers; knows which tokens are computed."""
+    """Plays vLLM's scheduler and all ranks of workers, and knows the computed tokens."""
 
     @initialize(
         block=st.sampled_from((16, 32, 48, 64)),
@@ -960,7 +964,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(length=st.integers(1, 200), shared=st.sampled_from((200, 60, 30)))
     def serve(self, length: int, shared: int) -> None:
-        """A request comes, is computed, and its saves are stored."""
+        """Admit a request, compute it, and store its saves."""
         self.arrive(length, load=True, save=True, reads_cache=True, shared=shared)
         request_id = f"r{self.arrived}"
         live = self.live[request_id]
@@ -977,7 +981,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live or self.saves or self.ended_loads)
     @rule(data=st.data(), is_good=st.booleans())
     def advance(self, data: st.DataObject, is_good: bool) -> None:
-        """Something that has to come comes: an admission, a step, a load's end, a gather."""
+        """Let one pending event happen: an admission, a step, a load's end or a gather."""
         possible = {
             "admit": self.with_state("waiting"),
             "step": self.with_state("running"),
@@ -1041,7 +1045,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 view.output.append(view.num_tokens % 5)
 
     def plan(self, scheduled: dict[str, int] | None = None) -> None:
-        """One step of the engine: check all that the workers are told to do."""
+        """Run one engine step and check all plans that the workers get."""
         before = {r: live.view.num_computed_tokens for r, live in self.live.items()}
         plan = self.bench.step(**(scheduled or {}))
         assert [(p.request_id, p.token_start, p.token_stop) for p in plan.loads] == (
@@ -1055,7 +1059,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.saves[save.job_id] = (save, self.num_ranks)
 
     def note_tokens(self, save: SavePlan) -> None:
-        """Note by its hash what each chunk holds."""
+        """Record by its hash what each chunk holds."""
         tokens = self.bench.views[save.request_id].tokens()
         for chunk, chunk_hash in enumerate(save.hashes, save.first_chunk):
             self.bench.others[chunk_hash] = tokens[: chunk * CHUNK + (save.end_tokens or CHUNK)]

@@ -1,8 +1,8 @@
-"""Weights that change while requests run: what is found, loaded and saved, and as what.
+"""Weights that change while requests run: the cells that are found, loaded and saved.
 
-"" is the epoch of the weights that an engine starts with. Everything runs over a real lookup
-service and a memory store; `Engine` further down computes tags in place of KV and so knows what a
-cell is of.
+The empty string names the epoch of the weights that an engine starts with. Everything runs over a
+real lookup service and a memory store. `Engine` further down computes tags in place of KV, so it
+knows the weights behind each cell.
 """
 
 import logging
@@ -39,14 +39,14 @@ FIRST, NEW, NEWER = "", "sample:b", "drawn:c"
 def hold(
     bench: Bench, chunks: range, weights_version: str, tokens: Sequence[int] = range(1000)
 ) -> None:
-    """The cells of those chunks are in the store, of that epoch."""
+    """Store the cells of these chunks under that epoch."""
     names = NAMES.with_weights(weights_version)
     for chunk in chunks:
         put_cells(bench.memory, names.of_chunk(hashes_of(tokens)[chunk]))
 
 
 def what(saves: Sequence[SavePlan]) -> list[tuple[str, range, str]]:
-    """Of each: the request, its chunks, the epoch."""
+    """Return (request, chunks, epoch) of each save."""
     return [
         (s.request_id, range(s.first_chunk, s.first_chunk + len(s.hashes)), s.weights_version)
         for s in saves
@@ -54,7 +54,7 @@ def what(saves: Sequence[SavePlan]) -> list[tuple[str, range, str]]:
 
 
 def begin(bench: Bench, weights_version: str, *, is_reset: bool = True) -> None:
-    """The weights change; `is_reset`: then the engine's own cache is emptied, as vLLM asks for."""
+    """Change the weights. With `is_reset`, empty the engine's own cache, as vLLM asks for."""
     bench.scheduler.weights_changed(weights_version)
     check(bench.scheduler)
     if is_reset:
@@ -123,7 +123,7 @@ def test_what_ranks_have_of_one_epoch_is_not_found_in_another(make: Make) -> Non
 
 
 def test_a_store_that_hangs_across_the_change_tells_nothing_of_before(bench: Bench) -> None:
-    """What the first epoch has stored is not taken for stored in the new one."""
+    """Cells of the first epoch do not count as stored in the new epoch."""
     hold(bench, range(3), FIRST)
     bench.store.inject(Fault.BLOCKED, "exists")
     bench.add()
@@ -142,7 +142,7 @@ def test_a_store_that_hangs_across_the_change_tells_nothing_of_before(bench: Ben
     assert what([*saves, *bench.step().saves]) == [("a", range(3), NEW)]
 
 
-# What is saved, and as what
+# Saves, and the epoch in their names
 
 
 @examples(
@@ -172,7 +172,7 @@ def test_what_is_saved_and_as_what(example: Example) -> None:
 
 @pytest.mark.parametrize("save_decode", [False, True])
 def test_an_answer_that_comes_while_it_runs_does_not_save_it(make: Make, save_decode: bool) -> None:
-    """The lookup was too late; then the weights changed; then its hashes came."""
+    """The lookup timed out, then the weights changed, then the hashes came."""
     bench = make(config=KVPoolConfig(save_decode=save_decode))
     bench.store.inject(Fault.BLOCKED, "exists")
     view = bench.add()
@@ -288,7 +288,7 @@ def test_a_reset_that_fails_across_a_change_ends_all_the_same(
 
 @pytest.mark.parametrize("first_weights_version", [NEW, ""])
 def test_the_epoch_that_an_engine_starts_with_is_the_first(first_weights_version: str) -> None:
-    """Whatever it is called: other engines have saved under it without having heard a name."""
+    """Cells of this epoch have no version in their names: engines saved before they heard any."""
     topology = Topology(1, 1, ((0, 1),), 1)
     shape = ModelShape(NAMES.namespace, (LayerGroup(topology, 16),), (KVCacheGroup(16),), 100, 1)
     config = read_config({"store": "memory://epochs"}, env={})

@@ -1,4 +1,4 @@
-"""The search for a stored prefix: right for every length, in few rounds; and what ranks hold."""
+"""The search for a stored prefix (right for every length, in few rounds) and the host index."""
 
 import math
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ NAMESPACE = make_namespace("model", "0" * 12)
 
 
 def search(present: list[bool], partly: Sequence[bool] = ()) -> tuple[int, int]:
-    """What is found, and in how many rounds. Of `partly` chunks the cell that is asked is there."""
+    """Return (chunks found, rounds). In chunks of `partly`, only the sampled cell is present."""
     state = PrefixSearch(len(present))
     asked: set[ChunkQuestion] = set()
     rounds = 0
@@ -74,7 +74,7 @@ def search(present: list[bool], partly: Sequence[bool] = ()) -> tuple[int, int]:
 
 
 def max_rounds(num_chunks: int) -> int:
-    """Samples leave 1 / (SAMPLES + 1) each round; the last few chunks are asked whole."""
+    """Return the limit of rounds: samples leave 1 / (SAMPLES + 1) each round, then whole chunks."""
     narrowed, rounds = num_chunks, 0
     while narrowed > FANOUT + 1:
         narrowed = -(-narrowed // (SAMPLES + 1))
@@ -83,7 +83,7 @@ def max_rounds(num_chunks: int) -> int:
 
 
 def max_rounds_deceived(num_chunks: int) -> int:
-    """And all over without samples, 1 / (FANOUT + 1) of what is left each round."""
+    """Return the limit if samples mislead: 1 / (FANOUT + 1) of the rest is left each round."""
     return max_rounds(num_chunks) + 2 + math.ceil(math.log(max(1, num_chunks), FANOUT + 1))
 
 
@@ -253,8 +253,10 @@ def hit(
     exact_chunks: int = 0,
     partly: Sequence[bool] = (),
 ) -> tuple[int, int, set[Question]]:
-    """What is found, in how many rounds, and by which questions; `present[layer_group][chunk]`.
-    Of `partly` chunks the cell that is asked for alone is there."""
+    """Return (chunks found, rounds, questions) of a search over `present[layer_group][chunk]`.
+
+    In chunks of `partly`, only the sampled cell is present.
+    """
     state = HitSearch(len(present[0]), layer_groups, chunk_tokens, block, exact_chunks)
     asked: set[Question] = set()
     partly_there = {chunk for chunk, there in enumerate(partly) if there}
@@ -276,7 +278,7 @@ def hit(
 
 
 def needed(window: AttentionWindow, chunk_tokens: int, block: int, end: int) -> set[int]:
-    """The chunks of which a load up to token `end` writes tokens; a block is filled whole."""
+    """Return the chunks that a load up to token `end` writes to; a block is filled whole."""
     first = window.first_read(end) // block * block
     return {token // chunk_tokens for token in range(first, end)}
 
@@ -289,7 +291,7 @@ def is_loadable(
     chunks: int,
     first_end: int,
 ) -> bool:
-    """Whether a load of so many chunks has all it needs, wherever from `first_end` on it ends."""
+    """Return True if a load of `chunks` chunks has all it needs at each end from `first_end` on."""
     return all(
         present[i][chunk]
         for i, each in enumerate(layer_groups)
@@ -306,7 +308,7 @@ REACHES = st.one_of(
 
 @st.composite
 def stored(draw: st.DrawFn, *, whole: bool) -> tuple[list[LayerGroup], list[list[bool]], int, int]:
-    """Kinds, what is present of each, chunk and block size; a kind that needs all has a prefix."""
+    """Draw layer kinds, present chunks, chunk and block size. Full kinds have a stored prefix."""
     windows = draw(st.lists(REACHES, min_size=0 if whole else 1, max_size=2))
     layer_groups = [layer_group(window, f"w{i}") for i, window in enumerate(windows)]
     num_chunks = draw(st.integers(0, 14))
@@ -394,7 +396,7 @@ def test_without_layers_that_read_all_what_is_found_has_all_that_is_read(
 def test_one_kind_that_reads_all_is_searched_as_a_prefix(
     present: list[bool], chunk_tokens: int, block: int
 ) -> None:
-    """Question by question."""
+    """Both searches ask the same questions."""
     state, simple = (
         HitSearch(len(present), [layer_group()], chunk_tokens, block),
         PrefixSearch(len(present)),
@@ -422,7 +424,7 @@ def test_a_long_search_takes_few_rounds(window: int, lost: range) -> None:
 
 
 def test_chunks_before_the_window_are_not_asked_for() -> None:
-    """Which is what makes them free to be evicted."""
+    """A store may evict these chunks without losing the hit."""
     layer_groups = [layer_group(), layer_group(AttentionWindow(sliding=32), "w")]
     present = [[True] * 100, [False] * 97 + [True] * 3]
     found, rounds, asked = hit(present, layer_groups, 16, 16)
@@ -572,7 +574,7 @@ CHUNKS = ["a", "b", "c", "d", "e"]
 
 
 def change(added: str = "", removed: str = "") -> HostCacheChange:
-    """Of chunks by their digits."""
+    """Return a change of chunks, each named by its digit."""
     groups = [tuple(CHUNKS[int(digit)] for digit in digits) for digits in (added, removed)]
     return HostCacheChange(*groups)
 

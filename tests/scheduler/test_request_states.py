@@ -1,4 +1,4 @@
-"""States of a request: which may follow which, and that vLLM's calls lead through all of them."""
+"""States of a request: allowed transitions, and calls of vLLM that lead through all states."""
 
 from enum import Enum
 
@@ -94,7 +94,7 @@ def test_lookup_of_a_request_that_has_ended_goes_on_for_its_hand_over_alone(
 
 
 def test_failed_load_is_looked_up_anew_once_after_a_preemption(bench: Bench) -> None:
-    """This engine goes on from the first missing block; only a preemption starts it again."""
+    """The engine resumes at the first missing block. Only a preemption restarts the request."""
     bench.hold(range(1000), range(3))
     view = bench.add()
     state = bench.scheduler._requests["a"]

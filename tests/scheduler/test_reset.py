@@ -1,4 +1,4 @@
-"""Resets: who must have answered before anything is found or saved again."""
+"""Resets: which ranks must have answered before lookups and saves start again."""
 
 import logging
 
@@ -30,7 +30,7 @@ def test_a_removal_that_failed_is_told(caplog: pytest.LogCaptureFixture) -> None
 
 
 class Resets(RuleBasedStateMachine):
-    """Resets that begin whenever they like, ranks that drop their saves, removals under way."""
+    """Resets at any time, ranks that drop their saves, and removals under way."""
 
     NUM_RANKS = 2
 

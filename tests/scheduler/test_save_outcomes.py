@@ -1,4 +1,4 @@
-"""What is counted of planned saves: outcomes of all ranks, and never plans."""
+"""Metrics of saves count outcomes of all ranks, never plans."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ class Bench:
 
     @property
     def counts(self) -> dict[str, float]:
-        """Counters, without the level of what has not ended."""
+        """Return the counters, without the gauge of unfinished saves."""
         found = {k.removeprefix("kvpool_"): v for k, v in self.registry.snapshot().items()}
         found.pop("pending_save_tokens", None)
         return found
@@ -60,7 +60,7 @@ def test_a_save_counts_once_its_last_rank_has_confirmed_it() -> None:
 
 
 def test_saves_are_pending_until_their_last_rank_has_reported_them() -> None:
-    """A router waits for it before it ends an engine."""
+    """A router waits for this before it ends an engine."""
     bench = Bench(num_ranks=2)
     bench.plan(1)
     bench.plan(2, count=3)
@@ -93,7 +93,7 @@ def test_a_dead_store_saves_nothing() -> None:
     ("has_host", "counts"), [(True, {"host_saved_tokens": 2 * CHUNK}), (False, {})]
 )
 def test_host_memory_alone_is_a_count_of_its_own(has_host: bool, counts: dict[str, float]) -> None:
-    """Without a host tier the chunk is on its way in another save, which counts it."""
+    """Without a host tier, another save is storing the chunk and counts it."""
     bench = Bench(has_host=has_host)
     bench.plan()
     bench.end({0, 1}, tiers=frozenset())
@@ -164,6 +164,6 @@ def test_every_planned_token_is_counted_once_by_its_worst_fate(ranks: list[list[
 
 
 def test_no_metric_counts_plans() -> None:
-    """A user reads a count as what has happened."""
+    """Users read a count as something that has happened."""
     counts = [metric for metric in METRICS.values() if metric.kind.value == "counter"]
     assert [metric.name for metric in counts if "plan" in metric.help] == []

@@ -1,4 +1,4 @@
-"""Layered loads on both sides: what a step waits for, and what a load that fails in it undoes."""
+"""Layered loads on both sides: a step's waits, and the effects of a load that fails in a step."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -97,7 +97,10 @@ def test_all_loads_of_the_step_are_waited_for() -> None:
 def test_what_a_load_costs_is_how_long_it_holds_the_step_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not how long the step takes: `load_policy: auto` compares it with computing."""
+    """`load_policy: auto` compares this delay with computing.
+
+    The step's whole time does not count.
+    """
     clock = FakeClock(100.0)
     monkeypatch.setattr(pool_worker, "time", SimpleNamespace(monotonic=clock))
     bench = WorkerBench()
@@ -151,7 +154,7 @@ def test_wait_for_copies_between_steps_is_not_part_of_the_next_load(
 
 
 def test_layers_without_pages_of_their_own_wait_for_nothing() -> None:
-    """They read those of a layer before them, or what is not shared."""
+    """Such layers read the pages of an earlier layer, or pages that are not shared."""
     bench = WorkerBench()
     bench.begin(layered())
     bench.forward("draft.0")
@@ -182,7 +185,7 @@ def test_a_load_that_stops_in_mid_step_invalidates_blocks_in_the_same(ok_stop: i
 
 
 def test_the_step_ends_no_earlier_than_its_loads() -> None:
-    """The last span is told of before the load as a whole."""
+    """The last span is reported before the load as a whole."""
     bench, plan = WorkerBench(), layered()
     step = bench.begin(plan)
     bench.answers = [[span(plan, 0)], [span(plan, 2)], [loaded(plan, 2)]]
@@ -194,7 +197,7 @@ def test_the_step_ends_no_earlier_than_its_loads() -> None:
 
 
 def test_a_layer_that_has_not_asked_makes_the_load_a_failure() -> None:
-    """It may have read what was not there: as with a CUDA graph around all layers."""
+    """The layer may have read unfilled blocks, as with a CUDA graph around all layers."""
     bench, plan = WorkerBench(), layered(start=BLOCK)
     step = bench.begin(plan)
     bench.answers = [[span(plan, 0), span(plan, 2), loaded(plan, 4, DONE)]]

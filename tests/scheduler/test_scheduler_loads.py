@@ -1,4 +1,4 @@
-"""How long an idle engine waits, and when loading is taken to beat computing."""
+"""The wait of an idle engine, and the choice between loading and computing."""
 
 import pytest
 

@@ -1,7 +1,7 @@
 """The scheduler side of models with recurrent states.
 
-A state is saved where the engine offers one, and loaded at the largest boundary that is whole,
-never under the name of another prefix.
+A state is saved where the engine offers one. A load ends at the largest boundary whose state is
+whole. A state is never stored under the name of another prefix.
 """
 
 from tests.scheduler.scheduler_bench import PENDING, StateBench

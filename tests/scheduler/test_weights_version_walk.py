@@ -1,8 +1,8 @@
-"""Weights that change at any time: no cell is ever of other weights than its name says.
+"""Weights that change at any time: a cell's name always tells the weights it was computed with.
 
-In place of KV every token has the set of epochs that it and all tokens before it were computed in:
-attention mixes them. The walk plays vLLM's scheduler, its own prefix cache, the workers and the
-store; the scheduler side and the lookup service are the package's own. All prompts begin
+In place of KV, every token has the set of epochs in which it and all tokens before it were
+computed: attention mixes them. The walk plays vLLM's scheduler, its own prefix cache, the workers
+and the store. The scheduler side and the lookup service are the package's own. All prompts begin
 alike, so that requests of all epochs want the same chunks.
 """
 
@@ -152,7 +152,7 @@ class Walk:
     # The workers
 
     def load(self) -> None:
-        """What is there by now, in the store or in host memory."""
+        """End a planned load with the cells that the store or host memory has by now."""
         if not self.named("loading"):
             return
         request_id = self.pick("loading")
@@ -182,7 +182,7 @@ class Walk:
             live.state, self.bench.tables[request_id] = "waiting", []
 
     def end_save(self) -> None:
-        """Gathered now, stored now or later."""
+        """Gather a save now, and store it now or later."""
         if not self.saves:
             return
         save = self.random.choice(self.saves)
@@ -222,7 +222,7 @@ class Walk:
         self.bench.scheduler.weights_changed(self.weights_version)
 
     def empty_own_cache(self) -> None:
-        """As vLLM does it before and after weights change: what runs starts anew."""
+        """Empty the cache as vLLM does around a change of weights: running requests start anew."""
         if self.named("loading"):
             return
         for request_id in self.named("running"):
@@ -236,7 +236,7 @@ class Walk:
         gone = NAMES.with_weights(self.weights_version).namespace
         self.cells = {k: v for k, v in self.cells.items() if not k.startswith(f"{gone}@")}
         self.plan()
-        # Workers drop what they have not put, and forget what is in host memory.
+        # Workers drop cells that they have not put, and forget their host memory.
         for save in self.saves:
             if not save.is_gathered:
                 self.bench.scheduler.apply(StepReport(gathered={save.plan.job_id: 1}))
@@ -282,7 +282,7 @@ MOVES = {
 
 
 def walk(seed: int) -> Counter[str]:
-    """What has happened; the error says in which walk."""
+    """Run a walk and return the number of each event. An error names the seed."""
     it = Walk(seed)
     try:
         for _ in range(NUM_MOVES):

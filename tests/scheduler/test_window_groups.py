@@ -1,7 +1,7 @@
-"""The scheduler side of an engine whose sliding windows let blocks go while requests run.
+"""The scheduler side of an engine whose sliding windows free blocks while requests run.
 
-The engine is played with a pool of blocks that are used again, and with what lies in them: a save
-must find in each block, when it is gathered, what it says of it, and a step all that it reads.
+The test plays the engine with a pool of reused blocks and their contents. When a save is gathered,
+each block must hold the tokens that the save names. Each step must find all tokens that it reads.
 """
 
 import threading
@@ -42,7 +42,7 @@ Content = tuple[int, tuple[int, ...]]  # KV cache group, and all tokens up to th
 
 
 class Pool:
-    """Blocks with references and contents; the one that is free for longest is used again."""
+    """Blocks with references and contents; the block that is free for longest is reused."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free = deque(range(NULL_BLOCK + 1, num_blocks))
@@ -146,13 +146,13 @@ class Engine:
         return request
 
     def answers(self) -> None:
-        """Every lookup is answered."""
+        """Wait until every lookup is answered."""
         while self.scheduler._lookups._open:
             self.lookups.wait(LIMIT_S)
             self.scheduler._take_answers()
 
     def admit(self, request_id: str) -> int | None:
-        """How many tokens are to be loaded; None if there are no blocks for them."""
+        """Admit a request and return the tokens to load; None without free blocks for them."""
         request = self.requests[request_id]
         self.scheduler.match(request_id, 0)
         self.answers()
@@ -167,7 +167,7 @@ class Engine:
         return count
 
     def step(self, scheduled: dict[str, int]) -> StepPlan:
-        """A step; requests without room for their blocks are left out of it."""
+        """Run a step without the requests that have no room for their blocks."""
         fitting = {}
         for request_id, count in scheduled.items():
             request = self.requests[request_id]
@@ -212,7 +212,10 @@ class Engine:
         self.check()
 
     def end_load(self, request_id: str) -> bool:
-        """Whether all was there; else the request starts again, as newer releases do."""
+        """Return True if all cells were there.
+
+        Otherwise the request restarts, as in newer releases.
+        """
         request = self.requests[request_id]
         assert request.load is not None
         load, request.load = request.load, None
@@ -233,7 +236,7 @@ class Engine:
         return chunk is None
 
     def gather(self, job: int, ranks: int = 1) -> None:
-        """So many ranks have read a save's pages, which must hold what the save says."""
+        """Gather a save on so many ranks, and check the content of its pages."""
         gathering = self.gathering[job]
         plan, tokens = gathering.plan, gathering.tokens
         for group, pages in enumerate(plan.pages):
@@ -250,7 +253,7 @@ class Engine:
             self._store(plan)
         self.check()
 
-    # What a step is told and does
+    # Plans and effects of a step
 
     def _tables_of(self, request_id: str) -> list[list[int]]:
         request = self.requests[request_id]
@@ -278,7 +281,7 @@ class Engine:
         return wanted <= len(self.pool.free)
 
     def _grow(self, request: Request, computed: int, stop: int) -> None:
-        """Blocks for all tokens before `stop`, but for those that are not read any more."""
+        """Allocate blocks for all tokens before `stop` that are still read."""
         for i, group in enumerate(self.groups):
             gone = group.window.first_read(computed) // group.block_size
             for index in range(len(request.tables[i]), -(-stop // group.block_size)):
@@ -287,7 +290,7 @@ class Engine:
                 request.stale[i].append(block)
 
     def _let_go(self, request: Request, computed: int) -> None:
-        """What vLLM does before it allocates."""
+        """Free the blocks before each window, as vLLM does before it allocates."""
         for i, group in enumerate(self.groups):
             table = request.tables[i]
             for index in range(
@@ -316,7 +319,7 @@ class Engine:
                 self._put(request, group, token)
 
     def _check_reads(self, request_id: str) -> None:
-        """Attention reads all that it needs of what is computed."""
+        """Assert that attention finds all computed tokens that it reads."""
         request = self.requests[request_id]
         computed = request.view.num_computed_tokens
         tokens = request.view.tokens()
@@ -329,7 +332,7 @@ class Engine:
     # The store
 
     def _store(self, plan: SavePlan) -> None:
-        """As a planner would: a cell with a block that is gone is not stored."""
+        """Store a save as the planner would: cells with a freed block are left out."""
         for number, chunk_hash in enumerate(plan.hashes, plan.first_chunk):
             for i, pages in enumerate(plan.pages):
                 size = self.groups[i].block_size
@@ -365,7 +368,7 @@ class Engine:
         assert set(self.pool.free).isdisjoint(owners)
 
     def close(self) -> None:
-        """Everything ends; nothing is left."""
+        """End everything and assert that nothing is left."""
         for request_id in list(self.requests):
             self.finish(request_id)
         self.step({})
@@ -379,12 +382,12 @@ class Engine:
 
 
 def least_held(engine_blocks: Sequence[int]) -> int:
-    """As few pinned blocks as an engine is ever allowed."""
+    """Return the smallest limit of pinned blocks that an engine may have."""
     return HELD_SHARE * sum(-(-CHUNK // block) + 1 for block in engine_blocks)
 
 
 def run(engine: Engine, request_id: str, counts: Sequence[int]) -> None:
-    """Compute a request in such steps; every save is gathered before the next."""
+    """Compute a request in these steps. Every save is gathered before the next step."""
     for count in counts:
         engine.step({request_id: count})
         for job in list(engine.gathering):
@@ -424,7 +427,7 @@ def test_windows_of_chunks_that_span_steps_are_saved_whole(
 def test_with_as_few_blocks_as_may_be_every_chunk_of_a_request_is_still_saved(
     blocks: tuple[int, int], marks_gone: bool, count: int
 ) -> None:
-    """Blocks that are held for windows must not take the room of the save they are held for."""
+    """Blocks held for windows must not take the room of the save that they are held for."""
     engine = Engine(blocks, marks_gone=marks_gone, max_held=least_held(blocks))
     engine.add("a", range(200))
     engine.admit("a")
@@ -602,7 +605,7 @@ class GroupsMachine(RuleBasedStateMachine):
         gathers=st.sampled_from(("never", "at the end", "each step")),
     )
     def serve(self, length: int, family: int, gathers: str) -> None:
-        """A request comes, is computed as far as there is room, and ends."""
+        """Admit a request, compute it as far as there is room, and end it."""
         self.arrive(length, family)
         request_id = f"r{self.arrived}"
         if self.engine.admit(request_id) is not None:
@@ -673,7 +676,7 @@ class GroupsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.scheduler.saves._late)
     @rule()
     def drop_late_saves(self) -> None:
-        """As when the engine's own prefix cache is emptied."""
+        """Drop late saves, as when the engine's own prefix cache is emptied."""
         self.engine.scheduler.saves.drop_late()
         self.engine.check()
 

@@ -1,4 +1,4 @@
-"""What tests of the file store plant in its directory, and how they use it then."""
+"""Foreign things for a file store's directory, and the store's use with them in place."""
 
 import contextlib
 import hashlib
@@ -30,7 +30,7 @@ def path_of(root: Path, key: str) -> Path:
 
 
 def make_outside(directory: Path) -> Path:
-    """Files that look like parts of a store, at every depth, and are older than its objects."""
+    """Make files that look like parts of a store, at every depth, older than its objects."""
     shard = f"{NAMESPACE}/ab"
     for place in ("", "ab", shard, f"objects/{shard}", "objects", "writers/dead"):
         (directory / place).mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def make_outside(directory: Path) -> Path:
 
 
 def snapshot(directory: Path) -> Snapshot:
-    """All there is to see of a tree, its directories' times included."""
+    """Return everything visible of a tree, including the times of its directories."""
     seen: Snapshot = {}
     for path in [directory, *sorted(directory.rglob("*"))]:
         status = path.lstat()
@@ -85,7 +85,7 @@ def fill(store: FileStore, count: int = 20) -> list[PutOutcome]:
 
 
 def use(store: FileStore) -> None:
-    """Every method, with evictions; a store may say that nothing works, and nothing else."""
+    """Call every method, with evictions. A store may report failures and nothing else."""
     buffer = make_buffer(CELL)
     keys = [key_of(NAMESPACE, number) for number in range(20)]
     for call in (

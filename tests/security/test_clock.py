@@ -26,7 +26,7 @@ FITS = MIB // FILE
 
 
 class WallClock:
-    """A clock that goes a second further whenever it is read, and jumps when it is told to."""
+    """A clock that advances a second at each reading, and jumps when the test says so."""
 
     def __init__(self) -> None:
         self.now_s = 1_700_000_000
@@ -46,7 +46,7 @@ class Bench:
         self._buffer = make_buffer(CELL)
 
     def put(self, start: int, stop: int) -> None:
-        """One batch for each, as lanes do."""
+        """Put each cell in a batch of its own, as lanes do."""
         for number in range(start, stop):
             outcomes = self.store.put([key_of(NAMESPACE, number)], [self._buffer], [ChunkRef("g")])
             assert outcomes == [PutOutcome.STORED], number
@@ -74,7 +74,7 @@ def test_after_a_jump_what_is_used_stays_and_the_rest_makes_room(bench: Bench, j
     bench.put(0, FITS)
     bench.clock.now_s += jump_s
     bench.put(100, 100 + 3 * FITS)
-    # The newest are there, but for those of the one scan that found the clock to have jumped.
+    # The newest cells are there, except cells of the scan that noticed the jump of the clock.
     newest = bench.present(100 + 2 * FITS, 100 + 3 * FITS)
     assert len(newest) >= FITS - 4
     assert max(newest) == 99 + 3 * FITS
@@ -96,7 +96,7 @@ def test_a_clock_that_jumps_there_and_back_does_no_lasting_harm(bench: Bench, ju
 def test_locks_and_writers_do_not_depend_on_the_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: int
 ) -> None:
-    """Held ones are not stolen and free ones are had, whatever the time is said to be."""
+    """A held lock is not stolen and a free lock is acquired, whatever the time."""
     root = tmp_path / "pool"
     store = FileStore(str(root), MIB)
     writers = str(root / FORMAT_DIR / "writers")

@@ -62,12 +62,12 @@ class Mount:
         self._mount("-t", "tmpfs", "-o", f"mode=700,{options}", "tmpfs", self.path)
 
     def lay_read_only_over(self) -> None:
-        """As after an error of the disk: what is open stays open, and no path can be written."""
+        """Remount read-only, as after a disk error: open files stay, no path can be written."""
         self._mount("--bind", self.path, self.path)
         run("mount", "-o", "remount,bind,ro", self.path)
 
     def take_off(self) -> None:
-        """Whatever is still open below it."""
+        """Unmount lazily, even while files below the mount are open."""
         run("umount", "--lazy", self.path)
         self.num_mounts -= 1
 
@@ -136,7 +136,7 @@ def test_a_disk_that_is_full_in_mid_batch_and_has_room_again(
 
 
 def test_puts_into_a_full_disk_use_up_nothing(mount: Mount, buffer: Buffer) -> None:
-    """What was reserved for them is given back, at once or as soon as it can be written down."""
+    """A failed put gives its reserved bytes back, at the latest with the next index write."""
     mount.tmpfs("size=1m")
     root = mount.path / "pool"
     store = FileStore(str(root), 64 * MIB, "threads")
@@ -172,13 +172,13 @@ def put_chunks(store: FileStore, start: int, stop: int, buffer: Buffer) -> list[
 
 
 def test_disk_that_others_have_filled_is_opened_and_read(mount: Mount, buffer: Buffer) -> None:
-    """Else an engine that starts then has none of the cells that are there."""
+    """Otherwise, an engine that starts on the full disk would find none of the stored cells."""
     mount.tmpfs("size=4m")
     root = mount.path / "pool"
     store = FileStore(str(root), 64 * MIB)
     assert set(put_chunks(store, 0, 30, buffer)) == {STORED}
     store.close()
-    # Older than every cell, and named as cells are, in a directory that no namespace has.
+    # A file older than every cell, with a cell's name, in a directory of no namespace.
     strangers = Path(store._space.objects) / "backup" / "ab" / ("0" * 38)
     strangers.parent.mkdir(parents=True)
     strangers.write_bytes(bytes(4096))
@@ -196,7 +196,7 @@ def test_disk_that_others_have_filled_is_opened_and_read(mount: Mount, buffer: B
 
 
 def test_disk_that_runs_out_of_inodes_before_bytes_evicts(mount: Mount, buffer: Buffer) -> None:
-    """A public report: the store was frozen at what it had first."""
+    """A public report: the store kept its first cells for ever and took no others."""
     mount.image(64 * MIB, "mkfs.ext4", "-q", "-F", "-N", "700")
     store = FileStore(str(mount.path / "pool"), 512 * MIB)
     small = make_buffer(3000)
@@ -269,7 +269,7 @@ def test_process_survives_others_that_fill_its_disk(mount: Mount, mkfs: tuple[st
 def test_a_disk_too_full_to_open_a_store_says_so_and_others_may_make_room(
     mount: Mount, left: int
 ) -> None:
-    """Whichever step lacks an inode leaves nothing behind, so that it can be repeated."""
+    """A step that lacks an inode leaves nothing behind, so the start can be repeated."""
     mount.tmpfs(f"size=1m,nr_inodes={left + 2}")
     root = mount.path / "pool"
     where = re.escape(str(root))
@@ -332,7 +332,7 @@ def test_a_disk_that_turns_read_only_still_gives(
 
 
 def test_a_disk_that_is_unmounted_and_mounted_again(mount: Mount, buffer: Buffer) -> None:
-    """Without it the root itself is gone, as a store's own directory lies below the mount."""
+    """While the mount is gone, the root is gone too: the store's directory lies below the mount."""
     mount.tmpfs("size=8m")
     root = mount.path / "pool"
     store = FileStore(str(root), 4 * MIB)
@@ -356,7 +356,10 @@ def test_a_disk_that_is_unmounted_and_mounted_again(mount: Mount, buffer: Buffer
 
 
 def test_a_mount_point_that_is_the_root_itself(mount: Mount, buffer: Buffer) -> None:
-    """Unmounted it is an empty directory, which is used, and left when the disk is back."""
+    """Unmounted, the mount point is an empty directory.
+
+    The store uses it until the disk is back.
+    """
     mount.tmpfs("size=8m")
     store = FileStore(str(mount.path), 4 * MIB)
     put_one(store, key_of(NAMESPACE, 0), buffer)
@@ -371,7 +374,7 @@ def test_a_mount_point_that_is_the_root_itself(mount: Mount, buffer: Buffer) -> 
 
 
 def test_a_directory_that_is_deleted_and_made_again(tmp_path: Path, buffer: Buffer) -> None:
-    """By itself, without opening it anew; needs no mount."""
+    """The store recovers without being opened again. This case needs no mount."""
     root = tmp_path / "pool"
     store = FileStore(str(root), MIB)
     for _ in range(2):

@@ -1,7 +1,7 @@
-"""What counts as damage of a file store's index, and what becomes of a damaged one.
+"""Damage of a file store's index: how it is recognised, and how the index is replaced.
 
-Only SQLite's own word and rows that no release can have written are damage. A damaged index is
-renamed and kept. Whatever a caller asks for, and whatever lies in the directory, damages nothing.
+Only an error from SQLite or a row that no release can have written is damage. A damaged index is
+renamed and kept. No call of a user and no file in the directory damages the index.
 """
 
 import os
@@ -32,7 +32,7 @@ KEY = key_of(NAMESPACE, 0)
 
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Path]:
-    """In memory where that can be had: such files may be of almost any size."""
+    """Return a directory in memory where possible: files there may have almost any size."""
     if not os.access(MEMORY, os.W_OK):
         yield tmp_path / "pool"
         return
@@ -190,7 +190,7 @@ def test_only_own_files_make_room_for_what_is_set_aside(root: Path) -> None:
 def test_an_index_that_another_process_has_replaced_is_not_set_aside(
     store: FileStore, root: Path
 ) -> None:
-    """It saw the damage first; the new index is whole."""
+    """The other process saw the damage first, so its new index is whole."""
     other = FileStore(str(root), MIB)
     index_of(root).rename(root / "damaged")
     fill(other)
@@ -252,7 +252,7 @@ def test_a_file_stops_no_opening_and_no_rebuild(root: Path, kind: str, namespace
 
 
 def test_an_index_cannot_make_the_store_delete_a_file_outside(root: Path) -> None:
-    """Its namespaces are names of directories, checked before they become paths."""
+    """Namespaces in the index name directories. They are checked before they become paths."""
     store = FileStore(str(root), MIB)
     fill(store)
     store.close()
@@ -274,7 +274,7 @@ def test_an_index_cannot_make_the_store_delete_a_file_outside(root: Path) -> Non
 
 
 def test_a_key_in_a_footer_counts_only_where_it_belongs(store: FileStore, root: Path) -> None:
-    """A copy of another namespace's cell must not lead `purge` to that one."""
+    """A copy of another namespace's cell must not lead `purge` to that namespace."""
     other = "other@fmt:0123456789ab"
     own = path_of(root, KEY)
     copy = path_of(root, key_of(other, 0))
@@ -319,7 +319,10 @@ def test_upkeep_goes_on_after_a_failure_that_nobody_expects(
 def test_what_stands_in_the_place_of_an_index_is_not_read(
     root: Path, tmp_path: Path, kind: str, suffix: str
 ) -> None:
-    """Tools that list a store open its index for reading: a FIFO held them without end."""
+    """Tools that list a store open its index for reading.
+
+    A FIFO in its place blocked them for ever.
+    """
     store = FileStore(str(root), MIB)
     fill(store, 2)
     store.close()
@@ -336,7 +339,7 @@ def test_what_stands_in_the_place_of_an_index_is_not_read(
 
 @pytest.mark.parametrize("part", ["", "/objects"])
 def test_a_directory_that_is_a_link_is_not_listed(root: Path, part: str) -> None:
-    """It cannot be listed, which is not the same as empty."""
+    """Listing fails. An empty result would be wrong."""
     store = FileStore(str(root), MIB)
     fill(store, 2)
     store.close()

@@ -1,5 +1,7 @@
-"""Every socket at which the package listens: who is judged before anything of it is kept, and how
-many bytes of strangers and of one admitted connection wait at most.
+"""Every socket at which the package listens.
+
+For each: the check of a peer before any of its data is kept. Further the limit of waiting bytes,
+from strangers and from one admitted connection.
 """
 
 import ast
@@ -27,9 +29,9 @@ class Listener(NamedTuple):
     """A place where the package begins to listen."""
 
     judged_by: str
-    """What decides who is read from, before it is."""
+    """Check that decides about a peer before its data is read."""
     waiting_bytes: int
-    """The most that waits of one connection, unread or undecoded."""
+    """Limit of bytes from one connection that wait, unread or undecoded."""
     shown_by: tuple[str, ...]
     """Tests, as `file::function`."""
 
@@ -97,7 +99,7 @@ def called(node: ast.AST) -> str:
 
 
 def listeners() -> set[str]:
-    """`file:function` of each call that begins to listen."""
+    """Yield `file:function` of each call that begins to listen."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for function in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""An S3 server that lies about sizes: a reader takes the memory it has given, and no more."""
+"""An S3 server that lies about sizes: a reader uses the memory it has given, and no more."""
 
 import re
 import resource
@@ -24,7 +24,7 @@ LIMIT_S = 30.0
 
 
 class Lie(Enum):
-    """What the head of an answer says of its body, which never ends."""
+    """The header of a response that describes its body. The body never ends."""
 
     TOO_LONG = b"Content-Length: 1099511627776"
     CHUNKED = b"Transfer-Encoding: chunked"
@@ -33,7 +33,7 @@ class Lie(Enum):
 
 
 class EndlessServer:
-    """Every object exists, has the size that is asked for, and does not end."""
+    """A server on which every object exists, has the expected size, and never ends."""
 
     def __init__(self, lie: Lie) -> None:
         self.lie = lie

@@ -1,4 +1,4 @@
-"""Nothing that is read can become code, and nothing listens: by the source, and at work."""
+"""No input becomes code, and only listed modules listen: by the source, and at run time."""
 
 import ast
 import subprocess
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent.parent / "vllm_kvpool"
 CHILD_LIMIT_S = 60
 IMPORT_LIMIT_S = 1.0  # of the processor's time
 
-# What turns data into code or objects, or runs other programs; no part of the package may.
+# Modules that turn data into code or objects, or run other programs: forbidden in the package.
 MODULES = frozenset(
     {
         *("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"),
@@ -27,7 +27,7 @@ CALLS = frozenset(
         *("os.posix_spawn", "os.spawnv"),
     }
 )
-# Not in what an engine runs; servers of the tests are child processes, with sockets.
+# Allowed only in tests, whose servers are child processes with sockets.
 ONLY_IN_TESTS = frozenset(
     {"subprocess", "socketserver", "http.server", "http.client", "zmq", "multiprocessing"}
 )
@@ -35,19 +35,19 @@ SERVING = frozenset(
     {"bind", "accept", "create_server", "start_server", "start_unix_server", "bind_socket"}
 )
 STARTING = frozenset({"create_subprocess_exec", "create_subprocess_shell", "subprocess_exec"})
-# To look whether a master answers, which addresses are this machine's, what a name means; engines
-# of a router that stand behind one name.
+# Uses: probing a master, listing this machine's addresses, resolving names, finding a router's
+# engines behind one name.
 MAY_IMPORT_SOCKET = (
     *("storage/mooncake.py", "transfer/replicas.py"),
     *("network/allowed_peers.py", "router/ops/discovery.py"),
     *("cli/serve.py", "cli/try_model.py"),
 )
-# Replicas' `start` and `stop` commands; the engines of `kvpool try`.
+# Uses: the `start` and `stop` commands of replicas, and the engines of `kvpool try`.
 MAY_START = ("router/ops/commands.py",)
 MAY_IMPORT_SUBPROCESS = ("cli/try_model.py",)
 MAY_USE_ZMQ = "network/transport_zmq.py"
-# `urllib` returns such answers, and raises these exceptions for other ones. Nothing else may
-# be imported from there.
+# `urllib` returns these responses and raises these exceptions. Nothing else of `http.client` may
+# be imported.
 HTTP_TYPES = frozenset(
     f"http.client.{name}" for name in ("HTTPException", "HTTPResponse", "IncompleteRead")
 )
@@ -58,9 +58,9 @@ MAY_NAME_HTTP_TYPES = (
     "cli/common/tokenizer.py",
     "cli/try_model.py",
 )
-# Versions of what is installed, and where it lies; nothing is imported by that.
+# Versions and paths of installed packages. Nothing is imported by these calls.
 ABOUT_INSTALLED = ("importlib.metadata", "importlib.util.find_spec")
-# Commands of a table in it, when they run.
+# The commands in the module's table are imported when they run.
 IMPORTS_BY_NAME = ("cli/main.py", "importlib.import_module")
 MAY_READ_METADATA = (
     "cli/doctor.py",
@@ -68,9 +68,9 @@ MAY_READ_METADATA = (
     "storage/mooncake_wheel.py",
     "vllm_adapt/identity/model_code.py",
 )
-# What arrives is decoded by type. Replicas of a rank listen on an abstract socket of this host.
-# The router's clients and its administration speak HTTP to one server, those of `kvpool serve` to
-# another. `kvpool try` looks for a free port, and takes no connection there.
+# Received messages are decoded by type. Replicas of a rank listen on an abstract socket of this
+# host. The router and `kvpool serve` each have an HTTP server, for clients and administration.
+# `kvpool try` looks for a free port, and takes no connection there.
 MAY_LISTEN = (
     MAY_USE_ZMQ,
     "transfer/replicas.py",
@@ -81,7 +81,7 @@ MAY_LISTEN = (
 
 
 def dotted(node: ast.AST) -> str:
-    """`a.b.c` of an attribute or a name; "" of what else there is."""
+    """Return `a.b.c` for an attribute or a name, "" for other nodes."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -90,7 +90,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Every module imported, and every name imported from one."""
+    """Yield every imported module, and every name imported from a module."""
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -100,7 +100,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def called(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Every call, and the keywords that would make one dangerous."""
+    """Yield every call, and the keywords that would make a call dangerous."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield node.lineno, dotted(node.func)
@@ -108,7 +108,7 @@ def called(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def violations(path: str, source: str) -> list[str]:
-    """What one file may not name: at `path` below the package, or in tests/support."""
+    """Return the forbidden names in one file; `path` is below the package or tests/support."""
     tree = ast.parse(source)
     for_tests = path.startswith("tests/support/")
     found = []
@@ -242,7 +242,7 @@ def run(code: str, *arguments: str) -> str:
 
 
 def test_at_work_the_interpreter_sees_no_socket_and_no_program(tmp_path: Path) -> None:
-    """Python's own audit events, with a file store and both sides' parts that need no pages."""
+    """Python's audit events are checked with a file store and with both sides, without pages."""
     run(WATCHED + AT_WORK, str(tmp_path))
 
 
@@ -252,5 +252,5 @@ def test_the_watch_sees_what_it_is_for() -> None:
 
 @pytest.mark.alone
 def test_reading_a_configuration_is_light_and_brings_no_client_along() -> None:
-    """A store's client is imported where a url names it, and nowhere else."""
+    """A store's client is imported only if a url names the store."""
     assert float(run(LIGHT)) < IMPORT_LIMIT_S

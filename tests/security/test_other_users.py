@@ -1,6 +1,6 @@
-"""Other users of the machine: what they may put in the place of a file store, or of its parents.
+"""Other users of the machine, who may replace a file store or its parents.
 
-Needs root, to be several users.
+Needs root, to act as several users.
 """
 
 import os
@@ -30,7 +30,7 @@ KEY = key_of(NAMESPACE, 0)
 
 
 def as_user(uid: int, act: Callable[[], None]) -> None:
-    """Act as another user, in a child."""
+    """Run `act` as another user, in a child process."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -55,7 +55,7 @@ def shared() -> Iterator[Path]:
 
 
 def forge(store_root: Path, content: bytes) -> Callable[[], None]:
-    """Put a store with other bytes under the key in the place of a store."""
+    """Return an action that replaces a store by a forged one, with other bytes under the key."""
 
     def act() -> None:
         store_root.rename(store_root.with_name("taken"))
@@ -73,7 +73,7 @@ def forge(store_root: Path, content: bytes) -> Callable[[], None]:
 def test_what_another_user_puts_in_the_place_of_a_part_is_not_read(
     shared: Path, depth: str
 ) -> None:
-    """Though its cells are whole and have the right keys."""
+    """The forged cells are whole and have the right keys."""
     root = shared / "pool"
     store = FileStore(str(root), MIB)
     buffer = make_buffer(CELL)
@@ -111,7 +111,7 @@ def test_what_another_user_puts_in_the_place_of_a_part_is_not_read(
 
 
 def test_a_running_store_that_another_user_replaces_gives_no_forged_cell(shared: Path) -> None:
-    """The parent became writable by all after the start."""
+    """The parent becomes writable by all after the start."""
     root = shared / "pool"
     store = FileStore(str(root), MIB)
     buffer = make_buffer(CELL)
@@ -166,7 +166,7 @@ def test_other_parents_are_taken(shared: Path, kind: str) -> None:
 
 
 def test_a_parent_behind_a_link_counts_too(shared: Path) -> None:
-    """Both the directory that has the link, and those above what it points to."""
+    """The check covers the directory that has the link and all directories above its target."""
     real = shared / "real"
     real.mkdir()
     (shared / "link").symlink_to(real / "pools")
@@ -194,7 +194,7 @@ def test_parents_are_made_for_the_user_alone_whatever_the_umask(shared: Path) ->
 def test_the_root_of_a_containers_volume_is_no_store_and_its_subdirectories_are(
     shared: Path, monkeypatch: pytest.MonkeyPatch, mode: int, uid: int
 ) -> None:
-    """Kubernetes mounts volumes that all may write, or that are another user's."""
+    """Kubernetes mounts volumes that all users may write, or that another user owns."""
     os.chown(shared, uid, uid)
     shared.chmod(mode)
     monkeypatch.setattr(paths, "_is_container", lambda: True)

@@ -1,7 +1,7 @@
-"""A text or a message that is none, or that nests too deeply, is an error of its reader's own.
+"""Malformed or too deeply nested input raises the reader's own error.
 
-Parsers raise RecursionError for the second, which is no ValueError: where one is called, its `try`
-names both, as `UNREADABLE`.
+Parsers raise RecursionError on deep nesting, which is no ValueError. Each `try` around a parser
+therefore names both, as `UNREADABLE`.
 """
 
 import ast
@@ -32,11 +32,11 @@ READ_BEFORE = {
     # After `chunks.read`.
     "router/dataplane/resume/chunks.py": {"_fields_of", "with_details", "patched"},
 }
-"""Functions whose text has been read before, or that catch what `UNREADABLE` has by other names."""
+"""Functions whose text was parsed before, or that catch `UNREADABLE`'s errors by other names."""
 
 
 def decoders(tree: ast.Module) -> Iterator[str]:
-    """Names of a module that are bound to a decoder, or to its `decode`."""
+    """Return the names in a module that are bound to a decoder or to its `decode`."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
@@ -48,7 +48,7 @@ def decoders(tree: ast.Module) -> Iterator[str]:
 
 
 def calls(tree: ast.Module) -> Iterator[tuple[str, bool]]:
-    """The function of each call to a parser, and whether it is in a `try` as it should be."""
+    """Yield the function of each parser call, and whether a `try` guards the call as required."""
     names = PARSERS | set(decoders(tree))
 
     def visit(node: ast.AST, function: str, is_caught: bool) -> Iterator[tuple[str, bool]]:
@@ -92,5 +92,5 @@ def test_that_is_all_that_they_raise(parse: object, text: str) -> None:
 
 
 def test_what_msgspec_raises_is_named_whatever_it_derives_from() -> None:
-    """From ValueError only since 0.21; pyproject.toml allows 0.19."""
+    """The error derives from ValueError since msgspec 0.21 only; pyproject.toml allows 0.19."""
     assert msgspec.DecodeError in UNREADABLE

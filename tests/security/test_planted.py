@@ -43,7 +43,7 @@ PLACES = (
 
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    """In memory where that can be had: some disks take a while to free blocks."""
+    """Return a directory in memory where possible: some disks take a while to free blocks."""
     if not os.access(MEMORY, os.W_OK):
         yield tmp_path
         return
@@ -63,7 +63,7 @@ def outside(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(root: Path) -> Iterator[FileStore]:
-    """Full, with spares and objects of 20 shards; to be closed by the test."""
+    """Return a full store with spares and objects of 20 shards. The test closes it."""
     store = FileStore(str(root), MIB)
     fill(store)
     yield store
@@ -72,7 +72,7 @@ def store(root: Path) -> Iterator[FileStore]:
 
 
 def put_in_place(place: Path, plant: Callable[[Path], None]) -> None:
-    """Take away what is there, and plant something else."""
+    """Remove the object at a place, and plant something else there."""
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
     else:
@@ -91,7 +91,7 @@ def own_writer(root: Path) -> str:
 def test_a_symbolic_link_anywhere_leads_nowhere(
     store: FileStore, root: Path, outside: Path, place: str, to: str
 ) -> None:
-    """Planted under a running store, of a directory, of a file and of nothing."""
+    """Links are planted under a running store: to a directory, to a file and to nothing."""
     own = own_writer(root)
     place = {"own writer": own, "own lock": f"{own}/lock"}.get(place, place)
     target = outside / to if to else outside
@@ -122,7 +122,7 @@ def test_opening_a_store_whose_parts_are_links_is_refused_by_name(
 
 
 def test_a_link_to_an_object_is_not_read(root: Path, tmp_path: Path) -> None:
-    """Though it would be sound: who made the link may change it later."""
+    """The object is sound now, but the link's owner may change it later."""
     store = FileStore(str(root), MIB)
     buffer = make_buffer(CELL)
     put_one(store, KEY, buffer)
@@ -180,9 +180,9 @@ LASTING: dict[str, Callable[[Path], None]] = {"full directory": plant_full_direc
 
 @pytest.mark.parametrize("kind", HEALING)
 def test_what_bears_an_objects_name_is_a_damaged_object(root: Path, kind: str) -> None:
-    """It is there, cannot be had, and makes room when it is removed; nothing waits for it.
+    """The thing counts as an unreadable object. Its removal makes room, and no call waits on it.
 
-    Said to have failed it would stay, and count against the store.
+    Reported as a failure, it would stay and count against the store.
     """
     store = FileStore(str(root), MIB)
     buffer = make_buffer(CELL)
@@ -254,7 +254,7 @@ def test_a_sparse_terabyte_takes_no_memory_and_leaves(root: Path) -> None:
 
 
 def test_a_file_with_a_second_name_is_not_written_over(root: Path, tmp_path: Path) -> None:
-    """A backup of hard links, as `cp -al` makes one, keeps what it holds."""
+    """A backup of hard links, as `cp -al` makes one, keeps its content."""
     store = FileStore(str(root), MIB)
     fill(store)
     backup = tmp_path / "backup"
@@ -282,7 +282,7 @@ def test_a_lock_or_index_that_is_another_name_of_a_file_outside(
 
 
 def test_a_directory_below_the_root_of_all_is_checked() -> None:
-    """The directory above `/pool` is `/`, and its path has no part."""
+    """The parent directory of `/pool` is `/`, whose path has no components."""
     DirectoryGuard("/pool-that-is-not-there").check("/pool-that-is-not-there/kvpool-v4/index")
     with pytest.raises(NotADirectoryError):
         DirectoryGuard("/dev").check("/dev/null/index")

@@ -1,6 +1,6 @@
-"""Files with secrets, and files written under names that others can guess: every option of them.
+"""Every option that names a file with secrets, or a file written under a guessable name.
 
-What another user may have put in their place needs root, to be several users.
+Needs root where another user may have planted the file.
 """
 
 import base64
@@ -45,7 +45,7 @@ def trace(path: Path) -> None:
     trace.close(30.0)
 
 
-# An option, and what reads its secret from a path.
+# An option, and the function that reads its secret from a path.
 SECRETS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "encryption_key_file": (base64.b64encode(bytes(32)).decode(), encryption.read_keys),
     "keys_file": (f'[[tenants]]\nname = "a"\nkey = "{KEY}"\n', read_tenants),
@@ -53,7 +53,7 @@ SECRETS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "salt_file": ("s" * 44, read_salt),
     "curve_dir": ("", lambda path: read_keys(str(path.parent))),
 }
-# An option, and what writes to a path.
+# An option, and the function that writes to a path.
 WRITTEN: dict[str, Callable[[Path], object]] = {
     "stats_file": lambda path: write_stats(path, {"kvpool_hit_tokens": 1}),
     "trace_file": trace,
@@ -77,7 +77,7 @@ def test_every_option_that_names_a_file_is_in_a_table() -> None:
 
 
 def secret(option: str, directory: Path) -> tuple[Path, Callable[[Path], object]]:
-    """A file that is fit for the option's secret, and what reads it."""
+    """Return a file that is fit for the option's secret, and its reader."""
     text, read = SECRETS[option]
     path = directory / f"{KEY_NAME}.key_secret"
     if option == "curve_dir":
@@ -117,7 +117,10 @@ def test_secret_of_another_user_is_refused(option: str, tmp_path: Path) -> None:
 @AS_ROOT
 @pytest.mark.parametrize("option", SECRETS)
 def test_secret_behind_another_users_link_is_refused(option: str, tmp_path: Path) -> None:
-    """Else another user could choose which of our files counts; a link of our own may lead on."""
+    """Otherwise, another user could choose which of our files counts.
+
+    Links of our own are followed.
+    """
     path, read = secret(option, tmp_path)
     path.rename(tmp_path / "moved")
     path.symlink_to(tmp_path / "moved")

@@ -1,8 +1,12 @@
-"""Every call of the package that may take away or change a file, and why the file is its own.
+"""Every call of the package that may remove or change a file, and why the file is its own.
 
-A file is the package's own if this process made it (under a new name), or if it lies below the
-store's `FORMAT_DIR` under a name that the store gives and belongs to the user, or if it was named
-by the operator and has content that only the package writes. Whatever else lies beside it stays.
+A file is the package's own in one of three cases:
+
+- This process made it, under a new name.
+- It lies below the store's `FORMAT_DIR`, has a name that the store gives, and belongs to the user.
+- The operator named it, and its content is of a kind that only the package writes.
+
+Everything else beside it stays.
 """
 
 import ast
@@ -30,14 +34,14 @@ from vllm_kvpool.storage.file.store import FileStore
 PACKAGE = Path(vllm_kvpool.__file__).parent
 LIMIT_S = 20.0
 
-# Why a file is the package's own, or what happens to its content otherwise.
+# Reasons why a file is the package's own, or the fate of its content otherwise.
 NEW = "this process made it, under a name that nothing had"
 PLACE = "it has a name that the store gives, in the store's directory, and is this user's"
 KEPT = "it is renamed to a name that nothing has, or nothing but an earlier file of this kind"
 UNCHANGED = "it is opened and not changed: a lock, or an index that SQLite has checked"
 CONTENT = "what is there was written by the package, or no byte is there"
 
-# Tests that put something of others there.
+# Tests that plant foreign files at the place.
 STORE = "security/test_removals.py::test_what_others_put_anywhere_in_a_store_stays"
 LINKS = "security/test_planted.py::test_a_symbolic_link_anywhere_leads_nowhere"
 ASIDE = "security/test_index_damage.py::test_only_own_files_make_room_for_what_is_set_aside"
@@ -116,7 +120,7 @@ FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND", "_CREATE"}
 
 
 def call_of(node: ast.Call) -> str:
-    """What a call does to a file; "" if it changes none."""
+    """Return what a call does to a file, "" if it changes none."""
     function = node.func
     if isinstance(function, ast.Name):
         if function.id in FUNCTIONS:
@@ -147,7 +151,7 @@ def arguments_of(node: ast.Call) -> list[ast.expr]:
 
 
 def writes(mode: ast.expr) -> bool:
-    """Whether an argument is a mode of `open` that writes."""
+    """Return True if an argument is a mode of `open` that writes."""
     text = mode.value if isinstance(mode, ast.Constant) else None
     is_mode = isinstance(text, str) and 0 < len(text) <= 3 and set(text) <= set("rwxabt+")
     return is_mode and not set(str(text)).isdisjoint("wxa+")
@@ -157,7 +161,7 @@ SHELL = re.compile(r"^\s*(rm|mv|cp|rmdir|truncate) |>\"?\$", re.MULTILINE)
 
 
 def calls() -> Iterator[str]:
-    """Each such call: its module, the function it is in, and what it does; commands of a shell."""
+    """Yield each such call (module, function, effect), and each module with a shell command."""
     for path in sorted(PACKAGE.rglob("*.py")):
         module = str(path.relative_to(PACKAGE))
         tree = ast.parse(path.read_text())
@@ -190,7 +194,7 @@ def test_every_test_of_the_table_is_there() -> None:
         assert f"def {name}(" in (tests / path).read_text(), test
 
 
-# A store that lives its whole life beside files of others.
+# A store that lives its whole life beside foreign files.
 
 SHARD = path_of(Path("/"), key_of(NAMESPACE, 0)).parent.relative_to("/")
 DEAD = f"{FORMAT_DIR}/writers/{'d' * 16}"
@@ -213,7 +217,7 @@ BELOW: dict[str, tuple[str, ...]] = {  # directories, and names that are the sto
 
 
 def plant(root: Path) -> list[Path]:
-    """Files and directories of others, of all names that the store does not give at a place."""
+    """Plant foreign files and directories under every kind of name that is not the store's."""
     planted = []
     for place, taken in BELOW.items():
         for name in NAMES:
@@ -236,7 +240,7 @@ def plant(root: Path) -> list[Path]:
 
 
 def live(root: Path, clock: list[int]) -> None:
-    """Everything that deletes or renames: eviction, expiry, a killed writer, a damaged index."""
+    """Delete and rename in every way: eviction, expiry, a killed writer, a damaged index."""
     store = FileStore(str(root), MIB, clock_ns=lambda: clock[0])
     fill(store, 60)
     keys = [key_of(NAMESPACE, number) for number in range(100, 104)]
@@ -292,7 +296,7 @@ def test_a_token_file_that_is_there_is_read_only(tmp_path: Path) -> None:
 def test_what_others_put_into_shared_memory_stays(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Only files of the windows' form, of this user, whose owner holds no lock, are leftovers."""
+    """A leftover has a window's name, belongs to this user, and its owner holds no lock."""
     monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path)
     names = ("precious", "kvpool-ec-", "kvpool-ec-1-precious", f"kvpool-ec-x-{'a' * 32}")
     for name in names:

@@ -1,7 +1,7 @@
-"""Two tenants over one store: whatever one asks for, it never reads what the other has stored.
+"""Two tenants over one store: a tenant never reads what the other has stored.
 
-Tenants are told apart by the engine's `namespace` and by a request's `cache_salt`. The engine's
-part of a namespace is tests/vllm_adapt/identity/test_factors.py's.
+The engine's `namespace` and a request's `cache_salt` tell tenants apart.
+tests/vllm_adapt/identity/test_factors.py tests the engine's part of a namespace.
 """
 
 import itertools
@@ -83,7 +83,7 @@ class Tenant:
         self.part = SchedulerPart(read_config(extra, env={}), KVRole.BOTH, shape, FakePins())
 
     def hits(self, salt: str) -> int:
-        """Tokens that the pool would give to a request of all of TOKENS and one more."""
+        """Return the tokens that the pool offers to a request of all of TOKENS and one more."""
         name = f"r{next(NUMBERS)}"
         identity = RequestIdentity(cache_salt=salt)
         request = FakeRequest(name, [*TOKENS, 7], RequestOptions(), identity)
@@ -129,7 +129,7 @@ def test_a_tenant_finds_its_own_and_no_other_namespaces_cells(
 
 
 def test_a_salt_finds_its_own_and_no_other_salts_cells(shared: MemoryStore, url: str) -> None:
-    """One engine, one namespace; a request without a salt is a tenant of its own."""
+    """The engine has one namespace. Requests without a salt are a tenant of their own."""
     namespace = make_namespace("m", DIGEST)
     tenant = Tenant(url, namespace)
     stored: list[str] = []
@@ -142,7 +142,10 @@ def test_a_salt_finds_its_own_and_no_other_salts_cells(shared: MemoryStore, url:
 
 
 def test_a_key_that_another_tenant_computes_is_refused_by_the_cell_itself() -> None:
-    """A store that mixes keys up gives a sound cell of another tenant; its header tells."""
+    """A store that mixes keys up returns a sound cell of another tenant.
+
+    The cell's header tells.
+    """
     store = MemoryStore("", 1 << 20)
     mine, theirs = (keys_of(make_namespace("m", d * 12), "")[0] for d in "01")
     cell = make_buffer(CELL)
@@ -207,7 +210,7 @@ def test_any_name_makes_one_path_component_of_bounded_length(
 
 @given(st.text(st.characters(), max_size=300), st.text(st.characters(), max_size=300))
 def test_any_string_as_a_key_stays_in_the_store(one: str, other: str) -> None:
-    """A store's keys are ours; that no other string leaves the directory costs nothing."""
+    """Only the pool makes keys, but any other string stays inside the directory, too."""
     names = [object_name(one), object_name(other)]
     assert (names[0] == names[1]) == (one == other)
     for name in names:
@@ -234,7 +237,7 @@ def test_any_two_salts_differ_from_the_first_chunk_on(one: str, other: str) -> N
 
 
 def test_a_cell_of_garbage_is_never_taken() -> None:
-    """Not by luck either: of 20,000 none."""
+    """None of 20,000 random cells passes, not even by chance."""
     rng = np.random.default_rng(1)
     digest = key_digest(keys_of(make_namespace("m", DIGEST), "")[0])
     for data in rng.integers(0, 256, (20_000, 96), dtype=np.uint8):

@@ -38,7 +38,7 @@ class Started(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """How the requests went, and what the engine has counted so far."""
+    """The results of served requests, and the engine's counters so far."""
 
     served: tuple[Served, ...]
     counted: dict[str, float]

@@ -1,8 +1,8 @@
-"""What the KV of a prompt must be, in every process alike (pure).
+"""Expected KV of a prompt, equal in every process (pure).
 
-A row is a function of the tokens up to it, its position, its layer and its head, as in a model; so
-whoever has loaded a row can say whether it is the right one, and no two rows are equal. Prompts
-are numbered: `FAMILY` of them begin with the same chunks.
+A row is a function of the tokens up to it, its position, its layer and its head, as in a model. No
+two rows are equal, so a reader can tell whether a loaded row is the right one. Prompts are
+numbered: `FAMILY` of them begin with the same chunks.
 
 Legend: L layers, H heads, T tokens, W words of 8 bytes in a row.
 """
@@ -40,7 +40,7 @@ def prompt(number: int) -> list[int]:
 
 @lru_cache(CACHED_PROMPTS)
 def kv_lhtw(number: int) -> Words:
-    """All rows of a prompt, not to be written to."""
+    """Return all rows of a prompt as a read-only array."""
     tokens = np.array(prompt(number), np.uint64)
     places = np.arange(len(tokens), dtype=np.uint64)
     so_far_t = np.cumsum(_mixed(tokens | places << np.uint64(32)), dtype=np.uint64)

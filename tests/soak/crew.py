@@ -57,10 +57,10 @@ class Trouble(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """What a process holds at a moment.
+    """Resources that a process holds at a moment.
 
-    `half_closed`: sockets whose peer has ended or reset the connection. Mooncake keeps those to
-    peers that were killed (kvcache-ai/Mooncake#2930), so they are not among `files`.
+    `half_closed`: sockets whose peer has ended or reset the connection. Mooncake keeps its sockets
+    to killed peers (kvcache-ai/Mooncake#2930), so `files` does not count them.
     """
 
     rss_bytes: int
@@ -71,7 +71,7 @@ class Vitals:
 
     @classmethod
     def of(cls, member: "Member") -> "Vitals":
-        """Of one that runs."""
+        """Return the vitals of a running member."""
         pid = member.pid
         status = Path(f"/proc/{pid}/status").read_text().splitlines()
         values = dict(line.split(":", 1) for line in status)
@@ -87,7 +87,7 @@ class Vitals:
 
 
 def _threads(pid: int) -> list[str]:
-    """Names of those that are not the kernel's own, which io_uring starts and ends as it likes."""
+    """Return the names of a process's threads, without the kernel's io_uring threads."""
     names = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
@@ -96,7 +96,7 @@ def _threads(pid: int) -> list[str]:
 
 
 def _open_files(pid: int) -> list[str]:
-    """What the descriptors of a process stand for."""
+    """Return the targets of a process's file descriptors."""
     links = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -105,14 +105,16 @@ def _open_files(pid: int) -> list[str]:
 
 
 def ended_sockets(pid: int) -> set[str]:
-    """Open ones whose peer has ended or reset the connection."""
+    """Return open sockets whose peer has ended or reset the connection."""
     sockets = {file for file in _open_files(pid) if file.startswith("socket:")}
     return sockets - _live_sockets(pid)
 
 
 def _live_sockets(pid: int) -> set[str]:
-    """Those of the network namespace that a process is in, as its descriptors name them, but for
-    TCP's whose peer has ended the connection. One that was reset is in no table any more."""
+    """Return the live sockets of a process's network namespace, named as in its descriptors.
+
+    TCP sockets whose peer has ended the connection are left out. Reset sockets are in no table.
+    """
     found = set()
     for name, inode in SOCKET_TABLES.items():
         for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
@@ -123,13 +125,13 @@ def _live_sockets(pid: int) -> set[str]:
 
 
 def cpu_seconds(pid: int, *, ended: bool) -> float:
-    """What a process has used, and with `ended` its children that have ended."""
+    """Return a process's CPU time; with `ended`, include its ended children."""
     columns = _stat(pid)[USER_TIME : USER_TIME + (4 if ended else 2)]
     return sum(map(int, columns)) / TICKS_PER_S
 
 
 def starved_s(pid: int) -> float:
-    """What a process's threads have waited for a processor, in all; it never grows in a hang."""
+    """Return how long a process's threads have waited for a processor; constant during a hang."""
     nanoseconds = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
@@ -144,7 +146,7 @@ def _stat(pid: int) -> list[str]:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One engine's process."""
+    """An engine's process and its answers so far."""
 
     name: str
     spec: EngineSpec
@@ -170,8 +172,10 @@ class Member:
         return int(_stat(self.pid)[PARENT])
 
     def is_late(self, now: float) -> bool:
-        """Whether it has an answer to give and had all the time for it, but for what its threads
-        waited for a processor."""
+        """Return True if an answer is due and its deadline has passed.
+
+        Time that the process's threads waited for a processor extends the deadline.
+        """
         if (self.started and not self.asked) or now <= self.deadline:
             return False
         return now > self.deadline + starved_s(self.pid) - self.starved_s

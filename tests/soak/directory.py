@@ -1,9 +1,9 @@
-"""What must hold of a `file://` directory at any time, whoever was killed in it.
+"""Checks of a `file://` directory that must pass at any time, whichever process was killed.
 
-Read from outside, as a process that is not one of its users. Objects are whole and hold what their
-keys say, every lock can be had, what lies there is charged, and the charge is within the size.
-`rot` damages an object in place, as a bad disk would; those it has damaged are known by their
-bytes, since a store writes over the files of what it has evicted.
+The checks run in a process that does not use the store. Objects are whole and match their keys,
+and every lock can be acquired. All files are charged, and the charge is within the size. `rot`
+damages an object in place, as a bad disk would. Damaged objects are recognized by their bytes,
+since a store overwrites the files of evicted objects.
 """
 
 import os
@@ -45,7 +45,7 @@ BLOCK_BYTES = 512  # of `st_blocks`
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a look into the directory has found."""
+    """Result of a check of the directory."""
 
     files: int  # objects, and what writers write and keep
     disk_bytes: int
@@ -101,7 +101,7 @@ class Directory:
         return how
 
     def is_rotten(self, path: Path) -> bool:
-        """Whether it holds what `rot` has left."""
+        """Return True if a file holds bytes damaged by `rot`."""
         return xxhash.xxh3_64_intdigest(path.read_bytes()) in self._rotten
 
     def num_half_written(self) -> int:
@@ -146,7 +146,7 @@ class Directory:
         return (self._base / "objects").glob("*/*/*")
 
     def _learn(self, num_prompts: int) -> None:
-        """Which chunk of which prompt a hash stands for."""
+        """Record the prompt and chunk of each hash, for the first `num_prompts` prompts."""
         for number in range(self._num_prompts, num_prompts):
             chain = ChunkChain(CHUNK, RequestIdentity())
             chain.extend(prompt(number))
@@ -155,7 +155,7 @@ class Directory:
         self._num_prompts = max(self._num_prompts, num_prompts)
 
     def _check_index(self) -> None:
-        """Nobody holds it for long, and what it sums up is the sum."""
+        """Check that the index can be locked and that its sums are right."""
         with closing(sqlite3.connect(self._base / "index", timeout=LOCK_LIMIT_S)) as db:
             db.isolation_level = None
             db.execute("BEGIN IMMEDIATE")
@@ -174,8 +174,10 @@ class Directory:
             return int(db.execute("SELECT used_bytes FROM store").fetchone()[0])
 
     def _wait_for_writers(self, num_stores: int) -> None:
-        """What killed processes left has gone: whoever opened last removes it; of those killed
-        while they opened, a look some time later."""
+        """Wait until the directories of killed writers are gone.
+
+        The store that opens last removes them. A store killed while it opened is cleaned up later.
+        """
         writers = self._base / "writers"
         deadline = time.monotonic() + SETTLE_LIMIT_S
         while True:
@@ -193,7 +195,7 @@ class Directory:
             time.sleep(POLL_S)
 
     def _check_objects(self) -> tuple[int, int]:
-        """How many objects there are, and how many of those are known to be damaged."""
+        """Check all objects and return (number of objects, number known to be damaged)."""
         num_objects = num_rotten = 0
         by_prompt: dict[int, list[tuple[Path, ParsedKey, bytes]]] = defaultdict(list)
         for path in self._objects():
@@ -270,7 +272,7 @@ class Directory:
 
 
 def is_file(path: Path, inode: int) -> bool:
-    """Whether the name still leads to that file."""
+    """Return True if the path still names the file with this inode."""
     try:
         return os.stat(path).st_ino == inode
     except FileNotFoundError:
@@ -278,7 +280,7 @@ def is_file(path: Path, inode: int) -> bool:
 
 
 def age_s(path: Path) -> float:
-    """Since it was last changed; 0 if it is gone."""
+    """Return the seconds since a file was last changed; 0 if it is gone."""
     try:
         return time.time() - os.stat(path).st_mtime
     except FileNotFoundError:
@@ -286,7 +288,7 @@ def age_s(path: Path) -> float:
 
 
 def dead_writers(writers: Iterable[Path]) -> list[Path]:
-    """Those directories of stores whose process was killed."""
+    """Return the writers' directories whose process was killed."""
     found = []
     for writer in writers:
         try:

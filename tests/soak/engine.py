@@ -55,7 +55,7 @@ POISON = np.uint64(0xDEADBEEFDEADBEEF)  # no row consists of it
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is made of; picklable."""
+    """Configuration of an engine; picklable."""
 
     stores: tuple[str, ...]
     tp_size: int
@@ -67,7 +67,7 @@ class EngineSpec:
 
 
 class Served(NamedTuple):
-    """How a request went; tokens are counted from the start of the prompt."""
+    """Result of a request; tokens count from the start of the prompt."""
 
     number: int
     chunked_tokens: int  # those in full chunks, which could be a hit
@@ -103,7 +103,7 @@ class _Running:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it waits for nothing but to be computed."""
+        """True if the lookup and load have ended, and the request can be computed."""
         return self.matched is not None and (self.offered == 0 or self.loaded is not None)
 
 
@@ -128,13 +128,13 @@ class Rank:
         self.pages_lbhnw[:, block_ids] = POISON
 
     def compute(self, number: int, block_ids: Sequence[int], start: int, stop: int) -> None:
-        """What a forward pass over tokens `[start, stop)` does to the pages."""
+        """Write the KV of tokens `[start, stop)` into the pages, as a forward pass does."""
         kv = kv_lhtw(number)[:, self._heads]
         for block, tokens, inside in self._pieces(block_ids, start, stop):
             self.pages_lbhnw[:, block, :, inside] = kv[:, :, tokens]
 
     def difference(self, number: int, block_ids: Sequence[int], stop: int) -> str:
-        """Where tokens `[0, stop)` are not what they must be; "" if nowhere."""
+        """Describe where the KV of tokens `[0, stop)` is wrong; "" if it is right."""
         kv = kv_lhtw(number)[:, self._heads]
         for block, tokens, inside in self._pieces(block_ids, 0, stop):
             same = self.pages_lbhnw[:, block, :, inside] == kv[:, :, tokens]
@@ -149,7 +149,7 @@ class Rank:
         return ""
 
     def digest(self) -> int:
-        """Of all pages."""
+        """Return a digest of all pages."""
         return xxhash.xxh3_64_intdigest(self.pages_lbhnw.data)
 
     def _pieces(
@@ -205,7 +205,7 @@ class Engine:
         return served
 
     def counted(self) -> dict[str, float]:
-        """What both sides have counted since they were made."""
+        """Return the metrics of the scheduler's side and the workers since the start."""
         total = self._scheduler_part.registry.samples()
         for rank in self._ranks:
             merge_samples(total, rank.part.registry.samples())
@@ -229,7 +229,7 @@ class Engine:
         return _Running(view, number, block_ids, time.monotonic())
 
     def _step(self, requests: Sequence[_Running]) -> list[_Running]:
-        """One engine step; the requests that have ended in it."""
+        """Run one engine step and return the requests that ended in it."""
         for request in requests:
             if request.matched is None:
                 self._match(request)

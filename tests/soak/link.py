@@ -45,7 +45,7 @@ class Link:
         self._undo.close()
 
     def set(self, weather: Weather) -> None:
-        """How it is from now on."""
+        """Set the link's weather from now on."""
         self._orders.send(weather)
 
     def down(self) -> None:

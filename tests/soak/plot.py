@@ -52,7 +52,7 @@ def panels(placed: Iterable[tuple[float, Sample]]) -> dict[str, Lines]:
 
 
 def draw(samples: Iterable[Sample], path: Path) -> None:
-    """One picture with a panel for each kind of thing that could leak."""
+    """Draw one picture with a panel for each kind of resource that could leak."""
     import matplotlib as mpl
 
     mpl.use("svg")

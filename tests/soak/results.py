@@ -52,7 +52,7 @@ def row_of(scene: str, counts: Counter[str]) -> Row:
 
 
 def growth(summaries: Iterable[dict[str, Any]]) -> list[str]:
-    """What engines that were never killed held after their first round and after the last."""
+    """Return notes on the resources of never killed engines, after their first and last rounds."""
     notes = []
     for summary in summaries:
         for engine, seen in summary["vitals"].items():

@@ -1,9 +1,9 @@
-"""Rounds of a soak: engines at work are killed one after another, then what must hold is checked.
+"""Rounds of a soak: busy engines are killed one after another, then the invariants are checked.
 
-A `Scene` says which stores there are and which engines; two of them are never killed, and must not
-grow. A `Strike` is drawn before it is performed, so that a seed gives the same strikes again (their
-effects depend on what the processes were doing at that moment). Every round checks what survives
-and the directories' sums; every `DEPTH_ROUNDS`-th reads every object.
+A `Scene` names the stores and the engines. Two of the engines are never killed, and must not grow.
+A `Strike` is drawn before it is performed, so a seed gives the same strikes again. Their effects
+depend on the state of the processes at that moment. Every round checks the surviving engines and
+the directories' sums. Every `DEPTH_ROUNDS`-th round reads every object.
 """
 
 import time
@@ -55,7 +55,7 @@ class Kill(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """What befalls whom: first the kills, then all the rest at one moment."""
+    """Faults of one round: the kills come first, then all other faults at one moment."""
 
     kills: tuple[Kill, ...] = ()
     after_s: float = 0.0  # of work
@@ -114,7 +114,7 @@ class Scene:
 
 @contextmanager
 def open_scene(name: str, directory: Path) -> Iterator[Scene]:
-    """One of `SCENES`; ends its servers."""
+    """Open one of `SCENES`, and stop its servers at the end."""
     with ExitStack() as stack:
         sizes = SCENES[name]
         files = tuple(Directory(directory / f"cells{i}", size) for i, size in enumerate(sizes))
@@ -139,7 +139,7 @@ def open_scene(name: str, directory: Path) -> Iterator[Scene]:
 
 @dataclass(slots=True)
 class Prompts:
-    """Which prompts are asked for: writers go on to new ones, readers follow."""
+    """The choice of the next prompts: writers advance to new prompts, readers follow."""
 
     chance: Random
     newest: int = 0
@@ -196,7 +196,7 @@ class Soak:
         self._recovered(dict.fromkeys(self.crew.members, 0.0), "at the start")
 
     def round(self, strike: Strike | None = None) -> None:
-        """One strike, or one drawn by chance; Trouble if what must hold after it does not."""
+        """Perform a strike, by default a random one; raise Trouble if an invariant fails."""
         strike = strike or draw_strike(self._chance, self.scene)
         before = self.crew.totals.copy()
         began = time.monotonic()
@@ -249,7 +249,7 @@ class Soak:
         }
 
     def _sample(self) -> dict[str, object]:
-        """What is kept of a round, to be drawn over time."""
+        """Return the figures of a round that are plotted over time."""
         return {
             "scene": self.scene.name,
             "round": self.rounds,
@@ -261,7 +261,7 @@ class Soak:
         }
 
     def _perform(self, strike: Strike) -> float:
-        """How long hits took to come back after the repair."""
+        """Perform a strike and return the seconds from the repair until hits came back."""
         crew, scene = self.crew, self.scene
         for kill in strike.kills:
             self._kill_one(kill)
@@ -363,7 +363,7 @@ class Soak:
 
 
 def _progress(member: Member) -> float:
-    """What grows only while an engine uses the scene's shared store."""
+    """Return a counter that grows only while an engine uses the scene's shared store."""
     if member.spec.stores[0].startswith("host:") and member.spec.role is not KVRole.CONSUMER:
         return member.counted.get(SAVED_BY_MOONCAKE, 0.0)
     return member.hit_tokens

@@ -1,8 +1,8 @@
 """Two hosts, a store on one of them, and a link between that is cut, late or loses frames.
 
-The near host has the store and the engine that writes, the far one an engine that reads. Every
-request must end within its time limit, whatever it keeps must be right (`Crew` sees to both), and
-hits must come back after the link does.
+The near host has the store and the writing engine, the far host the reading engine. Every request
+must end within its time limit, and all KV it keeps must be right; `Crew` checks both. Hits must
+come back after the link does.
 """
 
 import random
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 @pytest.fixture
 def seed() -> int:
-    """Of the moments and of what is lost; part of what a failing test prints."""
+    """Return and print the seed of fault times and lost frames; a failing test shows it."""
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     return seed

@@ -1,9 +1,9 @@
 """The process that is the wire between two hosts: frames pass through it, late, or not at all.
 
-Kernels without `netem` have no other way to lose and delay. It lives in a network namespace of its
-own with two interfaces, and passes frames on as they are, checksums that an interface would fill in
-and large segments it would cut included (`PACKET_VNET_HDR`). It takes `Weather` from a pipe, and
-ends with it.
+Kernels without `netem` have no other way to lose and delay frames. The process lives in a network
+namespace of its own with two interfaces. It forwards frames unchanged (`PACKET_VNET_HDR`): without
+filling in checksums or cutting large segments, as an interface would. It receives `Weather` from a
+pipe, and ends when the pipe closes.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ MAX_HELD = 20_000  # frames that are late; beyond it they are lost, as in a rout
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """What befalls each frame."""
+    """Conditions on the wire that apply to each frame."""
 
     delay_s: float = 0.0
     loss: float = 0.0  # part of the frames
@@ -41,7 +41,7 @@ class Weather:
 
 @dataclass(slots=True)
 class Wire:
-    """Which frames are under way. `due` yields what has arrived by now."""
+    """Frames in transit on the wire; `due` yields the frames that have arrived."""
 
     chance: Random
     weather: Weather = field(default_factory=Weather)
@@ -104,7 +104,7 @@ def _open(interface: str) -> socket.socket:
 
 
 def _frames(end: socket.socket) -> Iterator[bytes]:
-    """What has come in; not what we have sent."""
+    """Yield received frames, without the frames sent from this end."""
     for _ in range(FRAMES_AT_A_TIME):
         try:
             frame, address = end.recvfrom(MAX_FRAME_BYTES)

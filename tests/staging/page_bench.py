@@ -1,8 +1,8 @@
-"""Pages of every format, cells that move in and out of them, and an oracle for both.
+"""Pages of every format, cells to move in and out of them, and an oracle for both.
 
-The oracle looks every byte up in an index map of the pages' memory. Pages may lie on a GPU; slots
-and everything that is compared lie on the host. Needs torch, numpy and hypothesis, neither vLLM nor
-numba. What is not to be moved is poisoned, and compared too.
+The oracle looks up every byte in an index map of the pages' memory. Pages may lie on a GPU; slots
+and all compared bytes lie on the host. The module needs torch, numpy and hypothesis, but neither
+vLLM nor numba. Bytes that must not move are poisoned, and compared too.
 """
 
 import random
@@ -40,7 +40,8 @@ CPU = torch.device("cpu")
 
 
 def aligned_bytes(nbytes: int) -> np.ndarray:
-    """Poisoned memory at a line's start, so that only `misaligned` decides about alignment."""
+    """Return poisoned memory that starts at a cache line. Then only `misaligned` decides about
+    alignment."""
     memory = np.full(nbytes + LINE_BYTES, POISON, np.uint8)
     start = -memory.ctypes.data % LINE_BYTES
     return memory[start : start + nbytes]
@@ -48,7 +49,8 @@ def aligned_bytes(nbytes: int) -> np.ndarray:
 
 @dataclass
 class Pages:
-    """One rank's poisoned pages of a format; `where_lbhnr` maps each row byte into `memory`."""
+    """The poisoned pages of one rank in one format. `where_lbhnr` maps each row byte into
+    `memory`."""
 
     format: str = "LBHNC"
     dtype: torch.dtype = torch.float16
@@ -79,11 +81,11 @@ class Pages:
         self.where_lbhnr = expanded.flatten(-2).numpy()
 
     def read(self) -> np.ndarray:
-        """All bytes of the memory, as a copy."""
+        """Return a copy of all bytes of the memory."""
         return self.memory.cpu().numpy().copy()
 
     def write(self, image: np.ndarray) -> None:
-        """All bytes of the memory."""
+        """Overwrite all bytes of the memory."""
         self.memory.copy_(torch.from_numpy(image))
 
     def poison(self) -> None:
@@ -111,8 +113,8 @@ class Pages:
     def _num_elems(self) -> int:
         return int(np.prod([n + (dim == self.padded) for dim, n in self._sizes().items()]))
 
-    # Each builder takes all elements of the memory, or their indices, and cuts them to
-    # [L, B, H, N, C]; as layers it means something only for the elements themselves.
+    # Each builder takes all elements of the memory, or their indices, and shapes them to
+    # [L, B, H, N, C]. The returned layers are valid only when it got the elements.
 
     def _token_content(self, flat: torch.Tensor) -> tuple[torch.Tensor, list[LayerPages]]:
         sizes = self._sizes()
@@ -166,7 +168,8 @@ class Pages:
         return torch.cat([k, v], 4).transpose(2, 3), layers
 
     def indices(self, ids: list[int], start: int, stop: int) -> np.ndarray:
-        """Where rows `[start, stop)` of a request with this block table lie: [L, H, tokens, R]."""
+        """Return the positions of rows `[start, stop)`, [L, H, tokens, R], for a request with these
+        block ids."""
         tokens = np.arange(start, stop)
         part = tokens % self.id_tokens // self.block
         blocks = np.array(ids)[tokens // self.id_tokens] * self.blocks_per_id + part
@@ -185,7 +188,7 @@ def block_table(pages: Pages, num_tokens: int) -> list[int]:
 
 @dataclass
 class Cell:
-    """A move of one chunk, and the slot it goes through, which lies between poisoned guards."""
+    """A move of one chunk, and its slot, which lies between poisoned guards."""
 
     pages: Pages
     ids: list[int]  # of the whole request
@@ -211,7 +214,8 @@ class Cell:
         return self.slot[self._start :][: int(np.prod(self._shape))].reshape(self._shape)
 
     def move(self, first_layer: int = 0) -> SlabMove:
-        """Of a copier that has these pages' layers from `first_layer` on."""
+        """Return this cell's move, for a copier whose layers from `first_layer` on are these pages'
+        layers."""
         table_first = self.chunk_start // self.pages.id_tokens
         table_last = -(-(self.chunk_start + self.chunk_tokens) // self.pages.id_tokens)
         layer_start, layer_stop = (first_layer + layer for layer in self.layers)
@@ -226,7 +230,7 @@ class Cell:
         )
 
     def part_of(self, rows_lhtr: np.ndarray) -> np.ndarray:
-        """The clipped rows of this cell, [heads, layers, tokens, R]."""
+        """Return the clipped rows of this cell, [heads, layers, tokens, R]."""
         part = rows_lhtr[slice(*self.layers), slice(*self.heads), slice(*self.clip)]
         return part.swapaxes(0, 1)
 
@@ -265,7 +269,7 @@ def check_scatter(cell: Cell, make: MakeCopier) -> None:
 def check_both_ways(
     pages: Pages, make: MakeCopier, chunk_start: int = CHUNK, **cell: int | tuple[int, int]
 ) -> None:
-    """Gather and scatter of one cell: all of its chunk, unless `cell` says otherwise."""
+    """Check gather and scatter of one cell: all of its chunk, unless `cell` says otherwise."""
     chunk_tokens = cell.get("chunk_tokens", CHUNK)
     assert isinstance(chunk_tokens, int)
     ids = block_table(pages, chunk_start + chunk_tokens)
@@ -279,12 +283,12 @@ def check_both_ways(
 
 
 def single_moves(cells: Sequence[Cell]) -> list[SlabMove]:
-    """A move for each cell."""
+    """Return a move for each cell."""
     return [cell.move() for cell in cells]
 
 
 def slab_moves(cells: Sequence[Cell]) -> list[SlabMove]:
-    """A move for each chunk and clip of the cells, as lanes make them."""
+    """Return a move for each chunk and clip of the cells, as lanes make them."""
     slabs: dict[tuple[object, ...], list[SlabMove]] = {}
     for cell in cells:
         move = cell.move()
@@ -301,7 +305,7 @@ def slab_moves(cells: Sequence[Cell]) -> list[SlabMove]:
 
 @st.composite
 def cells(draw: st.DrawFn, max_tokens: int = 96, device: torch.device = CPU) -> Cell:
-    """A clipped cell of any geometry, in pages of any but one format."""
+    """Draw a clipped cell of any geometry, in pages of any format except "planes"."""
     page_format = draw(st.sampled_from([f for f in FORMATS if f != "planes"]))
     block, blocks_per_id = draw(st.integers(1, 40)), draw(st.integers(1, 4))
     chunk_tokens = draw(st.integers(1, max_tokens))

@@ -1,4 +1,5 @@
-"""The arena: equal aligned slots in one registered piece of memory, committed without a trace."""
+"""The arena: equal aligned slots in one registered block of memory, whose commit changes no
+content."""
 
 import ctypes
 import logging
@@ -25,7 +26,7 @@ from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 LIMIT_S = 30.0
 CELL_BYTES = 5000  # two pages
 SLOT_BYTES = 2 * SLOT_ALIGNMENT
-NO_ADVICE = 9999  # what every kernel refuses
+NO_ADVICE = 9999  # an advice that every kernel refuses
 
 
 def fill(arena: Arena, slot: int) -> None:
@@ -41,7 +42,7 @@ def held(arena: Arena, slot: int) -> bytes:
 
 
 def num_resident_pages(arena: Arena) -> int:
-    """Pages of the arena that the system has given memory to."""
+    """Return the number of the arena's pages that the system has backed with memory."""
     count = -(-arena.whole.nbytes // mmap.PAGESIZE)
     pages = (ctypes.c_ubyte * count)()
     address, nbytes = ctypes.c_void_p(arena.whole.address), ctypes.c_size_t(arena.whole.nbytes)
@@ -58,7 +59,8 @@ def wait_for_commit() -> None:
 
 @pytest.fixture(params=["populated", "touched"])
 def commit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How memory is committed: as new kernels can, and as on old ones, which refuse."""
+    """Commit memory as new kernels can ("populated"), or as on old kernels, which refuse
+    ("touched")."""
     if request.param == "touched":
         monkeypatch.setattr(arena_module, "_MADV_POPULATE_WRITE", NO_ADVICE)
     return str(request.param)
@@ -122,8 +124,8 @@ def test_too_little_host_memory_says_how_much_is_enough() -> None:
 
 
 def test_memory_that_the_system_refuses_names_the_options() -> None:
-    """Such as more than the machine can address; the kernel's "Cannot allocate memory" alone names
-    none."""
+    """An example is more memory than the machine can address. The kernel's "Cannot allocate memory"
+    names no option."""
     with pytest.raises(ConfigError, match=rf"staging_bytes={1 << 20} and host://{1 << 55} ask for"):
         Arena(1 << 20, CELL_BYTES, host_nbytes=1 << 55)
 
@@ -135,7 +137,7 @@ def test_memory_for_cells_on_their_way_is_committed_at_once(commit: str) -> None
     arena = Arena(1 << 20, CELL_BYTES)
     assert num_resident_pages(arena) == arena.whole.nbytes // mmap.PAGESIZE
     threads = NewThreads()
-    arena.commit_in_background()  # nothing is left to be done
+    arena.commit_in_background()  # nothing is left to commit
     assert not threads.alive("kvpool-arena")
     assert not np.frombuffer(arena.whole.view, np.uint8).any()
 
@@ -143,7 +145,7 @@ def test_memory_for_cells_on_their_way_is_committed_at_once(commit: str) -> None
 def test_committing_the_rest_changes_nothing_that_slots_hold(
     commit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every slot is in use by the time its memory is committed."""
+    """Every slot is in use before its memory is committed."""
     arena = Arena(1 << 20, CELL_BYTES, host_nbytes=2 << 20)
     monkeypatch.setattr(arena_module, "COMMIT_STEP_BYTES", 10_000)  # no multiple of a page
     steps = []
@@ -198,7 +200,7 @@ def test_without_transparent_huge_pages_there_is_memory(
 def test_without_huge_pages_set_aside_a_host_tier_has_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    of_32_bytes = arena_module._MAP_HUGETLB | 5 << 26  # which no machine has
+    of_32_bytes = arena_module._MAP_HUGETLB | 5 << 26  # more than any machine has
     monkeypatch.setattr(arena_module, "_MAP_HUGETLB", of_32_bytes)
     with caplog.at_level(logging.INFO, arena_module.__name__):
         arena = Arena(1 << 20, CELL_BYTES, host_nbytes=1 << 20)
@@ -210,8 +212,8 @@ def test_without_huge_pages_set_aside_a_host_tier_has_others(
 def test_huge_pages_beyond_the_control_group_are_not_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, shared: bool
 ) -> None:
-    """They can be mapped; the first that is touched would end the process (SIGBUS)."""
-    monkeypatch.setattr(arena_module, "_MAP_HUGETLB", 0)  # as if there were enough of them
+    """Such pages can be mapped, but touching the first would kill the process (SIGBUS)."""
+    monkeypatch.setattr(arena_module, "_MAP_HUGETLB", 0)  # simulates enough huge pages
     monkeypatch.setattr(os, "MFD_HUGETLB", 0)
     monkeypatch.setattr(arena_module, "huge_pages_left", lambda: HUGE_PAGE_BYTES)
     with caplog.at_level(logging.INFO, arena_module.__name__):
@@ -224,7 +226,7 @@ def test_huge_pages_beyond_the_control_group_are_not_taken(
 def test_huge_pages_are_whole_and_only_for_a_host_tier(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(arena_module, "_MAP_HUGETLB", 0)  # as if there were enough of them
+    monkeypatch.setattr(arena_module, "_MAP_HUGETLB", 0)  # simulates enough huge pages
     with caplog.at_level(logging.INFO, arena_module.__name__):
         assert len(Arena(1 << 20, CELL_BYTES)._memory) == 1 << 20
         assert caplog.text == ""

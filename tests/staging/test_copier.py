@@ -46,7 +46,7 @@ def host_torch_copier(layers: list[LayerPages]) -> Copier:
 
 
 def device_torch_copier(layers: list[LayerPages]) -> Copier:
-    """Through a buffer on a device, with cells moved together."""
+    """Return a copier that moves cells together, through a buffer on a device."""
     return TorchCopier(layers, stand_in(FakeNpu()))
 
 
@@ -167,7 +167,7 @@ def test_writer_and_reader_of_any_two_formats(make: MakeCopier) -> None:
 def test_many_moves_in_one_call(
     page_format: str, make: MakeCopier, moves_of: Callable[[Sequence[Cell]], list[SlabMove]]
 ) -> None:
-    """Cells of each head, span and chunk, so that some form groups and some do not."""
+    """The cells cover each head, span and chunk, so that only some of them form groups."""
     pages = Pages(page_format, num_layers=4, num_heads=3)
     ids = block_table(pages, 2 * CHUNK)
     cells = [
@@ -194,7 +194,7 @@ def test_many_moves_in_one_call(
 
 @given(st.data())
 def test_any_cells_in_one_call(data: st.DataObject) -> None:
-    """What one call moves is what a call for each cell does, whichever cells go together."""
+    """A call with many cells moves the same bytes as a call for each cell, in any combination."""
     pages = Pages(
         data.draw(st.sampled_from(("LBNHC", "LBHNC", "cpu", "pair"))),
         num_layers=3,
@@ -242,7 +242,7 @@ def test_any_cells_in_one_call(data: st.DataObject) -> None:
 def test_cells_of_the_same_layers_go_together(
     monkeypatch: pytest.MonkeyPatch, is_gather: bool
 ) -> None:
-    """A device is given an operation or three for each layer, and a copy for each cell."""
+    """A device gets at most three operations per layer, and one copy per cell."""
     npu = FakeNpu()
     layers, heads, chunks = 4, 8, 4
     pages = Pages("LBNHC", num_layers=layers, num_heads=heads, num_ids=chunks * CHUNK // 16)
@@ -336,7 +336,7 @@ def test_a_move_outside_the_pages_trips_an_assertion() -> None:
     ids=str,
 )
 def test_a_slab_that_is_wrong_moves_nothing(make: MakeCopier, wrong: dict[str, Any]) -> None:
-    """Nor do the other moves of the call."""
+    """The other moves of the call do not happen either."""
     pages = Pages()
     cells = [
         Cell(pages, list(range(16)), 0, (0, CHUNK), (head, head + 1), (0, 2)) for head in (0, 1)

@@ -1,4 +1,4 @@
-"""Calls of the GPU copier, over streams that do nothing until a test lets them."""
+"""Calls of the GPU copier, over streams that stop until a test releases them."""
 
 import threading
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ LIMIT_S = 10.0
 
 
 class HeldEvent:
-    """A point in a device's work, which a test reaches."""
+    """An event of a device stream that a test lets happen."""
 
     def __init__(self, streams: "HeldStreams") -> None:
         self._streams = streams
@@ -34,10 +34,10 @@ class HeldStream:
         return HeldEvent(self.streams)
 
     def wait(self, event: Any) -> None:
-        """Everything waits here."""
+        """Do nothing: `HeldEvent.synchronize` does all the waiting."""
 
     def copy(self, copies: np.ndarray) -> None:
-        """No byte moves."""
+        """Do nothing: no byte moves."""
 
     def launch(self, runs: RunTable, num_programs: int, *args: Any, is_gather: bool) -> None:
         self.streams.launched.append(is_gather)
@@ -50,7 +50,7 @@ class HeldStreams:
     go_on: threading.Event = field(default_factory=threading.Event)
 
     def enter_thread(self) -> None:
-        """There is no device."""
+        """Do nothing: there is no device."""
 
     def new_stream(self) -> HeldStream:
         return HeldStream(self)
@@ -66,7 +66,7 @@ class HeldStreams:
 
 
 def test_a_call_starts_its_copies_while_another_waits_for_its_own() -> None:
-    """Else the link would pause between two batches."""
+    """Otherwise the link would idle between two batches."""
     streams, pages = HeldStreams(), Pages(num_layers=1, num_heads=1)
     copier = TritonCopier(pages.layers, streams)
     cell = Cell(pages, block_table(pages, CHUNK), 0, (0, CHUNK), (0, 1), (0, 1), CHUNK)

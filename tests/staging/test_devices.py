@@ -1,4 +1,4 @@
-"""Page-locked staging memory, with a locker that keeps accounts instead of NVIDIA's driver."""
+"""Page-locked staging memory, with a recording locker in place of NVIDIA's driver."""
 
 import logging
 import threading
@@ -16,7 +16,7 @@ CELL_BYTES = 5000
 
 @dataclass
 class Accounts:
-    """A `Locker` that refuses from the `refuse_at`-th call on."""
+    """A `Locker` that records its calls, and refuses from the `refuse_at`-th call on."""
 
     refuse_at: int = 10**9
     locked: dict[int, int] = field(default_factory=dict)

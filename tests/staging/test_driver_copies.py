@@ -1,4 +1,4 @@
-"""Lists of copies for the CUDA driver, by a function in its place that copies on the host."""
+"""Lists of copies for the CUDA driver, with a stand-in function that copies on the host."""
 
 import ctypes
 
@@ -12,7 +12,8 @@ NOT_SUPPORTED = 801
 
 
 class Driver:
-    """Does at once what it is asked for; `error`: refuses lists, after the first copy of each."""
+    """A driver that copies at once. With `error` it refuses each list after the list's first
+    copy."""
 
     def __init__(self, error: int = 0) -> None:
         self.error = error
@@ -52,7 +53,7 @@ class Driver:
     ids=["a list", "one copy", "a list that is refused"],
 )
 def test_every_copy_is_made(count: int, error: int, lists: list[int], single: list[int]) -> None:
-    """A list is one call; where the driver refuses it, each copy is a call."""
+    """A list is one call. If the driver refuses it, each copy is a call."""
     source = np.random.default_rng(count).integers(0, 256, (count, 100), np.uint8)
     target = np.zeros_like(source)
     sizes = [100 - i for i in range(count)]

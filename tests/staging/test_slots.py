@@ -1,4 +1,4 @@
-"""Slots: each in one place at a time, some kept for loads."""
+"""Slots: each is in one state at a time, and some are reserved for loads."""
 
 import pytest
 from hypothesis import settings
@@ -60,7 +60,7 @@ def test_a_quarantined_slot_comes_back_only_when_given_back() -> None:
 
 
 def test_what_is_not_held_cannot_be_returned_or_quarantined() -> None:
-    """A slot that was given back twice would have two users."""
+    """A slot that is returned twice would get two users."""
     pool = SlotPool(3, 0)
     [slot, other] = pool.take(2)
     [free] = {Slot(0), Slot(1), Slot(2)} - {slot, other}
@@ -92,7 +92,7 @@ def some_of(slots: set[Slot]) -> st.SearchStrategy[list[Slot]]:
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """Any order of calls against three sets."""
+    """Calls in any order, compared with a model of three sets."""
 
     @initialize(count=st.integers(1, 6), data=st.data())
     def start(self, count: int, data: st.DataObject) -> None:

@@ -1,4 +1,4 @@
-"""Fragments cover exactly what a move moves, each contiguous in the payload and in bounds."""
+"""Fragments cover exactly the bytes of a move; each is contiguous in the payload and in bounds."""
 
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ Box = tuple[range, range, range]
 
 
 class Move(NamedTuple):
-    """A move of one piece."""
+    """A move of one piece of a cell."""
 
     template: Template
     shape: Shape
@@ -45,7 +45,7 @@ def fragments_of(move: Move, max_bytes: int, max_tokens: int) -> list[Fragment]:
 
 
 def index_map(address: int, box: Box) -> dict[tuple[int, int, int], range]:
-    """Where each row of a payload lies, by head, layer and token."""
+    """Return the address range of each row of a payload, by head, layer and token."""
     places, at = {}, address
     for head in box[0]:
         for layer in box[1]:
@@ -117,7 +117,7 @@ def test_no_more_fragments_than_the_bound_asks_for(max_bytes: int, num_fragments
 def test_rounds_take_all_fragments_in_order_and_fit_their_limits(
     kinds: list[tuple[int, int]], buffer_bytes: int, table_entries: int, is_gather: bool
 ) -> None:
-    """What a round needs of the block ids lies in its table behind its fragments."""
+    """In a round's table, the block ids that it needs follow its fragments."""
     pages = Pages(num_heads=4, key_dim=4, value_dim=4, num_ids=8)
     shapes = [Shape(48, 0, 48, 0), Shape(48, 5, 40, 0), Shape(32, 0, 32, -16), Shape(16, 9, 9, 0)]
     places = ((0, 2, 0, 2), (0, 2, 2, 4), (1, 2, 0, 1))

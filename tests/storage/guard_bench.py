@@ -106,7 +106,7 @@ class Stage:
             self._news.put(is_up)
 
     def next_news(self) -> bool:
-        """Whether the store is there, as the guard says next."""
+        """Wait for the guard's next report and return True if it says that the store is up."""
         return self._news.get(timeout=LIMIT_S)
 
     def no_news(self) -> bool:
@@ -153,7 +153,7 @@ class Stage:
         return self.guard.put(["key"], [BUFFERS[0]], [ChunkRef("")])
 
     def is_away(self) -> bool:
-        """Whether calls fail at once, and the store is not bothered with any."""
+        """Return True if every call fails at once and none reaches the store."""
         before = self.store.calls.copy()
         calls: list[Callable[[], object]] = [
             lambda: self.guard.exists(["key"]),

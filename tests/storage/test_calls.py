@@ -187,7 +187,7 @@ def test_closing_ends_idle_threads(calls: BoundedCalls) -> None:
 def test_closing_says_that_a_call_is_left_behind_and_waits_no_longer_than_told(
     calls: BoundedCalls,
 ) -> None:
-    """Not so long for each of them."""
+    """The timeout of `close` covers all abandoned calls together."""
     with ExitStack() as undo:
         for _ in range(MAX_LEFT_BEHIND):
             gate = Gate()

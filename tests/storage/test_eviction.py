@@ -25,7 +25,7 @@ times = st.integers(0, 2**62)
 
 
 def score_of(policy: EvictionPolicy, *minutes: float) -> int:
-    """Of a chunk that was used at these times."""
+    """Return the score of a chunk that was used at these times."""
     first, *later = (NOW + round(each * MINUTE) for each in minutes)
     score = policy.on_put(first)
     for now_ns in later:
@@ -63,7 +63,7 @@ def test_the_order_of_leaving(chunks: dict[str, tuple[float, ...]], lru: str, lr
 def test_a_score_fits_a_signed_integer_of_64_bits_and_has_a_bound(
     policy: EvictionPolicy, now_ns: int, score: int
 ) -> None:
-    """Whatever score was read, and however the clock has been set since."""
+    """The bounds hold for any stored score and after any change of the clock."""
     for each in (policy.on_put(now_ns), policy.on_hit(score, now_ns)):
         assert now_ns <= each <= now_ns + MAX_HALF_LIVES * HALF_LIFE_NS
         assert each < highest_score(now_ns) < 2**63
@@ -120,7 +120,7 @@ def test_nothing_is_remembered_without_room() -> None:
 
 
 def flood(policy: EvictionPolicy, capacity: int) -> int:
-    """How many of 20 chunks that were used twice are left after 500 that are used once."""
+    """Return how many of 20 chunks used twice survive a flood of 500 chunks used once."""
     scores = {f"twice{i}": score_of(policy, 0, 1) for i in range(20)}
     for number in range(500):
         if len(scores) >= capacity:

@@ -408,8 +408,11 @@ def test_index_with_mapped_files_is_not_read_where_they_are_not_kept(
 def test_index_with_mapped_files_is_converted_without_mapping_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """As that of a directory that was copied, or that the host of its disk uses, too. While it is
-    open there the store is away: both journals at once would damage the index."""
+    """The directory was copied, or is also used by the host of its disk.
+
+    While another process has the index open, the store is unavailable: two journal modes at once
+    would damage the index.
+    """
     root = tmp_path / "pool"
     local = FileIndex(
         str(tmp_path / "index"), POLICIES["lru"], time.time_ns, lambda path: None, lambda cell: True
@@ -448,7 +451,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def transactions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, list[str]]]:
-    """Of each transaction: who began it, how many rows it changed, what files it asked for."""
+    """Record each transaction of the index as (caller, rows changed, file calls)."""
     seen: list[tuple[str, int, list[str]]] = []
     under_way: dict[int, list[str]] = {}
     writing = FileIndex._writing
@@ -615,7 +618,7 @@ def test_directory_whose_name_is_not_utf8_is_listed_and_checked_after_a_reboot(
 
 
 def hits(store: FileStore) -> list[tuple[int, int]]:
-    """Of each chunk, in the order of a prompt: cells that were read, and its score in the index."""
+    """Return (cells read, score in the index) of each chunk, in the order of the prompt."""
     store._space.index.write_hits()
     with store._space.index._reading() as db:
         return db.execute("SELECT hits, score FROM chunk ORDER BY position").fetchall()

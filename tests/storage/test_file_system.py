@@ -1,4 +1,4 @@
-"""What is known of file systems: which are of one host, and where mapped pages have their space."""
+"""Properties of file systems: used by one host only, and disk space reserved for mapped pages."""
 
 from pathlib import Path
 

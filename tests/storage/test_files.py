@@ -125,7 +125,7 @@ def recycled_files(root: Path) -> list[Path]:
 
 
 def disk_bytes(root: Path) -> int:
-    """What objects and unpublished files occupy, each counted once though it moves meanwhile."""
+    """Return the disk bytes of objects and unpublished files; a file that moves counts once."""
     blocks: dict[int, int] = {}
     for directory, _, names in os.walk(root / FORMAT_DIR):
         for name in names:
@@ -478,7 +478,7 @@ def test_quota_that_refuses_a_file_as_it_is_closed_evicts(root: Path, faulty: Fa
 def test_quota_that_refuses_the_index_evicts(
     root: Path, monkeypatch: pytest.MonkeyPatch, faulty: FaultyDisk
 ) -> None:
-    """What goes next is deleted without the index, and taken out of it once it has room."""
+    """The store evicts without writing the index, and updates the index once it has room."""
     store, namespace, buffer = faulty.store, new_namespace(), make_buffer(CELL)
     keys = [key_of(namespace, n) for n in range(40)]
     chunks = [ChunkRef(f"c{n}") for n in range(40)]

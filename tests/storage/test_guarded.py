@@ -36,7 +36,7 @@ def stage() -> Iterator[Stage]:
 
 @pytest.fixture
 def up(stage: Stage) -> Stage:
-    """A store that is there; its calls end when they please."""
+    """Return a stage whose store is up and whose calls have no time limit."""
     stage.start()
     assert stage.next_news() is True
     return stage
@@ -44,7 +44,7 @@ def up(stage: Stage) -> Stage:
 
 @pytest.fixture
 def hasty(stage: Stage) -> Stage:
-    """One whose answers are waited for only so long."""
+    """Return a stage whose store's calls time out after `ANSWER_S`."""
     stage.start(answer_s=ANSWER_S)
     assert stage.next_news() is True
     return stage

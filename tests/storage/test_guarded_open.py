@@ -193,7 +193,7 @@ def test_memory_that_comes_while_others_is_registered_is_registered_too(stage: S
 
 
 def test_registering_does_not_wait_for_that_of_others(stage: Stage) -> None:
-    """Nothing is done with a store under the lock: registering may take long, too."""
+    """The guard holds no lock during calls of the store, since registering may take long."""
     stage.troubles = [AWAY]
     guard = stage.start()
     assert stage.next_news() is False
@@ -224,7 +224,7 @@ def test_registering_does_not_wait_for_that_of_others(stage: Stage) -> None:
 def test_a_store_that_takes_no_memory_is_closed_and_opened_again(
     stage: Stage, bad: int, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It must not be used with memory that it does not know."""
+    """The store must not be used with memory that it has not registered."""
     caplog.set_level(logging.CRITICAL, GUARD_LOG)
     stage.troubles = [AWAY]
     guard = stage.start()

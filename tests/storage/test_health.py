@@ -1,4 +1,4 @@
-"""Which calls a store may be given after failures: a table, and all orders of events."""
+"""Calls that a store may receive after failures: a table, and random orders of events."""
 
 import math
 

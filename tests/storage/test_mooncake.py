@@ -74,7 +74,7 @@ class TestMooncakeStore(StoreContract):
 
 
 class TestClientThatGivesNoMemory(StoreContract):
-    """It puts objects in sessions."""
+    """A client without a segment, which writes objects in sessions."""
 
     @pytest.fixture
     def store(self, taking_store: Store) -> Store:

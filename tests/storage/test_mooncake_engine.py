@@ -1,4 +1,4 @@
-"""How the engine that a process shares is made, with a wheel that notes it."""
+"""Creation of the transfer engine that a process shares, with a fake Mooncake wheel."""
 
 import os
 from types import SimpleNamespace

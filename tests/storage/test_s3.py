@@ -535,7 +535,7 @@ def test_names_stay_below_their_prefix_and_never_meet() -> None:
 
 
 class PanicException(BaseException):
-    """As pyo3 raises one: no `Exception`, and of a type that no module names."""
+    """A panic as raised by pyo3: no subclass of `Exception`, and its type is in no module."""
 
 
 @pytest.mark.parametrize("call", ["open", "exists", "put", "get"])

@@ -1,4 +1,4 @@
-"""What an engine says of its configuration at its start: what is used, what has no effect."""
+"""Notes that an engine logs at its start: the settings in use, and options without effect."""
 
 from pathlib import Path
 from typing import Any

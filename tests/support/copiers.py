@@ -1,4 +1,4 @@
-"""Copiers that have been compiled before a test's first step, which has limits of time."""
+"""CPU copiers for tests, compiled before the first step of a test."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,9 +7,10 @@ from vllm_kvpool.staging.copy_cpu import CpuCopier
 
 
 def warm_copier(layers: Sequence[Any]) -> CpuCopier:
-    """One for these `LayerPages`.
+    """Return a copier for these `LayerPages` that is already compiled.
 
-    In a fresh checkout it compiles here, for seconds, and the end of a rank would not wait for it.
+    In a fresh checkout, the compilation takes seconds. Without this warm-up it would run within the
+    first step, whose time is limited.
     """
     copier = CpuCopier(layers)
     copier.warm_up()

@@ -1,7 +1,7 @@
-"""A deployment on one machine: `kvpool router` in a process of its own, and engines it has started.
+"""A deployment on one machine: a `kvpool router` process and the engines that it starts.
 
-For tests, the demonstration and measurements. Engines serve a tiny random model on CPU; what they
-and the router print goes to files in the deployment's directory.
+Used by tests, the demonstration and measurements. Engines serve a tiny random model on CPU. The
+output of the router and the engines goes to files in the deployment's directory.
 """
 
 import json
@@ -46,23 +46,23 @@ class DeploymentSpec:
     chunk_tokens: int = 64
     engine_args: tuple[str, ...] = ENGINE_ARGS
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Added to the router's configuration, section by section."""
+    """Options added to the router's configuration, section by section."""
     pool: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of the engines' connector."""
+    """More options of the engines' connector."""
     shares: bool = True
-    """False: each engine keeps files of its own, as engines of different hosts do by default."""
+    """False: each engine has a file store of its own, like engines on different hosts."""
     is_lean: bool = False
-    """Engines start with half of the work: without the compiler, and see `lean_server.py`."""
+    """Start engines faster: without the compiler, and with `lean_server.py`."""
 
     def server(self) -> tuple[str, ...]:
-        """What starts an engine's server, without its arguments."""
+        """Return the command of an engine's server, without its arguments."""
         if self.is_lean:
             return sys.executable, "-P", str(LEAN_SERVER)
         return sys.executable, "-m", "vllm.entrypoints.openai.api_server"
 
 
 class Deployment:
-    """Started by `start`, ended by `stop`; nothing of it outlives `stop`."""
+    """A router and its engines. `start` starts them, `stop` ends all of their processes."""
 
     def __init__(self, spec: DeploymentSpec, directory: Path) -> None:
         self.spec = spec
@@ -74,7 +74,7 @@ class Deployment:
     def start(
         cls, spec: DeploymentSpec, directory: Path, say: Callable[[str], None] = lambda _: None
     ) -> Self:
-        """Start everything, and wait until all engines serve; `say` is called with what goes on."""
+        """Start the router and wait until all engines serve; pass progress messages to `say`."""
         self = cls(spec, directory)
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ class Deployment:
         return self
 
     def start_router(self) -> None:
-        """The router alone; it finds engines of a former one again."""
+        """Start the router alone. It takes over engines that an earlier router has started."""
         log = (self.directory / "router.log").open("ab")
         command = [sys.executable, "-m", "vllm_kvpool", "router"]
         with log:
@@ -108,32 +108,32 @@ class Deployment:
         (self.directory / "router.pid").write_text(str(self._process.pid))
 
     def kill_router(self) -> None:
-        """kill -9; engines go on."""
+        """Kill the router with SIGKILL; its engines keep running."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def kill_engine(self, replica: str) -> None:
-        """kill -9 of an engine and of all its processes."""
+        """Kill an engine and all of its processes with SIGKILL."""
         pid = self.engine_pid(replica)
         assert pid, f"{replica} does not run"
         _kill_group(pid)
 
     def engine_pid(self, replica: str) -> int:
-        """0 while there is none."""
+        """Return the process id of an engine, or 0 if the engine does not run."""
         return self._pids().get(replica, 0)
 
     def _pids(self) -> dict[str, int]:
-        """Of the engines that have been started, those that are not known to have ended."""
+        """Return the process ids of the running engines, by replica."""
         return running(self.directory)
 
     def is_back(self, replica: str, killed: int, state: str) -> bool:
-        """Whether a process other than the one that was killed serves as that replica."""
+        """Return True if the replica is in `state` again, with a process other than `killed`."""
         is_another = self.engine_pid(replica) not in (0, killed)
         return is_another and self.states()[replica] == state
 
     def stop(self) -> None:
-        """End the router, then the engines; kill whatever is left."""
+        """End the router, then the engines; kill a router that does not end in time."""
         process, self._process = self._process, None
         if process is not None and process.poll() is None:
             process.terminate()
@@ -146,7 +146,7 @@ class Deployment:
             list(threads.map(engine_control.stop, (self.directory / "engines").glob("*.json")))
 
     def state(self) -> dict[str, Any]:
-        """The router's `GET /state`."""
+        """Return the router's `GET /state`."""
         answer = httpx.get(
             f"{self.admin}/state", headers=_AUTHORIZED, timeout=CALL_TIMEOUT_S, verify=False
         )
@@ -155,11 +155,11 @@ class Deployment:
         return found
 
     def states(self) -> dict[str, str]:
-        """The state of each replica."""
+        """Return the state of each replica."""
         return {each["id"]: each["state"] for each in self.state()["replicas"]}
 
     def order(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """A request to the administration."""
+        """Send a request to the router's admin API and return the decoded answer."""
         answer = httpx.request(
             method, self.admin + path, json=body, headers=_AUTHORIZED, timeout=CALL_TIMEOUT_S
         )
@@ -169,7 +169,7 @@ class Deployment:
     def wait_for_engines(
         self, prefill: int, decode: int, say: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Until so many serve."""
+        """Wait until these numbers of prefill and decode engines serve."""
         known: dict[str, str] = {}
 
         def are_up() -> bool:
@@ -184,7 +184,12 @@ class Deployment:
         self.wait(are_up, START_TIMEOUT_S)
 
     def wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Until a condition holds; RuntimeError with the ends of all logs if it does not."""
+        """Wait until a condition holds.
+
+        Raises:
+            RuntimeError: The router has ended, or the time is over. The text has the ends of all
+                logs.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -198,7 +203,7 @@ class Deployment:
             time.sleep(POLL_S)
 
     def logs(self) -> str:
-        """The ends of what all have printed."""
+        """Return the ends of the logs of the router and the engines."""
         files = sorted(self.directory.glob("**/*.log"))
         return "\n".join(f"--- {each.name}\n{each.read_text()[-LOG_TAIL_CHARS:]}" for each in files)
 
@@ -226,7 +231,7 @@ class Deployment:
         (self.directory / "router.toml").write_text("\n".join(lines))
 
     def _command(self, model: Path, port: int) -> list[str]:
-        """What is run as an engine."""
+        """Return the command line of an engine."""
         spec = self.spec
         pool = "pool" if spec.shares else f"pool-{port}"
         extra = {
@@ -246,7 +251,7 @@ class Deployment:
 
 
 def running(directory: Path) -> dict[str, int]:
-    """The processes of a deployment's engines, by replica."""
+    """Return the process ids of a deployment's running engines, by replica."""
     pids = {
         path.stem: engine_control.pid_of(path) for path in (directory / "engines").glob("*.json")
     }
@@ -257,12 +262,12 @@ _AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
 
 
 def _table(head: str, values: Mapping[str, Any]) -> str:
-    # Strings, numbers, booleans and lists of them are the same in TOML as in JSON.
+    # Strings, numbers, booleans and lists of them are written alike in TOML and JSON.
     return "\n".join([head, *(f"{name} = {json.dumps(value)}" for name, value in values.items())])
 
 
 def _kill_group(pid: int) -> None:
-    """SIGKILL to an engine and all that it has started."""
+    """Send SIGKILL to the process group of an engine."""
     try:
         os.killpg(os.getpgid(pid), signal.SIGKILL)
     except ProcessLookupError:

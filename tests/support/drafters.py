@@ -1,9 +1,10 @@
-"""Tiny models with drafters that are as good as they are, so that what is accepted is known.
+"""Tiny models with drafters that predict exactly as the models do: acceptance is known.
 
-Embeddings have the length one, so that the norm before the first layer changes nothing: EAGLE's
-first layer has none. A drafter takes nothing of the model's hidden state, and is the model itself
-one token further: EAGLE all of its layers, MTP and EAGLE3 the only one. EAGLE3 has no embedding
-behind its attention, which is so strong here that it hardly matters.
+All embeddings have the length one. The norm before the first layer then changes nothing, which
+matters for EAGLE: its first layer has no such norm. A drafter ignores the model's hidden state and
+is a copy of the model, one token ahead. EAGLE copies all layers. MTP and EAGLE3 copy the single
+layer. EAGLE3 does not add the embedding after its attention; attention is scaled up here
+(`AttentiveShape.strength`), so the embedding hardly matters.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ class EvenShape(LlamaShape):
         return values
 
     def weights(self) -> dict[str, Tensor]:
-        """All tensors by name."""
+        """Return all tensors by name."""
         rng = np.random.default_rng(self.seed)
         return {name: self.tensor(rng, size, name) for name, size in self.sizes()}
 
@@ -55,7 +56,7 @@ def make_eagle(directory: Path, shape: EvenShape, version: int = 0) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentiveShape(EvenShape):
-    """A model of one layer, whose attention decides."""
+    """A model of one layer whose output depends almost only on its attention."""
 
     kind: ClassVar[str] = "attentive"
 
@@ -74,7 +75,7 @@ def make_eagle3(directory: Path, shape: AttentiveShape) -> Path:
         weights = {
             name.removeprefix("model."): values
             for name, values in shape.weights().items()
-            if name != "model.embed_tokens.weight"  # it takes the model's
+            if name != "model.embed_tokens.weight"  # vLLM shares the model's embedding
         }
         for name in ("q_proj", "k_proj", "v_proj"):
             of_embeddings = weights[f"layers.0.self_attn.{name}.weight"]
@@ -96,7 +97,7 @@ class MimoShape(EvenShape):
     kind: ClassVar[str] = "mimo"
 
     layers: int = 1
-    heads: int = 4  # of `head_dim` numbers each, as many as `hidden` has
+    heads: int = 4  # `heads` x `head_dim` equals `hidden`
 
     def weights(self) -> dict[str, Tensor]:
         weights = super().weights()
@@ -121,7 +122,7 @@ class MimoShape(EvenShape):
 
 
 def make_mimo(directory: Path, shape: MimoShape) -> Path:
-    """Write the model of `shape` with its module."""
+    """Write the model of `shape` with its MTP module."""
 
     def fill(path: Path) -> None:
         save_file(shape.weights(), path / "model.safetensors", metadata={"format": "pt"})
@@ -131,6 +132,6 @@ def make_mimo(directory: Path, shape: MimoShape) -> Path:
 
 
 def speculation(method: str, model: Path, tokens: int, **more: Any) -> Mapping[str, Any]:
-    """Return vLLM's `speculative_config`; MTP is a part of the model."""
+    """Return vLLM's `speculative_config`. MTP names no model: its module is part of the target."""
     named = {} if method == "mtp" else {"model": str(model)}
     return {"method": method, "num_speculative_tokens": tokens, **named, **more}

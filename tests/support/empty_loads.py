@@ -1,8 +1,9 @@
-"""A connector that promises tokens and loads none of them: to stand beside the pool's.
+"""A connector that promises tokens and loads none of them, to be used beside the pool's connector.
 
-A request says in its `kv_transfer_params` how many tokens of it are promised (`empty_loads`), once.
-In the step in which the load ends its blocks are reported as invalid: the step in which it begins
-or, if it is asynchronous, the next one.
+A request states in its `kv_transfer_params` how many of its tokens are promised (`empty_loads`).
+The promise holds once. The connector reports the blocks of a load as invalid in the step in which
+the load ends. A synchronous load ends in the step in which it begins, an asynchronous load in the
+next step.
 """
 
 from dataclasses import dataclass, field
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class EmptyLoadsMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """The loads that begin in a step: request -> blocks."""
+    """The blocks of each load that begins in a step, by request."""
 
     loads: dict[str, list[int]] = field(default_factory=dict)
 
 
 class EmptyLoads(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Its only option is `asynchronous`: whether requests wait for their loads."""
+    """A connector with one option, `asynchronous`: True if requests wait for their loads."""
 
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
@@ -40,9 +41,9 @@ class EmptyLoads(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._asynchronous = bool(options["asynchronous"])
         self._block_size = vllm_config.cache_config.block_size
-        self._promised: dict[str, int] = {}  # request -> tokens it has computed before
-        self._loads: dict[str, list[int]] = {}  # that begin in the next step
-        self._begun: dict[str, list[int]] = {}  # that end in the next step
+        self._promised: dict[str, int] = {}  # request -> tokens computed before; -1: promise used
+        self._loads: dict[str, list[int]] = {}  # loads that begin in the next step
+        self._begun: dict[str, list[int]] = {}  # loads that end in the next step
         self._invalid: set[int] = set()
 
     # Scheduler side
@@ -83,13 +84,13 @@ class EmptyLoads(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Load nothing."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is waited for."""
+        """Return at once: no load is in progress."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
         """Save nothing."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Return at once: no save is in progress."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         metadata = self._get_connector_metadata()

@@ -1,4 +1,4 @@
-"""The pool's metrics of an engine, as vLLM exposes them, without the engine."""
+"""An engine's pool metrics, in vLLM's format, without an engine."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ class Engine:
 
 @contextlib.contextmanager
 def served(engine: Engine, on_scrape: Callable[[Engine], None] = lambda _: None) -> Iterator[str]:
-    """The URL at which an engine's metrics are; `on_scrape` is called after each answer."""
+    """Yield the URL of an engine's metrics; `on_scrape` is called after each answer."""
 
     def answer(path: str, body: bytes) -> tuple[int, bytes]:
         content = engine.text().encode()

@@ -1,8 +1,8 @@
-"""Stand-ins that tests script: clock, lanes that die, request, pins, copier, executor, trace.
+"""Fakes for tests: clock, lane faults, request, pins, copier, executor and trace.
 
-Fakes, not mocks: each keeps the contract of what it stands for and checks that it is kept towards
-it. What a fake does wrong is said before it is used, by name. `FaultyPerform` may be called from
-any thread, the others belong to the test's. Stores with faults are in faults.py.
+Each fake keeps the contract of the object that it replaces, and asserts that its caller keeps it
+too. A test names each misbehaviour before it uses the fake. `FaultyPerform` may be called from any
+thread, the other fakes only from the test's thread. Stores with faults are in faults.py.
 """
 
 import threading
@@ -26,7 +26,7 @@ IdentityT = TypeVar("IdentityT")
 
 
 class FakeClock:
-    """Seconds that pass only when told to."""
+    """A clock that moves only when a test calls `advance`."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -40,45 +40,45 @@ class FakeClock:
 
 
 class PatientLookups(LookupService):
-    """Answers when the stores do, also where the scheduler's clock stands still."""
+    """A lookup service that waits for its stores even if the scheduler's clock stands still."""
 
     def submit(self, lookup: Lookup) -> None:
         super().submit(replace(lookup, answer_by=time.monotonic() + ANSWER_LIMIT_S))
 
 
 class FaultyPerform:
-    """What lanes do with a batch, with faults. Without a script it is `perform`."""
+    """A wrapper of the lanes' `perform` that adds faults. Without faults it calls `perform`."""
 
     def __init__(self, perform: Callable[[Any], Any]) -> None:
         self._perform = perform
         self._lock = threading.Lock()
-        self._deaths: list[tuple[str, int, int]] = []  # lane, first and last call of it, from 1
+        self._deaths: list[tuple[str, int, int]] = []  # lane, first and last call, from 1
         self._held: set[str] = set()
         self._released = threading.Event()
         self.entered = threading.Event()
         """Set as soon as a batch is held."""
         self.on_batch: Callable[[str], None] = lambda lane: None
-        """Told of a batch in its lane's thread, before anything is done with it."""
+        """Called with the lane, in the lane's thread, before a batch is handled."""
         self.calls: Counter[str] = Counter()  # by lane
-        self.threads: dict[str, threading.Thread] = {}  # the last that called, by lane
+        self.threads: dict[str, threading.Thread] = {}  # thread of the last call, by lane
 
     def kill(self, lane: str, after: int = 0, times: int = 1) -> None:
-        """The thread of that lane dies in its next `times` batches, `after` others."""
+        """Let a lane's thread die in its next `times` batches, after `after` good batches."""
         with self._lock:
             first = self.calls[lane] + after + 1
             self._deaths.append((lane, first, first + times - 1))
 
     def spare(self) -> None:
-        """No thread dies any more."""
+        """Cancel all deaths that have not happened."""
         with self._lock:
             self._deaths.clear()
 
     def hold(self, lane: str) -> None:
-        """Batches of that lane wait until `release`."""
+        """Block each batch of a lane until `release`."""
         self._held.add(lane)
 
     def release(self) -> None:
-        """Batches that are held go on, and later ones are not held any more."""
+        """Let held batches go on, and hold no later batches."""
         self._released.set()
 
     def __call__(self, work: Any) -> Any:
@@ -98,13 +98,13 @@ class FaultyPerform:
 
 @dataclass(slots=True)
 class FakeRequest(Generic[OptionsT, IdentityT]):
-    """A request as the scheduler side sees one (`RequestView`), moved on by the test."""
+    """A request as the scheduler side sees it (`RequestView`), advanced by the test."""
 
     request_id: str
     prompt: list[int]
     options: OptionsT
     identified: IdentityT | None
-    """What `identity` answers; `identify` overrides it."""
+    """Result of `identity`, unless `identify` is set."""
     output: list[int] = field(default_factory=list)
     shareable: bool = True
     reads_cache: bool = True
@@ -114,13 +114,13 @@ class FakeRequest(Generic[OptionsT, IdentityT]):
     reads_files: bool = False
     has_media: bool = False
     own: OwnKV = field(default_factory=OwnKV)
-    """What `admit` answers."""
+    """Result of `admit`."""
     admissions: int = 0
     tenant: str = ""
     trace_headers: Mapping[str, str] | None = None
     spans: list[tuple[str, float, Mapping[str, int | str]]] = field(default_factory=list)
     kept_state: int = 0
-    """Tokens before the state that the engine is to keep."""
+    """Number of tokens before the state that the engine is to keep."""
 
     def keep_state_at(self, boundary: int) -> None:
         self.kept_state = boundary
@@ -152,12 +152,12 @@ class FakeRequest(Generic[OptionsT, IdentityT]):
 
 
 class FakePins:
-    """Reference counts of blocks; releasing what is not held is an error."""
+    """Reference counts of blocks. Unpinning a block that is not pinned is an AssertionError."""
 
     def __init__(self) -> None:
         self.references: Counter[int] = Counter()
         self.num_pins = 0
-        self.all_blocks = 0  # if all are free
+        self.all_blocks = 0  # number of blocks if all are free
         self.forgotten: list[int] = []
 
     def pin(self, block_ids: Sequence[int]) -> None:
@@ -181,7 +181,7 @@ class FakePins:
 
 
 class FakeCopier:
-    """Records moves and copies nothing; `broken` makes every call raise."""
+    """A copier that records moves and copies nothing; if `broken` is set, each call raises."""
 
     num_threads = 1
 
@@ -203,7 +203,7 @@ class FakeCopier:
 
 
 class FakeExecutor:
-    """Takes what is posted and reports what the test says; `wait` never blocks."""
+    """An executor that records posts and returns the test's reports; `wait` never blocks."""
 
     def __init__(self) -> None:
         self.posted: list[object] = []
@@ -227,7 +227,7 @@ class FakeExecutor:
 
 
 class FakeTrace:
-    """Keeps what is recorded, in order."""
+    """A trace that keeps its records in order."""
 
     on = True
     dropped = 0
@@ -242,5 +242,5 @@ class FakeTrace:
         pass
 
     def of(self, kind: type) -> list[Any]:
-        """All records of one kind."""
+        """Return all records of one kind."""
         return [record for record in self.records if isinstance(record, kind)]

@@ -1,8 +1,8 @@
-"""Stores that fail as they are told: rules, and a store of any kind that obeys them.
+"""Stores with injected faults: the rules, and a wrapper that applies them to a store of any kind.
 
-One `Faults` may govern any number of stores: what is injected strikes every one of them, or those
-whose label holds the rule's `store`. `ControlledFaults` takes its rules from a directory, where a
-`FaultControl` of another process puts them. Everything here may be called from any thread.
+One `Faults` may serve any number of stores. A rule applies to all of them, or to the stores whose
+label contains the rule's `store`. `ControlledFaults` reads its rules from a directory, where a
+`FaultControl` of another process writes them. Everything here may be called from any thread.
 """
 
 import os
@@ -35,20 +35,20 @@ LOOK_EVERY_S = 0.01
 
 
 class Fault(Enum):
-    """What goes wrong with a call, or with one key of it."""
+    """A failure of a store call, or of a single key in it."""
 
-    MISSING = "missing"  # exists: no; get: missing; put: says stored and stores nothing
+    MISSING = "missing"  # exists: False; get: missing; put: reports stored, stores nothing
     WRONG_SIZE = "wrong_size"  # get only
     FLIPPED = "flipped"  # get: one bit of the last byte differs
     SWAPPED = "swapped"  # get: the bytes of the rule's `other` key
     FULL = "full"  # put only
-    FAILED = "failed"  # put and get, for that key alone
-    HALF = "half"  # put: dies in the middle and leaves the first half of the object
+    FAILED = "failed"  # put and get, for one key alone
+    HALF = "half"  # put: leaves the first half of the object and fails
     ERROR = "error"  # StoreError for the whole call
     UNREACHABLE = "unreachable"  # StoreUnreachable for the whole call
     BLOCKED = "blocked"  # the call waits until `release`, then goes on as usual
-    SLOW = "slow"  # the call first waits as the test says (`wait`)
-    CRASH = "crash"  # an exception no store may raise: a bug of ours
+    SLOW = "slow"  # the call first waits with the test's `wait`
+    CRASH = "crash"  # an exception that no store may raise, like a bug in a store
 
 
 _WHOLE_CALL = (*(Fault.ERROR, Fault.UNREACHABLE, Fault.BLOCKED, Fault.SLOW, Fault.CRASH),)
@@ -67,8 +67,10 @@ _PUT_OUTCOME: dict[Fault | None, PutOutcome] = {
 
 @dataclass(slots=True)
 class Rule:
-    """When a fault strikes: which method ("" any), which keys and which store (by substring), how
-    often still."""
+    """The conditions of a fault: method ("" for any), keys, store, and number of calls left.
+
+    `key` and `store` are substrings.
+    """
 
     fault: Fault
     method: str
@@ -87,9 +89,9 @@ class Rule:
 
 
 class Faults:
-    """Rules for any number of stores, and what has been seen of their calls.
+    """Fault rules for any number of stores, and counts of the stores' calls.
 
-    Manifests, which nothing depends on, are neither struck nor counted, unless a rule names one.
+    Manifests are neither struck nor counted, unless a rule names one: no load depends on them.
     """
 
     def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
@@ -100,12 +102,12 @@ class Faults:
         self.entered = threading.Event()
         """Set as soon as a call is blocked."""
         self.on_call: Callable[[str, str, Sequence[str]], None] = lambda store, method, keys: None
-        """Told of a call (label, method, keys) in its thread, before any rule is looked at."""
+        """Called with (label, method, keys) in the call's thread, before the rules apply."""
         self.calls: Counter[str] = Counter()
         self.struck: Counter[Fault] = Counter()
         self.max_keys = 0
         self.num_blocked = 0
-        """Calls that are blocked now."""
+        """Number of calls that are blocked now."""
 
     def inject(
         self,
@@ -116,7 +118,7 @@ class Faults:
         other: str = "",
         store: str = "",
     ) -> None:
-        """From now on. A fault of a key strikes only calls that have one with `key` in it."""
+        """Add a rule. With `key`, the fault strikes only calls with a key that contains it."""
         with self._lock:
             if fault is Fault.BLOCKED and self._released.is_set():
                 self._released = threading.Event()
@@ -124,7 +126,7 @@ class Faults:
             self._rules.append(Rule(fault, method, key, times, other, store))
 
     def heal(self) -> None:
-        """Forget all rules; what is blocked goes on."""
+        """Remove all rules; blocked calls go on."""
         with self._lock:
             self._rules.clear()
         self._released.set()
@@ -134,13 +136,13 @@ class Faults:
             return any(rule.key and any(rule.key in key for key in keys) for rule in self._rules)
 
     def release(self) -> None:
-        """Blocked calls go on, and later ones do not block any more."""
+        """Let blocked calls go on, and block no later calls."""
         with self._lock:
             self._rules = [rule for rule in self._rules if rule.fault is not Fault.BLOCKED]
         self._released.set()
 
     def begin(self, store: str, method: str, keys: Sequence[str]) -> dict[str, Rule]:
-        """Count the call and let what befalls it as a whole happen; the rules of its keys."""
+        """Count a call, apply the faults of the whole call, and return the rules of its keys."""
         is_manifest = bool(keys) and all(key.endswith("@manifest") for key in keys)
         if is_manifest and not self._names_one_of(keys):
             return {}
@@ -188,7 +190,7 @@ class Faults:
 
 
 class _Order(msgspec.Struct, frozen=True):
-    """A rule on its way to other processes; `number` tells it from equal ones."""
+    """A rule on its way to other processes; `number` distinguishes equal rules."""
 
     number: int
     fault: Fault
@@ -204,9 +206,9 @@ class _Orders(msgspec.Struct, frozen=True):
 
 
 class FaultControl:
-    """Tells the stores of other processes how to fail: `inject`, `heal`, `release` as in `Faults`.
+    """Controls the faults of stores in other processes, with the methods of `Faults`.
 
-    A call that begins after one of these has returned obeys it. Each process counts `times` for
+    A rule applies to calls that begin after `inject` has returned. Each process counts `times` for
     itself.
     """
 
@@ -230,7 +232,7 @@ class FaultControl:
         self._publish()
 
     def slow(self, seconds: float, method: str = "") -> None:
-        """From now on such calls take so long."""
+        """Delay calls of `method`, or all calls, by `seconds` from now on."""
         self._orders = _Orders(seconds, self._orders.rules)
         self.inject(Fault.SLOW, method)
 
@@ -246,7 +248,7 @@ class FaultControl:
         self._publish()
 
     def struck(self, fault: Fault) -> bool:
-        """Whether it has befallen a call since the last `heal`."""
+        """Return True if the fault has struck a call since the last `heal`."""
         return (self.directory / f"struck.{fault.value}").exists()
 
     def _publish(self) -> None:
@@ -256,7 +258,7 @@ class FaultControl:
 
 
 class ControlledFaults(Faults):
-    """Rules that a `FaultControl` has put into a directory; looked for at every call."""
+    """Rules that a `FaultControl` has written to a directory, read again at every call."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(self._be_slow)
@@ -307,9 +309,9 @@ def _rule(order: _Order) -> Rule:
 
 
 class FaultyStore:
-    """Any store, with faults. Without rules it is that store.
+    """A store with faults around any other store. Without rules it behaves like that store.
 
-    `faults` may be shared with other stores; `label` is what rules know this one by.
+    `faults` may be shared with other stores. Rules select this store by its `label`.
     """
 
     def __init__(
@@ -409,7 +411,7 @@ class FaultyStore:
 
 
 def first_half(buffer: Buffer) -> Buffer:
-    """What is there of an object whose writer has died."""
+    """Return the part of an object that a writer leaves when it dies."""
     return Buffer(buffer.address, buffer.view[: buffer.nbytes // 2])
 
 

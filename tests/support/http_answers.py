@@ -1,4 +1,4 @@
-"""An HTTP server on a thread, for tests of clients: one function answers every request."""
+"""An HTTP server on a thread, for tests of clients. One function answers every request."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Answer = Callable[[str, bytes], tuple[int, bytes]]
-"""Gives the status and the body for a path and a request's body."""
+"""Function from a path and a request's body to the answer's status and body."""
 
 
 @contextmanager
 def http_server(answer: Answer) -> Iterator[str]:
-    """The URL of a server that answers GET and POST, until the end of the block."""
+    """Yield the URL of a server that answers GET and POST until the end of the block."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

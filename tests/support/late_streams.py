@@ -1,8 +1,8 @@
-"""`Streams` without a device: all is done on the host, as late as streams and events permit.
+"""`Streams` without a device: work runs on the host, as late as streams and events permit.
 
-What is given to a stream waits until somebody waits for an event, and is then done in an order
-drawn at random among those that the order within streams and the events allow. So a missing event,
-a buffer used again too early, or a host buffer written over before it was read, gives wrong bytes.
+Work of a stream waits until a thread waits for an event. It then runs in random order, within the
+order of each stream and of the events. A missing event, a buffer reused too early, or a host buffer
+overwritten before it was read therefore gives wrong bytes.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ CHANGE_OF_ORDER = 0.1  # per piece of work
 
 
 class LateEvent:
-    """A point in a `LateStream`."""
+    """An event recorded in a `LateStream`."""
 
     def __init__(self, streams: "LateStreams") -> None:
         self._streams = streams
@@ -34,7 +34,7 @@ class LateEvent:
 
 
 class LateStream:
-    """Work that has not been done yet, in order; an event among it is one to be waited for."""
+    """Work that has not run yet, in order. An event in `waiting` delays the work behind it."""
 
     def __init__(self, streams: "LateStreams") -> None:
         self._streams = streams
@@ -61,11 +61,11 @@ class LateStream:
         self.do(lambda: move_fragments[(num_programs,)](*args, **constants))
 
     def do(self, work: Callable[[], Any]) -> None:
-        """Anything else, such as what a model computes."""
+        """Add any other work, such as a model's computation."""
         self.waiting.append(work)
 
     def step(self) -> bool:
-        """Do the next piece of work; False where there is none, or an event is not reached yet."""
+        """Run the next piece of work. Return False if there is none, or an event blocks it."""
         while self.waiting and isinstance(self.waiting[0], LateEvent):
             if not self.waiting[0].reached:
                 return False
@@ -79,7 +79,7 @@ class LateStream:
 
 
 class LateStreams:
-    """`model` is the stream that the model's work is given to."""
+    """A host in place of a device; `model` is the stream of the model's work."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -87,7 +87,7 @@ class LateStreams:
         self.model = self.new_stream()
 
     def enter_thread(self) -> None:
-        """Nothing: the host is everybody's."""
+        """Do nothing: host memory has no device context."""
 
     def new_stream(self) -> LateStream:
         stream = LateStream(self)
@@ -98,7 +98,7 @@ class LateStreams:
         return self.model.record()
 
     def never(self) -> LateEvent:
-        """An event that nothing leads to."""
+        """Return an event that is never reached."""
         return LateEvent(self)
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
@@ -112,9 +112,9 @@ class LateStreams:
         return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
     def run_until(self, event: LateEvent) -> None:
-        """Do work in random order until the event is reached, and no more than that."""
+        """Run work in random order until the event is reached."""
         while not event.reached:
-            # The first that can go on does, for a while: some run far ahead of others.
+            # One stream keeps running for a while, so that some run far ahead of others.
             if self._random.random() < CHANGE_OF_ORDER:
                 self._random.shuffle(self._streams)
             assert any(stream.step() for stream in self._streams), "streams wait for one another"

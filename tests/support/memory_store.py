@@ -37,7 +37,7 @@ CAPABILITIES = Capabilities(
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """What a `memory://` url says."""
+    """The options of a `memory://` URL."""
 
     name: str
     size_bytes: int
@@ -58,7 +58,7 @@ BACKENDS[MemoryOptions] = _backend
 
 @dataclass(eq=False, slots=True)
 class _StoredChunk:
-    """The objects of one chunk, at least one."""
+    """The objects of one chunk. There is at least one."""
 
     parent: str
     position: int
@@ -76,7 +76,7 @@ class LruTable:
         assert size_bytes > 0, size_bytes
         self.size_bytes = size_bytes
         self._lock = threading.Lock()
-        self._chunks: OrderedDict[str, _StoredChunk] = OrderedDict()  # the last used last
+        self._chunks: OrderedDict[str, _StoredChunk] = OrderedDict()  # least recently used first
         self._used_bytes = 0
 
     def __contains__(self, key: str) -> bool:
@@ -105,7 +105,7 @@ class LruTable:
         return PutOutcome.STORED
 
     def take(self, key: str) -> bytes | None:
-        """Return an object and mark its chunk as used, or None."""
+        """Return an object and mark its chunk as used; None if the object is absent."""
         with self._lock:
             data = self._objects_of(key).get(key)
             if data is not None:
@@ -113,7 +113,7 @@ class LruTable:
             return data
 
     def drop(self, key: str) -> bool:
-        """Remove one key; False if it is absent."""
+        """Remove one key. Return False if it is absent."""
         with self._lock:
             objects = self._objects_of(key)
             data = objects.pop(key, None)
@@ -129,9 +129,9 @@ class LruTable:
         return {} if chunk is None else chunk.objects
 
     def _make_room(self, nbytes: int, kept: set[str]) -> bool:
-        """Evict leaves that are not to be kept; False if there are too few."""
+        """Evict leaves outside `kept`. Return False if there are too few."""
         while self._used_bytes + nbytes > self.size_bytes:
-            # A parent stands before its children, so there are no cycles.
+            # Positions grow from parent to child, so there are no cycles.
             inner = {
                 each.parent
                 for each in self._chunks.values()
@@ -145,11 +145,11 @@ class LruTable:
         return True
 
     def list_keys(self) -> list[str]:
-        """The keys by chunk, least recently used first."""
+        """Return the keys by chunk, least recently used first."""
         return [key for key, _ in self.list_sizes()]
 
     def list_sizes(self) -> list[tuple[str, int]]:
-        """The keys by chunk, least recently used first, and the bytes of their objects."""
+        """Return (key, size of the object) by chunk, least recently used first."""
         with self._lock:
             chunks = self._chunks.values()
             return [(key, len(data)) for chunk in chunks for key, data in chunk.objects.items()]
@@ -168,7 +168,7 @@ _named_lock = threading.Lock()
 
 
 def open_table(name: str, size_bytes: int) -> LruTable:
-    """The table of a name, created if it is missing; a new one without a name."""
+    """Return the table of a name, created if it is missing; without a name, a new table."""
     if not name:
         return LruTable(size_bytes)
     with _named_lock:
@@ -197,7 +197,7 @@ class MemoryStore(Store):
     ) -> list[PutOutcome]:
         assert len(keys) == len(buffers) == len(chunks), (len(keys), len(buffers), len(chunks))
         outcomes = [PutOutcome.EXISTED] * len(keys)
-        absent = [i for i, key in enumerate(keys) if key not in self._table]  # saves copies
+        absent = [i for i, key in enumerate(keys) if key not in self._table]  # avoids copies
         cells = [(keys[i], buffers[i].view.tobytes(), chunks[i]) for i in absent]
         for i, outcome in zip(absent, self._table.add(cells), strict=True):
             outcomes[i] = outcome

@@ -1,11 +1,12 @@
 """Tiny models, tokenizers and LoRA adapters on disk, for tests, examples and benchmarks.
 
-Weights are float32 and spread wide (`INITIALIZER_RANGE`): engines of different tensor-parallel
-sizes then agree to about 1e-5 in log-probability, while one wrong cached token, or another image,
-moves it by 1e-2, so comparing log-probabilities finds wrong cache bytes. Nothing is fetched: models
-of text take token ids (`add_tokenizer` gives them a tokenizer), models of images come with a
-tokenizer and a processor. The same values always give the same bytes, and a directory that is
-complete is not rewritten.
+Weights are float32 and spread wide (`INITIALIZER_RANGE`). Engines of different tensor-parallel
+sizes then agree to about 1e-5 in log-probability. One wrong cached token, or another image, changes
+it by 1e-2. Comparing log-probabilities therefore finds wrong cache bytes.
+
+Nothing is downloaded. Text models take token ids (`add_tokenizer` gives them a tokenizer). Image
+models come with a tokenizer and a processor. Equal parameters always give equal bytes, and a
+complete directory is not rewritten.
 """
 
 import hashlib
@@ -34,13 +35,13 @@ QWEN3_NEXT_RANGE = 0.05
 DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 NORMS = ("norm.weight", "norm1.weight", "norm2.weight", "ln_q.weight")
 
-# No prompt of random tokens has it: those begin at 3, as everywhere in the tests.
+# Prompts of random tokens never contain this id: their ids begin at 3 in all tests.
 IMAGE_TOKEN_ID = 0
 LLAVA_IMAGE = "<image>"
 QWEN2_VL_IMAGE = "<|image_pad|>"
 QWEN2_VL_LAST_TOKENS = ("<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 QWEN2_VL_FRAMES = 2
-# Each message as it is; vLLM puts the image tokens before the text they came with.
+# Messages are copied unchanged. vLLM puts image tokens before the text of their message.
 IMAGE_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 TEXT_VOCAB = 400
@@ -60,7 +61,7 @@ TEXT_TEMPLATE = (
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:
-    """All that decides the bytes of a Llama; other models say what they have instead."""
+    """The parameters that determine a Llama's bytes; subclasses add those of other models."""
 
     kind: ClassVar[str] = "llama"
 
@@ -78,12 +79,12 @@ class LlamaShape:
         assert self.heads % self.kv_heads == 0, self
 
     left_out: ClassVar[tuple[str, ...]] = ()
-    """Parts of names of tensors that vLLM does without."""
+    """Parts of names of tensors that vLLM does not need."""
     renames: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Beginnings of names in transformers, and in checkpoints."""
+    """Pairs of name prefixes: in transformers, and in checkpoints."""
 
     def sizes(self) -> Sizes:
-        """Names and sizes of the tensors, in the order in which they are drawn."""
+        """Yield names and sizes of the tensors, in the order in which they are drawn."""
         for name, size in _sizes_of(self.config()):
             if not any(part in name for part in self.left_out):
                 for ours, theirs in self.renames:
@@ -91,11 +92,11 @@ class LlamaShape:
                 yield name, size
 
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
-        """The values of one tensor."""
+        """Return the values of one tensor."""
         return np.ones(size, np.float32) if name.endswith(NORMS) else _normal(rng, size)
 
     def config(self) -> dict[str, Any]:
-        """config.json"""
+        """Return the content of config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -135,13 +136,13 @@ def make_model(directory: Path, shape: LlamaShape) -> Path:
 
 
 def _layer_types(layers: int, every: int, other: str) -> list[str]:
-    """Full attention in each `every`th layer, another kind in the rest."""
+    """Return the layers' types: full attention in each `every`th layer, `other` elsewhere."""
     return [other if (layer + 1) % every else "full_attention" for layer in range(layers)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowShape(LlamaShape):
-    """A model of which every `full_every`th layer sees all tokens, and the others a window."""
+    """A model with full attention in each `full_every`th layer, sliding windows in the others."""
 
     layers: int = 6
     window: int = 96
@@ -166,10 +167,10 @@ class SlidingLlamaShape(WindowShape):
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaShape(WindowShape):
-    """A Gemma 4, whose last `sharing_layers` attend to the KV of others.
+    """A Gemma 4 whose last `sharing_layers` layers reuse the KV of earlier layers.
 
-    Heads of its full attention have another size than those of its windows, and with
-    `global_kv_heads` there are as many of them, whose V is K.
+    Full attention has another head size than sliding windows. With `global_kv_heads`, it also has
+    that number of KV heads, and its V equals its K.
     """
 
     kind: ClassVar[str] = "gemma"
@@ -180,7 +181,7 @@ class GemmaShape(WindowShape):
     global_kv_heads: int = 0
 
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
-        # Otherwise the token before decides alone, and wrong KV would go unnoticed.
+        # Otherwise the previous token alone decides, and wrong KV would go unnoticed.
         weight = GEMMA_ATTENTION_WEIGHT if name.endswith("post_attention_layernorm.weight") else 1
         return super().tensor(rng, size, name) * np.float32(weight)
 
@@ -321,7 +322,7 @@ class Qwen3NextShape(LlamaShape):
             prefix, _, part = name.partition(".experts.")
             if not part:
                 yield name, size
-            elif part == "down_proj":  # of all experts, as is `gate_up_proj`
+            elif part == "down_proj":  # holds all experts, like `gate_up_proj`
                 for i in range(self.experts):
                     yield from ((f"{prefix}.experts.{i}.{p}.weight", sizes[p]) for p in sizes)
 
@@ -356,9 +357,9 @@ class Qwen3NextShape(LlamaShape):
 
 @dataclass(frozen=True, kw_only=True)
 class QwenImages:
-    """Images of any size, in rows of `merge` x `merge` patches of `patch` pixels."""
+    """Models for images of any size, in rows of `merge` x `merge` patches of `patch` pixels."""
 
-    # Room for the tokens of videos beyond the ids that prompts of random tokens have.
+    # Beyond the ids of random prompts there must be room for the video tokens.
     vocab: int = 1088
     patch: int = 14
     merge: int = 2
@@ -368,7 +369,7 @@ class QwenImages:
     vision_hidden: int = 64
 
     def image_config(self) -> dict[str, Any]:
-        """What is beside the configurations of text and encoder."""
+        """Return the configuration beside those of the text model and the image encoder."""
         video, start, end = range(self.vocab - len(QWEN2_VL_LAST_TOKENS), self.vocab)
         return {
             "image_token_id": IMAGE_TOKEN_ID,
@@ -387,7 +388,7 @@ class QwenImages:
         }
 
     def add_processor(self, path: Path, kind: str) -> None:
-        """The files of a processor, and a tokenizer."""
+        """Write the files of a processor, and a tokenizer."""
         side = self.patch * self.merge
         pixels = {
             "patch_size": self.patch,
@@ -417,7 +418,7 @@ class Qwen35Shape(QwenImages, Qwen3NextShape):
         return super().tensor(rng, size, name)
 
     def config(self) -> dict[str, Any]:
-        third = self.head_dim // 32  # of the rotations, for height and width
+        third = self.head_dim // 32  # share of the rotations for height, and for width
         text = super().config()
         rope = text["rope_parameters"] | {
             "mrope_section": [self.head_dim // 8 - 2 * third, third, third],
@@ -453,7 +454,7 @@ class Qwen35Shape(QwenImages, Qwen3NextShape):
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Shape(LlamaShape):
-    """What models with Mamba2 layers have in common."""
+    """The parameters and tensors that models with Mamba2 layers share."""
 
     heads: int = 4
     mamba_heads: int = 8
@@ -593,7 +594,7 @@ class LoopedShape(LlamaShape):
             yield f"model.gate_projections.{layer}.bias", (self.heads,)
 
     def config(self) -> dict[str, Any]:
-        # The model's own type needs remote code; Llama's has every field that vLLM reads.
+        # The model's own type needs remote code. Llama's type has every field that vLLM reads.
         return super().config() | {
             "architectures": ["IQuestLoopCoderForCausalLM"],
             "rope_parameters": DEFAULT_ROPE,
@@ -628,7 +629,7 @@ class DeepseekShape(LlamaShape):
             "qk_nope_head_dim": self.nope_dim,
             "qk_rope_head_dim": self.rope_dim,
             "v_head_dim": self.value_dim,
-            # No layer has experts; vLLM reads what they would be all the same.
+            # No layer has experts, but vLLM reads their parameters nevertheless.
             "first_k_dense_replace": self.layers,
             "moe_layer_freq": 1,
             "n_routed_experts": 4,
@@ -649,7 +650,7 @@ class LlavaShape(LlamaShape):
 
     kind: ClassVar[str] = "llava"
     left_out: ClassVar[tuple[str, ...]] = ("post_layernorm",)
-    # As vLLM calls them: it has a level of names that newer releases of transformers have not.
+    # Names in vLLM have a level that newer releases of transformers do not have.
     renames: ClassVar[tuple[tuple[str, str], ...]] = (
         ("lm_head.", "language_model.lm_head."),
         ("model.language_model.", "language_model.model."),
@@ -734,7 +735,7 @@ class Qwen2VLShape(QwenImages, LlamaShape):
         return (width // side) * (height // side)
 
     def config(self) -> dict[str, Any]:
-        # The rotations are shared out among time, height and width.
+        # The rotations are divided among time, height and width.
         time, height = self.head_dim // 8, self.head_dim // 16 * 3
         text = _without(super().config(), "head_dim")
         return self.image_config() | {
@@ -761,7 +762,7 @@ class Qwen2VLShape(QwenImages, LlamaShape):
         self.add_processor(path, "Qwen2VL")
 
 
-# Beside models
+# LoRA adapters and tokenizers
 
 
 def make_lora(
@@ -842,8 +843,8 @@ def _write_tokenizer(path: Path, tokenizer: Tokenizer, **config: str) -> None:
 
 
 def _sizes_of(config: Mapping[str, Any]) -> Sizes:
-    """Names and sizes of the tensors of transformers' model, without their memory."""
-    # Imported where a model is written: most tests find theirs.
+    """Yield names and sizes of the tensors of transformers' model, without their memory."""
+    # Imported only when a model is written: most tests find theirs on disk.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -1,4 +1,4 @@
-"""A Mooncake client and a transfer engine whose calls fail as told; they keep names, not bytes."""
+"""A Mooncake client and a transfer engine with injected failures; they keep names, not bytes."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,12 +11,12 @@ FAILED = -800
 RPC_FAILED = -900
 NOT_FOUND = -704
 
-REFUSED, ENDED, ENDED_BADLY = 0, 1, -1  # of an engine's read
+REFUSED, ENDED, ENDED_BADLY = 0, 1, -1  # results of an engine's read
 
 
 @dataclass(slots=True)
 class FakeReplica:
-    """A copy of an object, its own descriptor."""
+    """A copy of an object, which is also its own descriptor."""
 
     transport_endpoint: str = "peer:1"
     buffer_address: int = 0
@@ -35,7 +35,7 @@ class FakeReplica:
 
 
 class FakeMooncakeClient:
-    """Objects by key, with their sizes. `calls` has each call and its keys."""
+    """A client that keeps the size of each object; `calls` records each call and its keys."""
 
     def __init__(self) -> None:
         self.objects: dict[str, int] = {}
@@ -43,7 +43,7 @@ class FakeMooncakeClient:
         self.sessions: set[str] = set()
         self.start_codes: dict[str, int] = {}
         self.broken: set[str] = set()  # keys whose transfer fails
-        self.ends = self.revokes = True  # whether the master answers those calls
+        self.ends = self.revokes = True  # False: the master does not answer these calls
         self.during_transfer: Callable[[], None] = lambda: None
         self.replicas: dict[str, list[FakeReplica]] = {}
 
@@ -112,7 +112,7 @@ class FakeMooncakeClient:
 
 
 class FakeReadEngine:
-    """Reads end in their order, one for each `pause`; keyed by the address of their object."""
+    """An engine whose reads end in order, one for each `pause`. Keys are source addresses."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []
@@ -141,5 +141,5 @@ class FakeReadEngine:
         return ENDED_BADLY if self.begun[number - 1] in self.broken else ENDED
 
     def pause(self, seconds: float) -> None:
-        """Instead of `time.sleep`."""
+        """End the next read; replaces `time.sleep`."""
         self._num_landed += 1

@@ -43,7 +43,7 @@ class MooncakeMaster(ServerProcess):
         """Freeze the master: it accepts connections and never answers."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
-        # A thread of it that runs on another core may answer one more call until it is stopped.
+        # A thread of the master on another core may answer one more call before it stops.
         deadline = time.monotonic() + STOP_TIMEOUT_S
         how = os.WSTOPPED | os.WNOHANG
         while os.waitid(os.P_PID, self._process.pid, how) is None:
@@ -57,7 +57,7 @@ class MooncakeMaster(ServerProcess):
         self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """Let the master end in order, if it runs."""
+        """Let the master shut down regularly, if it runs."""
         if self._process is None:
             return
         self.resume()

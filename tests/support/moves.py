@@ -1,4 +1,4 @@
-"""Moves of one cell, and what a move says as plain numbers."""
+"""Moves of one cell, and a move's fields as plain numbers."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -9,19 +9,19 @@ import numpy as np
 from vllm_kvpool.layout.pages import SlabMove
 
 Place = tuple[int, int, int, int]
-"""Layers and heads, half open."""
+"""Half-open ranges of layers and heads."""
 
 
 @cache
 def template(*places: Place) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
-    """The one array of these places, as all moves of a rank have it."""
+    """Return the read-only array of these places; equal places share one array."""
     array = np.array(places, np.int64)
     array.flags.writeable = False
     return array
 
 
 def slab(addresses: Sequence[int], places: Sequence[Place], *rows: Any) -> SlabMove:
-    """The move of several pieces; `rows` are the fields that follow."""
+    """Return the move of several pieces; `rows` are the remaining fields."""
     return SlabMove(np.array(addresses, np.int64), template(*places), *rows)
 
 
@@ -35,11 +35,11 @@ def cell_move(
     chunk_tokens: int,
     clip: tuple[int, int] | None = None,
 ) -> SlabMove:
-    """The move of one piece: of its whole chunk, unless `clip` says which tokens."""
+    """Return the move of one piece: its whole chunk, or the tokens of `clip`."""
     start, stop = clip or (chunk_start, chunk_start + chunk_tokens)
     return slab([address], [place], block_ids, table_start, chunk_start, chunk_tokens, start, stop)
 
 
 def plain(move: SlabMove) -> tuple[object, ...]:
-    """The fields of a move, with lists for arrays: equal for equal moves."""
+    """Return the fields of a move, with lists for arrays, for comparisons."""
     return (move.addresses.tolist(), move.places.tolist(), *move[2:])

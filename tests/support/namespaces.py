@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 COMMAND_LIMIT_S = 10.0
 CLONE_NEWNET = 0x40000000
-ANY_ADDRESS = "0.0.0.0"  # of a namespace that has only its link and its loopback
-NOT_HERE = (  # what `ip` and `tc` say where a kernel or a container does not allow it
+ANY_ADDRESS = "0.0.0.0"  # safe in a namespace with only a link and a loopback
+NOT_HERE = (  # errors of `ip` and `tc` where the kernel or container forbids namespaces
     "Operation not permitted",
     "Permission denied",
     "Operation not supported",
@@ -33,11 +33,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class NoNamespaces(Exception):
-    """This machine does not let us make network namespaces; says why."""
+    """Network namespaces cannot be made on this machine; the text says why."""
 
 
 def require_namespaces() -> None:
-    """NoNamespaces where it is known beforehand that there are none."""
+    """Raise NoNamespaces if this machine is known to allow no network namespaces."""
     if os.geteuid():
         raise NoNamespaces("network namespaces need root")
     if shutil.which("ip") is None:
@@ -45,12 +45,12 @@ def require_namespaces() -> None:
 
 
 def ip(*arguments: str) -> None:
-    """Run `ip`; NoNamespaces if it is this machine that does not allow it."""
+    """Run `ip`. Raise NoNamespaces if this machine does not allow the command."""
     run_tool("ip", *arguments)
 
 
 def run_tool(*command: str) -> None:
-    """Run a tool of iproute2; as `ip`."""
+    """Run a tool of iproute2. Raise NoNamespaces if this machine does not allow the command."""
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False
     )
@@ -62,7 +62,7 @@ def run_tool(*command: str) -> None:
 
 
 def enter(namespace: str) -> None:
-    """Make this thread, and those it starts, live in a network namespace. Raises OSError."""
+    """Move this thread, and threads that it starts later, into a namespace. Raises OSError."""
     with Path("/run/netns", namespace).open() as place:
         if _libc.setns(place.fileno(), CLONE_NEWNET):
             error = ctypes.get_errno()
@@ -71,9 +71,10 @@ def enter(namespace: str) -> None:
 
 @contextmanager
 def joined_hosts(first: str, second: str, bits: int) -> Iterator[tuple[str, str]]:
-    """Two hosts with these addresses and a cable between them; yields their namespaces' names.
+    """Make two hosts with these addresses, joined by a cable; yield their namespaces' names.
 
-    NoNamespaces where this machine does not allow it.
+    Raises:
+        NoNamespaces: This machine allows no network namespaces.
     """
     require_namespaces()
     names = f"kvpool-{os.getpid()}-first", f"kvpool-{os.getpid()}-second"
@@ -89,7 +90,7 @@ def joined_hosts(first: str, second: str, bits: int) -> Iterator[tuple[str, str]
 
 
 def set_up(name: str, address: str, bits: int) -> None:
-    """Give a host's `eth0` its address, and take it and the loopback up."""
+    """Give a host's `eth0` its address, and bring up `eth0` and the loopback."""
     ip("-n", name, "address", "add", f"{address}/{bits}", "dev", "eth0")
     ip("-n", name, "link", "set", "lo", "up")
     ip("-n", name, "link", "set", "eth0", "up")
@@ -97,7 +98,7 @@ def set_up(name: str, address: str, bits: int) -> None:
 
 @contextmanager
 def entered_or_skipped(hosts: AbstractContextManager[T]) -> Iterator[T]:
-    """Enter hosts; skip the test, with the reason, only where the machine allows no namespaces."""
+    """Enter hosts. Skip the test, with the reason, if the machine allows no namespaces."""
     with ExitStack() as stack:
         try:
             entered = stack.enter_context(hosts)
@@ -107,9 +108,9 @@ def entered_or_skipped(hosts: AbstractContextManager[T]) -> Iterator[T]:
 
 
 class Inside:
-    """A thread that lives in a namespace, and so do the processes and sockets it makes.
+    """A thread in a namespace. Processes and sockets that it makes live in the namespace too.
 
-    It lives as long as the `with`: what it has started may be bound to its life.
+    The thread lives until the end of the `with`: processes that it starts may end with it.
     """
 
     def __init__(self, namespace: str) -> None:
@@ -122,12 +123,12 @@ class Inside:
         self._thread.shutdown()
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run it in the namespace."""
+        """Call a function in the namespace and return its result."""
         return self._thread.submit(function).result()
 
     @contextmanager
     def running(self, server: ServerProcess) -> Iterator[None]:
-        """Have a server there."""
+        """Run a server in the namespace."""
         self.call(server.__enter__)
         try:
             yield
@@ -136,7 +137,7 @@ class Inside:
 
 
 class HostMaster(MooncakeMaster):
-    """A master at every address of a host; to be entered by its `Inside`."""
+    """A Mooncake master that listens at every address of a host; `Inside` must start it."""
 
     def __init__(self, host: str) -> None:
         super().__init__()

@@ -1,16 +1,16 @@
-"""A stand-in for `torch_npu`, for tests without its emulated device: pages on the host.
+"""A stand-in for `torch_npu` with pages in host memory, for tests without the emulated device.
 
-What is not the hardware's is kept as strict as the hardware may be:
+Apart from the hardware, it is as strict as the real runtime may be:
 
-* A stream does nothing until somebody waits for it: a device may be that slow. So work that reads
-  pages before the model's work is done reads old bytes, and a copy that nobody waits for has not
-  happened. Fresh device memory holds `POISON`.
-* A thread that has not called `set_device` may do nothing with the device.
-* Mooncake's wheel is the one that vLLM-Ascend's documentation pins (0.3.11.post1): no groups, no
-  `location` of memory. Its engine knows host memory only from the runtime, aligned to 64 KiB, and
-  moves bytes only between what is registered.
+* A stream runs its work only when a thread waits for it, as on a slow device. Work that reads pages
+  too early therefore reads old bytes, and a copy that no thread waits for has not happened. New
+  device memory holds `POISON`.
+* A thread that has not called `set_device` may not use the device.
+* Mooncake's wheel is the version that vLLM-Ascend's documentation pins (0.3.11.post1). It has no
+  groups and no `location` of memory. Its engine accepts host memory only from the runtime, aligned
+  to 64 KiB, and moves bytes only between registered regions.
 
-Any thread may call. One lock stands for the device: whatever runs on it, runs alone.
+Any thread may call. One lock guards the device, so its work runs one piece at a time.
 """
 
 import ctypes
@@ -34,11 +34,11 @@ _ALLOCATING = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided
 
 
 class NoDeviceContext(RuntimeError):
-    """What the runtime says to a thread that has not called `set_device` (error 107002)."""
+    """The runtime's error for a thread that has not called `set_device` (error 107002)."""
 
 
 class FakeNpu:
-    """`torch.npu`. Streams and events are made by it, as attributes, like the real ones."""
+    """A stand-in for `torch.npu`; also makes streams and events, like the real module."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # guards every stream
@@ -47,11 +47,11 @@ class FakeNpu:
         self.model_stream = FakeStream(self)
 
     def set_device(self, device: Any) -> None:
-        """Make the device the calling thread's."""
+        """Enter the device with the calling thread."""
         self._thread.device = device
 
     def check_thread(self) -> None:
-        """NoDeviceContext unless the calling thread has entered the device."""
+        """Raise NoDeviceContext unless the calling thread has entered the device."""
         if getattr(self._thread, "device", None) is None:
             name = threading.current_thread().name
             raise NoDeviceContext(f"thread {name} has not called set_device")
@@ -65,13 +65,13 @@ class FakeNpu:
         return FakeEvent(self)
 
     def current_stream(self) -> "FakeStream":
-        """The calling thread's."""
+        """Return the calling thread's stream."""
         self.check_thread()
         return getattr(self._thread, "stream", None) or self.model_stream
 
     @contextmanager
     def stream(self, stream: "FakeStream") -> Iterator["FakeStream"]:
-        """What the calling thread launches inside goes to `stream`."""
+        """Launch the calling thread's operations on `stream` within the `with`."""
         self.check_thread()
         before = getattr(self._thread, "stream", None)
         self._thread.stream = stream
@@ -82,7 +82,7 @@ class FakeNpu:
             self._thread.stream = before
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Host memory from the runtime; aligned to 64 bytes and no more."""
+        """Return host memory of the runtime, aligned to 64 bytes but not to a page."""
         self.check_thread()
         memory = torch.zeros(nbytes + 2 * HOST_PAGE, dtype=torch.uint8)
         self._pinned.append(memory)
@@ -90,7 +90,7 @@ class FakeNpu:
         return memory[start : start + nbytes]
 
     def knows(self, address: int, nbytes: int) -> bool:
-        """Whether host memory is the runtime's own."""
+        """Return True if the runtime has allocated this host memory."""
         return any(
             memory.data_ptr() <= address and address + nbytes <= memory.data_ptr() + memory.nbytes
             for memory in self._pinned
@@ -98,7 +98,7 @@ class FakeNpu:
 
 
 class FakeStream:
-    """Work in order, none of which happens before somebody waits for it."""
+    """Work in order. A piece runs only when a thread waits for it."""
 
     def __init__(self, npu: FakeNpu) -> None:
         self._npu = npu
@@ -112,12 +112,12 @@ class FakeStream:
             self._work.append(work)
 
     def mark(self) -> int:
-        """How much has been launched."""
+        """Return the number of pieces of work launched so far."""
         with self._npu._lock:
             return self._num_done + len(self._work)
 
     def run_to(self, mark: int) -> None:
-        """Do what had been launched by then."""
+        """Run the work launched before the mark."""
         with self._npu._lock, _disable_current_modes():
             while self._num_done < mark:
                 work = self._work.popleft()
@@ -125,17 +125,17 @@ class FakeStream:
                 work()
 
     def wait_event(self, event: "FakeEvent") -> None:
-        """Work launched from now on comes after the event."""
+        """Let work launched from now on run after the event."""
         self.give(event.happen)
 
     def synchronize(self) -> None:
-        """Wait for everything launched so far."""
+        """Wait for all work launched so far."""
         self._npu.check_thread()
         self.run_to(self.mark())
 
 
 class FakeEvent:
-    """A place in a stream. One that was never recorded has happened."""
+    """A position in a stream. An event that was never recorded has happened."""
 
     def __init__(self, npu: FakeNpu) -> None:
         self._npu = npu
@@ -147,7 +147,7 @@ class FakeEvent:
         self._mark = self._stream.mark()
 
     def happen(self) -> None:
-        """Do everything up to it."""
+        """Run all work before the event."""
         if self._stream is not None:
             self._stream.run_to(self._mark)
 
@@ -161,7 +161,7 @@ def _poison(made: torch.Tensor) -> None:
 
 
 class _Launching(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch annotates neither
-    """Every operation that reads or writes elements goes to a stream."""
+    """Sends every operation that reads or writes elements to a stream."""
 
     def __init__(self, stream: FakeStream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -180,7 +180,7 @@ class _Launching(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch an
             self._stream.give(partial(func, *args, **kwargs))
             return kwargs.get("out", args[0])
         if [type(each.type) for each in func._schema.returns] != [torch.TensorType]:
-            self._stream.synchronize()  # a number for the host, which waits for it
+            self._stream.synchronize()  # the host waits for a number
             return func(*args, **kwargs)
         to_meta = partial(tree_map_only, torch.Tensor, lambda t: t.to("meta"))
         shape = func(*to_meta(args), **to_meta(kwargs))
@@ -194,9 +194,9 @@ class _Launching(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch an
 
 
 class FakeNpuWheel:
-    """`mooncake.store` of the NPU wheel 0.3.11.post1, as far as it is used, and its engine.
+    """`mooncake.store` of the NPU wheel 0.3.11.post1, with the calls in use, and its engine.
 
-    Stands for a whole cluster: every client made by it sees the same objects.
+    Represents a whole cluster: all clients of one wheel see the same objects.
     """
 
     def __init__(self, npu: FakeNpu) -> None:
@@ -213,7 +213,7 @@ class FakeNpuWheel:
 
 
 class _OldReplicateConfig:
-    """Without `group_ids`, and with `with_soft_pin` where newer wheels have `soft_pin_action`."""
+    """A config without `group_ids`; newer wheels have `soft_pin_action` for `with_soft_pin`."""
 
     __slots__ = ("preferred_segment", "replica_num", "with_soft_pin")
 
@@ -230,7 +230,7 @@ class FakeNpuEngine:
         self._num_writes = 0
 
     def open(self, host: str) -> "FakeNpuEngine":
-        """What vLLM-Ascend's `get_transfer_engine` does."""
+        """Return this engine, like vLLM-Ascend's `get_transfer_engine`."""
         self._npu.check_thread()
         self.num_opened += 1
         return self
@@ -263,7 +263,7 @@ class FakeNpuEngine:
         return 0
 
     def transfer_submit_write(self, session: str, source: int, target: int, nbytes: int) -> int:
-        """Done at once; every session is this engine."""
+        """Write at once. Every session is this engine."""
         self._npu.check_thread()
         assert nbytes > 0
         if not (self.covers(source, nbytes) and self.covers(target, nbytes)):
@@ -277,7 +277,7 @@ class FakeNpuEngine:
         return 1
 
     def covers(self, address: int, nbytes: int) -> bool:
-        """Whether the memory is registered."""
+        """Return True if the memory is registered."""
         return any(a <= address and address + nbytes <= a + n for a, n in self.regions.items())
 
 

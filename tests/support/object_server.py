@@ -1,10 +1,10 @@
-"""A real S3 server on loopback, and a front that breaks what passes through it.
+"""A real S3 server on loopback, and a front that injects faults into its traffic.
 
 `ObjectServer` is moto's server as a child process, with its objects in memory.
 
-`FaultyFront` owns a listening socket and a thread per connection. It passes whole requests on to
-a server, records them, and does to each what its `rule` says. A rule is called under the front's
-lock, in the order of arrival.
+`FaultyFront` owns a listening socket and a thread per connection. It forwards whole requests to a
+server, records them, and applies the fault that its `rule` returns. The front calls the rule under
+its lock, in the order of arrival.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from tests.support.server_process import HOST, POLL_S, STOP_TIMEOUT_S, ServerPro
 
 REQUEST_TIMEOUT_S = 30.0
 MAX_HEAD_BYTES = 64 << 10
-SIGNATURE = (  # the server wants to see one, and does not check it
+SIGNATURE = (  # the server requires a signature, and does not check it
     "AWS4-HMAC-SHA256 Credential=id/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, "
     "Signature=0"
 )
@@ -42,12 +42,12 @@ class ObjectServer(ServerProcess):
         return ["-H", HOST, "-p", str(self.port)]
 
     def make_bucket(self, name: str) -> str:
-        """Make a bucket, return its name."""
+        """Make a bucket and return its name."""
         self.request("PUT", f"/{name}")
         return name
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """One request as it is, past every client; the body of its answer, which is a success."""
+        """Send one request without a client library. Return the body; RuntimeError if it fails."""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=REQUEST_TIMEOUT_S)
         with contextlib.closing(connection):
             connection.request(method, path, body, {"Authorization": SIGNATURE})
@@ -69,28 +69,28 @@ class Seen:
 
     @property
     def range(self) -> tuple[int, int]:
-        """The half-open range of bytes it asks for."""
+        """The half-open byte range that the request asks for."""
         start, _, last = self.headers["range"].removeprefix("bytes=").partition("-")
         return int(start), int(last) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """End the connection after so many bytes of the answer's body."""
+    """End the connection after this many bytes of the answer's body."""
 
     body_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Send so many bytes of the answer's body, and the rest never."""
+    """Send this many bytes of the answer's body, and never send the rest."""
 
     body_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """Send so many bytes of the answer's body, and say that these are all."""
+    """Send this many bytes of the answer's body, and declare them as the whole body."""
 
     body_bytes: int
 
@@ -132,7 +132,7 @@ Rule = Callable[[Seen], Fault | None]
 
 
 def in_turn(method: str, *faults: Fault | None) -> Rule:
-    """The first requests of a method meet these faults, one each; later ones none."""
+    """Return a rule: the first requests of a method meet these faults in turn, later ones none."""
     left = list(faults)
     return lambda seen: left.pop(0) if seen.method == method and left else None
 
@@ -178,18 +178,18 @@ class FaultyFront:
         self._thread.join(STOP_TIMEOUT_S)
 
     def reset(self, rule: Rule = lambda seen: None) -> None:
-        """Forget what was seen, and take a new rule."""
+        """Forget the recorded requests, and take a new rule."""
         with self._lock:
             self.seen.clear()
             self.rule = rule
 
     def count(self, method: str) -> int:
-        """Requests of a method so far."""
+        """Return the number of requests of a method so far."""
         with self._lock:
             return sum(seen.method == method for seen in self.seen)
 
     def _serve(self, client: socket.socket) -> None:
-        """One request; the client is told to open another connection for the next."""
+        """Serve one request, and tell the client to open a new connection for the next request."""
         client.settimeout(REQUEST_TIMEOUT_S)
         head, body = _receive(client)
         if not head:
@@ -230,7 +230,7 @@ class FaultyFront:
                 client.sendall(answer_head + b"\r\n\r\n" + answer)
 
     def _ask(self, request: bytes) -> tuple[bytes, bytes]:
-        """Head and body of the server's answer, which ends with its connection."""
+        """Return head and body of the server's answer. The connection ends with the answer."""
         address = (HOST, self._server_port)
         with socket.create_connection(address, timeout=REQUEST_TIMEOUT_S) as server:
             server.sendall(request)
@@ -244,7 +244,7 @@ class FaultyFront:
 
 
 def _receive(client: socket.socket) -> tuple[bytes, bytes]:
-    """Head and body of a request; empty if the client went away."""
+    """Return head and body of a request; both empty if the client closes the connection."""
     said = bytearray()
     while b"\r\n\r\n" not in said:
         piece = client.recv(1 << 16)

@@ -1,6 +1,6 @@
-"""No process without its parent: Linux signals a process when the thread that started it ends.
+"""Child processes that end with their parent: Linux signals them when the parent thread ends.
 
-For processes that nobody else would end if the one that started them is killed.
+For processes that would otherwise survive when their parent is killed.
 """
 
 import ctypes
@@ -15,13 +15,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with_parent() -> None:
-    """Have this process killed when its parent ends, and each that it forks when it ends itself."""
+    """Kill this process when its parent ends, and each process that it forks when this one ends."""
     _ask_for_death()
     os.register_at_fork(after_in_child=_ask_for_death)
 
 
 def ending_with_parent(command: Sequence[str]) -> list[str]:
-    """Return a command that is killed when the process that starts it ends, where `setpriv` is."""
+    """Return the command so that it dies with its parent, if `setpriv` exists."""
     setpriv = shutil.which("setpriv")
     return [*([setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []), *command]
 

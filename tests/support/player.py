@@ -1,4 +1,4 @@
-"""An HTTP server on loopback that sends prepared bytes, whatever it is asked."""
+"""An HTTP server on loopback that sends prepared bytes, whatever the request."""
 
 import asyncio
 import re
@@ -12,34 +12,34 @@ import msgspec
 
 PAUSE_S = 0.01
 CUT = b"\0 the connection ends"
-"""As a piece of an answer: the connection ends here."""
+"""A piece of an answer that ends the connection."""
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-"""The head of a stream."""
+"""The head of a streamed answer."""
 END = b"0\r\n\r\n"
-"""The end of a stream."""
+"""The end of a streamed answer."""
 Answer: TypeAlias = Sequence[bytes]
-"""Pieces that are sent one after the other."""
+"""Pieces of bytes, sent one after the other."""
 
 
 def chunk(data: bytes) -> bytes:
-    """A chunk of HTTP."""
+    """Return one chunk of HTTP's chunked encoding."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 def events(*payloads: bytes) -> bytes:
-    """Events in one chunk of HTTP."""
+    """Return server-sent events in one HTTP chunk."""
     return chunk(b"".join(b"data: %b\n\n" % each for each in payloads))
 
 
 def whole(body: bytes, status: str = "200 OK", *headers: str) -> Answer:
-    """An answer in one piece."""
+    """Return an answer in one piece."""
     lines = (f"HTTP/1.1 {status}", *headers, f"Content-Length: {len(body)}", "", "")
     return ("\r\n".join(lines).encode() + body,)
 
 
 @dataclass
 class Heard:
-    """What the server has received."""
+    """The requests that the server has received."""
 
     num_connections: int = 0
     heads: list[bytes] = field(default_factory=list)
@@ -55,10 +55,10 @@ class Heard:
 async def player(
     *answers: Answer, on_request: Callable[[int], None] = lambda number: None
 ) -> AsyncIterator[tuple[str, Heard]]:
-    """The server's URL and what it has received.
+    """Run the server; yield its URL and the requests that it has received.
 
-    Requests get the answers in turn, and the last answer from then on. `on_request` is called
-    with the number of requests so far before each answer.
+    Requests get the answers in turn. The last answer repeats for all later requests. `on_request`
+    is called before each answer, with the number of requests so far.
     """
     heard, left = Heard(), deque(answers)
 

@@ -1,4 +1,4 @@
-"""What a power loss leaves of a directory whose files were never synced."""
+"""The state of a directory after a power loss, when its files were never synced."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -8,11 +8,11 @@ PAGE_BYTES = 4096
 
 
 class PowerLoss:
-    """The versions of a directory's files, of which a power loss leaves some pages and some names.
+    """Versions of a directory's files. A power loss leaves some pages and some names of them.
 
-    `record` keeps a version; the first is on the disk for good. Of later versions each name, each
-    length and each page reaches the disk or does not, in any order: without a sync no file system
-    promises more. Pages belong to inodes, so a file that is renamed keeps the pages it had.
+    `record` keeps a version. The first version is on the disk for good. Of later versions, each
+    name, each length and each page may or may not reach the disk, in any order. Without a sync, no
+    file system promises more. Pages belong to inodes, so a renamed file keeps its pages.
     """
 
     def __init__(self, root: Path) -> None:
@@ -22,15 +22,15 @@ class PowerLoss:
         self.record()
 
     def record(self) -> None:
-        """Keep a version of all files; nobody may write to them meanwhile."""
+        """Keep a version of all files. The files must not be written meanwhile."""
         paths = [path for path in self._root.rglob("*") if path.is_file()]
         self._names.append({path: path.stat().st_ino for path in paths})
         self._contents.append({path.stat().st_ino: path.read_bytes() for path in paths})
 
     def leave(self, target: Path, chance: random.Random) -> None:
-        """Create a directory with what is left if the power is lost after the last version."""
+        """Create a directory with the files that remain if power is lost after the last version."""
         synced = chance.randrange(len(self._names))
-        late = chance.choice((0.0, 0.03, 0.3, 0.8))  # the share that has not reached the disk
+        late = chance.choice((0.0, 0.03, 0.3, 0.8))  # share that is not on the disk
         names, contents = self._names[synced:], self._contents[synced:]
 
         def draw() -> int:
@@ -46,7 +46,7 @@ class PowerLoss:
 
 
 def _torn(versions: Sequence[bytes], draw: Callable[[], int]) -> bytes:
-    """Return a file of which each page is of a version, and zeros where that version had none."""
+    """Return a file whose pages come from random versions; zeros where a version has no page."""
     nbytes = len(versions[draw()])
     pages = (versions[draw()][at : at + PAGE_BYTES] for at in range(0, nbytes, PAGE_BYTES))
     return b"".join(page.ljust(PAGE_BYTES, b"\0") for page in pages)[:nbytes]

@@ -1,4 +1,4 @@
-"""Processes of this machine, as /proc has them."""
+"""Processes of this machine, read from /proc."""
 
 import contextlib
 import os
@@ -6,21 +6,21 @@ from pathlib import Path
 
 
 def _stat(path: Path) -> tuple[str, int]:
-    """State and session. OSError where the process is gone."""
+    """Return a process's state and session. Raises OSError if the process is gone."""
     state, _, _, session, *_ = path.read_text().rpartition(") ")[2].split()
     return state, int(session)
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it exists and is no zombie."""
+    """Return True if the process exists and is not a zombie."""
     try:
         return _stat(Path(f"/proc/{pid}/stat"))[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while it is read
+    except (FileNotFoundError, ProcessLookupError):  # the second: it ended during the read
         return False
 
 
 def session(pid: int) -> list[int]:
-    """The live processes of the session that a process leads."""
+    """Return the live processes of the session that a process leads."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -33,7 +33,7 @@ def session(pid: int) -> list[int]:
 
 
 def open_files(root: Path) -> list[str]:
-    """What this process has open below a directory; other files may come and go."""
+    """Return the files below a directory that this process has open."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A client that says bytes of HTTP, well or badly; each of its waits has a limit of time."""
+"""A client that sends raw bytes, valid HTTP or not. Each wait has a time limit."""
 
 import asyncio
 from typing import Self
@@ -7,7 +7,7 @@ LIMIT_S = 20.0
 
 
 class RawClient:
-    """One connection to a server on this machine."""
+    """A connection to a server on this machine."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -20,7 +20,11 @@ class RawClient:
         self.writer.write(data)
 
     async def until(self, end: bytes) -> bytes:
-        """What comes up to `end`. asyncio.IncompleteReadError if the connection ends before."""
+        """Return the bytes up to and including `end`.
+
+        Raises:
+            asyncio.IncompleteReadError: The connection ends before `end`.
+        """
         async with asyncio.timeout(LIMIT_S):
             return await self.reader.readuntil(end)
 
@@ -32,7 +36,7 @@ class RawClient:
             return await self.reader.readexactly(size)
 
     async def rest(self) -> bytes:
-        """What comes until the server closes the connection."""
+        """Return all bytes until the server closes the connection."""
         async with asyncio.timeout(LIMIT_S):
             return await self.reader.read()
 

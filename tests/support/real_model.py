@@ -33,7 +33,7 @@ def real_model(cache: Path, progress: Callable[[str], None] = lambda step: None)
     model = cache / NAME
     if model.is_dir():
         return model
-    # Of this process alone: another may be making the same model.
+    # The folders belong to this process: another process may be making the same model.
     packages = cache / f"packages.{os.getpid()}"
     part = cache / f"{NAME}.{os.getpid()}"
     cache.mkdir(parents=True, exist_ok=True)
@@ -73,11 +73,11 @@ def _call(timeout_s: float, *command: str, env: dict[str, str] | None = None) ->
 
 
 def _convert(packages: Path, target: Path) -> None:
-    """Run in a process of its own, which has `packages` in its path."""
+    """Convert the model; runs in a process of its own that has `packages` in its path."""
     import gguf  # type: ignore[import-not-found]
     import torch
 
-    # transformers reads the file three times, and makes the same map of names for each layer.
+    # Without caches, transformers reads the file three times and maps all names for each layer.
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -86,7 +86,7 @@ def _convert(packages: Path, target: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.float32
     )
-    # The weights are no longer quantised, but transformers does not save what was.
+    # The weights are no longer quantised, but transformers does not save a model that was.
     model.hf_quantizer = None
     del model.config.quantization_config
     model.save_pretrained(target)

@@ -1,6 +1,7 @@
-"""A link between two processes that can be cut and restored: a TCP relay on the loopback.
+"""A TCP relay on loopback: a link between two processes that a test can cut and restore.
 
-Owns one thread that accepts and two for each connection; all end with the `with`.
+Owns one thread that accepts connections and two threads for each connection. All threads end with
+the `with`.
 """
 
 import contextlib
@@ -15,14 +16,14 @@ JOIN_S = 5.0
 
 
 class Relay:
-    """Forwards what connects to `port` to `target_port`. `cut` and `restore` from any thread."""
+    """Forwards connections at `port` to `target_port`. Any thread may call `cut` and `restore`."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
         self._server = socket.create_server((HOST, 0))
         self._server.settimeout(ACCEPT_EVERY_S)
         self.port: int = self._server.getsockname()[1]
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._is_cut = False
         self._is_closed = False
         self._open: list[socket.socket] = []
@@ -31,11 +32,11 @@ class Relay:
 
     @property
     def endpoint(self) -> str:
-        """As ZMQ names it."""
+        """The relay's address in ZMQ's form."""
         return f"tcp://{HOST}:{self.port}"
 
     def cut(self) -> None:
-        """End all connections with what is on its way, and let no other one through."""
+        """End all connections, drop their bytes in transit, and refuse new connections."""
         with self._lock:
             self._is_cut = True
             self._end_all()
@@ -77,7 +78,7 @@ class Relay:
                 thread.start()
 
     def close(self) -> None:
-        """End everything."""
+        """End the relay with its connections and threads."""
         with self._lock:
             self._is_closed = True
             self._end_all()
@@ -93,7 +94,7 @@ class Relay:
 
 
 def _forward(source: socket.socket, target: socket.socket) -> None:
-    """Until one of both ends; then both do."""
+    """Forward bytes until one side ends, then end both sides."""
     with contextlib.suppress(OSError):
         while data := source.recv(CHUNK_BYTES):
             target.sendall(data)

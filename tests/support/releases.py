@@ -1,4 +1,4 @@
-"""Releases of vLLM: those that are tested, and what differs between them."""
+"""Releases of vLLM under test, and the differences between them."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -6,7 +6,7 @@ from typing import TypeVar
 from packaging.version import Version
 
 OLDEST, NEWEST = "0.23.0", "0.32.0"
-"""The ends of what is tested whole; `make test-matrix` runs the oldest."""
+"""The oldest and newest release under full test; `make test-matrix` runs the oldest."""
 
 T = TypeVar("T")
 
@@ -18,10 +18,10 @@ def since(table: Mapping[str, T], release: str) -> T:
 
 
 LAYERWISE = {"0.23.0": False, "0.29.0": True}
-"""Whether `layerwise` works; otherwise it is refused by name."""
+"""True if `layerwise` works. Other releases refuse the option by name."""
 
 KV_EVENTS = {"0.23.0": False, "0.26.0": True}
-"""Whether the pool publishes KV events."""
+"""True if the pool publishes KV events."""
 
 LLAVA = {"0.23.0": False, "0.32.0": True}
-"""Whether its LLaVA can be imported beside the pinned transformers."""
+"""True if the release's LLaVA can be imported with the pinned transformers."""

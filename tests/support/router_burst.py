@@ -1,8 +1,6 @@
-"""A burst that comes while engines are being started, in a simulated cluster.
+"""A burst of requests that arrives while engines start, in a simulated cluster.
 
-The same trace each time, whatever is done about it: replicas that load are given requests at once
-and others may steal them, nothing is given before they are loaded, or each is given its share,
-which waits until it is loaded.
+The trace is the same for each `Way`, so the three ways can be compared.
 """
 
 import random
@@ -25,7 +23,12 @@ SPAWN_S, BURST_S, CALM_S, END_S = 20.0, (20.0, 50.0), 80.0, 400.0
 
 
 class Way(Enum):
-    """What is done with requests while a replica loads."""
+    """The router's handling of requests while a replica loads.
+
+    * TAKE_OVER: A loading replica is given requests at once; other replicas may steal them.
+    * QUEUE: No request is given to a replica before it is loaded.
+    * WAIT: A loading replica is given its share, which waits until the replica is loaded.
+    """
 
     TAKE_OVER = "given to it, stolen by others"
     QUEUE = "given to nobody that loads"
@@ -33,7 +36,7 @@ class Way(Enum):
 
 
 def load(world: World, until: float, per_second: Callable[[float], float], seed: int = 0) -> None:
-    """Requests by chance, at a rate that depends on the time."""
+    """Send random requests until a time, at a rate that depends on the time."""
     chance, number = random.Random(seed), count()
 
     def arrive() -> None:
@@ -50,9 +53,10 @@ def load(world: World, until: float, per_second: Callable[[float], float], seed:
 
 
 def burst(way: Way, seed: int, *, load_s: float = 20.0) -> World:
-    """Two engines of each role, two more for prefill are started as the burst begins.
+    """Run a burst and return its world. Two prefill engines start when the burst begins.
 
-    `load_s`: until one of those answers. All requests are let in, and have ended afterwards.
+    The cluster has two engines of each role before. `load_s`: seconds until the new engines answer.
+    Every request is admitted, and has ended when the function returns.
     """
     world = World(
         Controller(
@@ -63,7 +67,7 @@ def burst(way: Way, seed: int, *, load_s: float = 20.0) -> World:
         seed=seed,
         kind=replace(KIND, load_s=load_s),
         habits=Habits(holds_for_new=way is Way.WAIT),
-        check_every=0,  # random lives make them, at half the cost of a burst
+        check_every=0,  # random lives check; checks would be half of a burst's cost
     )
     for number in range(2):
         world.add(f"p{number}", Role.PREFILL)

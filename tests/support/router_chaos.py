@@ -1,6 +1,6 @@
-"""Random lives of a simulated cluster: bursts of requests, faults, people's commands.
+"""Random lives of a simulated cluster: bursts of requests, faults, and commands of operators.
 
-What happens follows from a seed alone. After it, `heal` lets everything recover.
+The seed alone determines all events. `heal` ends the faults and lets the cluster recover.
 """
 
 import random
@@ -14,16 +14,16 @@ from vllm_kvpool.router.control.states import ReplicaId, Role, State
 
 CHUNK_TOKENS = 256
 SIZES = (20, 100, 300, 1000, 2000, 4000, 12_000)
-ROOTS = 6  # prompts that differ from their beginning on
+ROOTS = 6  # number of different prompt beginnings
 HOUR_S = 3600.0
 PASSING = frozenset(State) - {State.PREFILL, State.DECODE, State.INACTIVE}
 
 
 class Chaos:
-    """Owned by a test."""
+    """A generator of random requests, faults and commands for one world. Owned by a test."""
 
     def __init__(self, world: World, seed: int, sizes: Sequence[int] = SIZES) -> None:
-        """`sizes`: tokens of prompts, more or less."""
+        """`sizes`: approximate numbers of prompt tokens."""
         self.world = world
         self._sizes = sizes
         self.chance = random.Random(seed)
@@ -41,7 +41,7 @@ class Chaos:
     # Requests
 
     def ask(self) -> None:
-        """One request, of any kind."""
+        """Send a request with random size, prefix, priority and deadline."""
         chance, now = self.chance, self.world.now
         self._asked += 1
         tokens = chance.choice(self._sizes)
@@ -66,14 +66,14 @@ class Chaos:
             self._after(chance.expovariate(0.3), lambda: self.world.cancel(request_id))
 
     def burst(self, requests: int, seconds: float) -> None:
-        """So many, within so long from now on."""
+        """Send a number of requests, at random times within the next `seconds`."""
         for _ in range(requests):
             self._after(self.chance.uniform(0.0, seconds), self.ask)
 
     # Faults
 
     def fault(self) -> None:
-        """Something goes wrong with an engine, or with the pool."""
+        """Inject a fault into an engine, or take the pool down for a while."""
         engines = list(self.world.watch.engines.values())
         if self.chance.random() < 0.15 or not engines:
             self.world.calls.lose_pool()
@@ -82,7 +82,7 @@ class Chaos:
             self.chance.choice(self._faults)(self.world.watch.engines[self._victim(engines)])
 
     def _victim(self, engines: list[Engine]) -> ReplicaId:
-        """Rather one that is on its way somewhere."""
+        """Return a random engine; in half of the cases one whose replica changes its state."""
         passing = [
             each.replica_id
             for each in self.world.controller.state.fleet.in_states(PASSING)
@@ -102,10 +102,10 @@ class Chaos:
         for number in range(self.chance.randint(2, 6)):
             self._after(number * self.chance.uniform(1.0, 15.0), lambda: self._crash(engine))
 
-    # People
+    # Operators
 
     def command(self) -> None:
-        """Somebody changes something."""
+        """Issue a random command of an operator."""
         chance, replicas = (
             self.chance,
             [each.replica_id for each in self.world.controller.state.fleet],
@@ -127,17 +127,17 @@ class Chaos:
             self.world.ask_admin(chance.choice(event))
 
     def add(self, role: Role, *, is_started: bool = False) -> ReplicaId:
-        """An engine more."""
+        """Add an engine."""
         self._added += 1
         name = f"x{self._added}"
         engine = self.world.add(name, role, is_up=not is_started, is_started=is_started)
         engine.has_notices = self.chance.random() < 0.8
         return engine.spec.replica_id
 
-    # All of it
+    # Whole runs
 
     def hour(self) -> None:
-        """An hour with a storm: a burst, and what may go wrong and be changed around it."""
+        """Run an hour with one storm: a burst, with random faults and commands around it."""
         chance = self.chance
         at, seconds = chance.uniform(40.0, 0.9 * HOUR_S), chance.choice((0.1, 5.0, 30.0, 60.0))
         requests = chance.choice((1, 10, 30, 60))
@@ -149,7 +149,7 @@ class Chaos:
         self.world.run(HOUR_S)
 
     def storm(self, seconds: float) -> None:
-        """Load all the time, and all the time something that goes wrong or is changed."""
+        """Run a time with constant load, faults and commands."""
         chance = self.chance
         self.burst(int(seconds * chance.choice((0.5, 2.0))), seconds)
         for every_s, what in ((chance.choice((5.0, 20.0)), self.command), (10.0, self.fault)):
@@ -158,9 +158,9 @@ class Chaos:
         self.world.run(seconds)
 
     def heal(self, seconds: float) -> None:
-        """No faults any more, somebody who serves, and time to recover."""
+        """End all faults, add an engine for each role, and give the cluster time to recover."""
         world = self.world
-        world.run(300.0)  # what was begun here goes on until then
+        world.run(300.0)  # faults and commands scheduled here last until then
         self._pool_is_back()
         for engine in world.watch.engines.values():
             engine.change(world.now)

@@ -1,8 +1,9 @@
-"""Engines as the router sees them, in virtual time: the scripted engine's model, and how it fails.
+"""Engines in virtual time, as the router sees them: the scripted engine's model, with faults.
 
-An engine can crash, hang, be slow, refuse work or sleep. It is told the time, and says when it
-wants to be told again. Hours of virtual time have millions of steps, so steps that only decode are
-done many at a time, which an engine behind HTTP cannot do: its clients wait for every token.
+An engine can crash, hang, be slow, refuse work or sleep. `tell` sets its time, and `due`
+returns the time of its next change. Hours of virtual time have millions of steps.
+Consecutive steps that only decode are therefore computed at once. An engine behind HTTP cannot do
+this: its clients wait for every token.
 """
 
 import math
@@ -20,11 +21,11 @@ from vllm_kvpool.router.control.events import Outcome, ReplicaSpec, Sample
 from vllm_kvpool.router.control.prefix_index import spans_of
 from vllm_kvpool.router.control.requests import RequestSpec
 
-TOKEN = 0  # nobody reads what is said here
+TOKEN = 0  # the id of every token; no client reads it
 
 
 def engine_spec(**values: Any) -> ScriptedSpec:
-    """A small, slow engine, which takes any request that its blocks can hold."""
+    """Return a small, slow engine that accepts each request that its blocks can hold."""
     speeds: dict[str, Any] = {
         **{"prefill_tokens_per_s": 8_000.0, "step_base_s": 0.02, "decode_sequence_s": 0.001},
         **{"load_tokens_per_s": 80_000.0, "load_latency_s": 0.01, "load_s": 20.0},
@@ -35,7 +36,7 @@ def engine_spec(**values: Any) -> ScriptedSpec:
 
 
 class PromptChain:
-    """Names of a prompt's chunks: those of a common beginning are common, others the request's."""
+    """Names of a prompt's chunks: shared within the common prefix, then unique to the request."""
 
     def __init__(self, ask: RequestSpec, chunk_tokens: int) -> None:
         self._ask = ask
@@ -54,30 +55,30 @@ class PromptChain:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Call:
-    """One prefill or decode, from the router's action to the event that answers it."""
+    """A prefill or decode, from the router's action to the event that answers it."""
 
     ask: RequestSpec
     spec: ReplicaSpec
     is_prefill: bool
     prompt_tokens: int
-    """Up to where it is computed, with what was answered before."""
+    """Tokens to compute before the first output token, earlier output of the request included."""
     expect_tokens: int = 0
     expect_timeout_ms: int = 10_000
     output_tokens: int = 1
     sequence: Sequence | None = None
-    """Once the engine has it."""
+    """None until the engine accepts the call."""
     saved_tokens: int = 0
     outcome: Outcome | None = None
 
     @property
     def generated(self) -> int:
-        """Tokens that the client has got of it."""
+        """Number of tokens that the call has generated for the client."""
         return 0 if self.sequence is None else len(self.sequence.tokens) - self.prompt_tokens
 
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """Owned by a world."""
+    """A simulated engine. Owned by a world."""
 
     spec: ReplicaSpec
     kind: ScriptedSpec
@@ -90,26 +91,26 @@ class Engine:
     slowness: float = 1.0
     refuses_until: float = 0.0
     has_notices: bool = True
-    """False: its release has none."""
+    """False: the engine's release has no notices."""
     generated_tokens: int = 0
     _batch: Batch = field(init=False)
     _calls: dict[Sequence, Call] = field(default_factory=dict)
     _puts: deque[tuple[float, list[bytes]]] = field(default_factory=deque)
-    """Chunks that the pool gets later."""
+    """Chunks on their way into the pool, with the time at which each arrives."""
     _step: Step | None = None
-    """What is computed, since `_begun` and for `_step_s`, then `_repeats` times more."""
+    """The step in progress since `_begun`. It takes `_step_s`, then repeats `_repeats` times."""
     _begun: float = 0.0
     _step_s: float = 0.0
     _repeats: int = 0
     _wake_s: float = math.inf
-    """When there may be a step, while there is none."""
+    """Time of the next possible step while no step is in progress."""
 
     def __post_init__(self) -> None:
         self._batch = Batch(self.kind, self.pool)
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Where it tells what it has stored."""
+        """Endpoints at which the engine announces stored chunks."""
         return (f"tcp://{self.spec.replica_id}",) if self.has_notices else ()
 
     @property
@@ -123,7 +124,7 @@ class Engine:
     # Work
 
     def take(self, call: Call, now: float) -> None:
-        """A call comes in."""
+        """Accept a call, or reject it if it exceeds the context length."""
         self._stop_repeating(now)
         if call.prompt_tokens + call.output_tokens > self.kind.max_model_len:
             call.outcome = Outcome.REJECTED
@@ -142,14 +143,14 @@ class Engine:
         self._begin(now)
 
     def drop(self, call: Call, outcome: Outcome, now: float) -> None:
-        """A call ends before it is done."""
+        """End a call before it is complete."""
         self._stop_repeating(now)
         if call.outcome is None:
             self._end(call, outcome)
             self._begin(now)
 
     def hears(self, call: Call, now: float, expect_ms: int) -> None:
-        """What a call waits for comes within so long, or not at all."""
+        """Set how long a call still waits for its prompt's chunks; 0 ends the wait."""
         self._stop_repeating(now)
         call.expect_timeout_ms = expect_ms
         if call.sequence is not None:
@@ -158,7 +159,7 @@ class Engine:
         self._begin(now)
 
     def crash(self, now: float) -> None:
-        """Its process ends, with all that it has."""
+        """End the engine's process: fail its calls and lose its caches."""
         self._stop_repeating(now)
         for call in self.calls:
             self._end(call, Outcome.FAILED)
@@ -168,7 +169,7 @@ class Engine:
         self.is_up = self.is_hung = False
 
     def start(self, now: float) -> None:
-        """Its process answers."""
+        """Let the engine's process answer again."""
         self.tell(now)
         self.is_up, self.is_asleep, self.is_hung, self.slowness = True, False, False, 1.0
         self.refuses_until = 0.0
@@ -176,21 +177,21 @@ class Engine:
     # Time
 
     def change(self, now: float, *, is_hung: bool = False, slowness: float = 1.0) -> None:
-        """From the next step on it is otherwise; one that hung begins again."""
+        """Change the engine from the next step on. After a hang, the current step starts over."""
         self._stop_repeating(now)
         if self.is_hung:
             self._begun = now
         self.is_hung, self.slowness = is_hung, slowness
 
     def due(self) -> float:
-        """When something ends, or begins, if nothing comes in between."""
+        """Return the time of the next change, if no call comes in before."""
         due = self._puts[0][0] if self._puts else math.inf
         if self.is_hung or not self.is_up or self.is_asleep:
             return due
         return min(due, self._wake_s if self._step is None else self._end_s())
 
     def tell(self, now: float) -> None:
-        """So late is it; what is done by now is handed on."""
+        """Set the time; finish all steps and puts that are due."""
         while (due := self.due()) <= now:
             if self._puts and self._puts[0][0] <= due:
                 self.pool.put(self._puts.popleft()[1])
@@ -202,7 +203,7 @@ class Engine:
         return self._begun + (1 + self._repeats) * self._step_s
 
     def _begin(self, now: float) -> None:
-        """The next step, if there is none."""
+        """Begin the next step, unless one is in progress or the engine cannot compute."""
         if self._step is not None or self.is_hung or not self.is_up or self.is_asleep:
             return
         step = self._step = self._batch.step(now)
@@ -214,7 +215,7 @@ class Engine:
         self._repeats = self._num_repeats(step)
 
     def _num_repeats(self, step: Step) -> int:
-        """After how many more steps something else may happen: one ends, blocks are short."""
+        """Return how many times a step repeats before a call ends, blocks run out or `_wake_s`."""
         if not step.is_steady:
             return 0
         left = min(self._left(self._calls[each]) for each in step.sampled) - 1
@@ -226,12 +227,12 @@ class Engine:
         return call.output_tokens - call.generated
 
     def _stop_repeating(self, now: float) -> None:
-        """The step that is being computed now is the last like it."""
+        """Let the step in progress be the last of its repeats."""
         self._catch_up(now)
         self._repeats = 0
 
     def _catch_up(self, now: float) -> None:
-        """Count what is computed by now."""
+        """Count the repeats that are complete by now."""
         self.tell(now)
         if self._step is None or self.is_hung:
             return
@@ -248,13 +249,13 @@ class Engine:
             self._batch.repeat(step)
 
     def _finish(self, now: float) -> None:
-        """Its last step is over."""
+        """Finish the last repeat of the step in progress."""
         step, self._step = self._step, None
         if step is None:
             return
         self._repeat(step, self._repeats)
         for sequence in step.sampled:
-            if sequence.phase is Phase.RUNNING:  # and not given up in the meantime
+            if sequence.phase is Phase.RUNNING:  # and not removed during the step
                 self._give_token(self._calls[sequence])
         if step.computed_chunks:
             self._puts.append((now + self.kind.put_s, step.computed_chunks))
@@ -277,7 +278,7 @@ class Engine:
         self.ended(call)
 
     def sample(self, now: float) -> Sample:
-        """What its metrics say."""
+        """Return the metrics that the router would scrape."""
         self._catch_up(now)
         batch, kind = self._batch, self.kind
         return Sample(

@@ -1,4 +1,4 @@
-"""What always holds of the controller's parts between two of its steps."""
+"""Invariants of the controller's parts, which hold between its steps."""
 
 from collections import Counter
 from dataclasses import replace
@@ -22,7 +22,7 @@ from vllm_kvpool.router.control.states import (
 
 
 def check_controller(controller: Controller) -> None:
-    """All of it."""
+    """Assert all invariants of a controller."""
     state = controller.state
     check_fleet(state.fleet)
     check_queue(state.queue)
@@ -39,7 +39,7 @@ def check_controller(controller: Controller) -> None:
 
 
 def _check_request(state: ControllerState, request: Request) -> None:
-    """It is where its phase says, and nowhere else."""
+    """Assert that a request is in the collection of its phase, and in no other."""
     request_id, phase = request.ask.request_id, request.phase
     replica = state.fleet.get(request.replica) if request.replica is not None else None
     assert (replica is None) == (phase in (Phase.QUEUED, Phase.HANDING)), request
@@ -52,7 +52,7 @@ def _check_request(state: ControllerState, request: Request) -> None:
         assert phase is not Phase.DECODING or request.replica != request.source, request
     if phase is Phase.DECODING and replica is not None:
         active = replica.work.active[request_id]
-        # One that is sent away has lost the replica that it waits for.
+        # A request that is sent away has lost the replica that it waits for.
         assert not active.awaits_prompt or request.is_computing or active.is_sent_away, request
     if replica is not None:
         is_here = {
@@ -64,7 +64,7 @@ def _check_request(state: ControllerState, request: Request) -> None:
 
 
 def check_fleet(fleet: Fleet) -> None:
-    """Its replicas hold what `check_replica` says; what is kept of their states is right."""
+    """Assert the invariants of all replicas, and that the fleet's cached views are current."""
     for each in fleet:
         check_replica(each)
         check_goal(each)
@@ -81,7 +81,7 @@ def check_fleet(fleet: Fleet) -> None:
 
 
 def check_replica(replica: Replica) -> None:
-    """The counts are those of what it has; what its state promises of its work holds."""
+    """Assert that a replica's counts match its work, and that its work is legal in its state."""
     stays = replica.work.active.values()
     assert replica.work.prefill_tokens == sum(replica.work.prefills.values()), replica
     assert replica.work.committed_blocks == sum(each.blocks for each in stays), replica
@@ -101,9 +101,9 @@ def check_replica(replica: Replica) -> None:
 
 
 def check_goal(replica: Replica) -> None:
-    """The state is that of the goal, or on the way to it."""
+    """Assert that a replica's state is its goal's, or on the way to it."""
     if replica.goal.role is not ROLE_OF[replica.state] and replica.state is not State.INACTIVE:
-        # It is on the way to its goal, or there.
+        # The replica is on the way to its goal, or there.
         assert replica.state in DRAINING | BROKEN | {State.SHUTTING_NULL}, replica
     if replica.goal.role is not None:
         assert replica.state is not State.SHUTTING_NULL, replica
@@ -114,14 +114,14 @@ def check_goal(replica: Replica) -> None:
 
 
 def check_prefixes(index: PrefixIndex) -> None:
-    """The counts are those of the entries."""
+    """Assert that the counts of holders match the entries."""
     assert len(index._holders) <= index._max_hashes
     held = Counter(holder for each in index._holders.values() for holder in each)
     assert all(holder.num_held == number for holder, number in held.items())
 
 
 def check_queue(queue: RequestQueue) -> None:
-    """The order and the sums are those of what waits."""
+    """Assert that the order and the sums match the waiting requests."""
     by_model: dict[str, Waiting] = {}
     for each in queue:
         by_model.setdefault(each.ask.model, Waiting()).add(each)
@@ -132,12 +132,12 @@ def check_queue(queue: RequestQueue) -> None:
 
 
 def check_overload(overload: Overload) -> None:
-    """What is locked is full."""
+    """Assert that locked replicas are full."""
     assert overload.locked <= set(overload.full)
 
 
 def check_table(table: LoadTable) -> None:
-    """What is kept is what a look at all replicas says."""
+    """Assert that the table's sums match a new sum over all replicas."""
     fleet = table._fleet
     assert not fleet.changed
     totals: dict[frozenset[str], Totals] = {}

@@ -1,10 +1,10 @@
-"""Scripted engines and a real router before them, in one event loop; for tests of the whole.
+"""Scripted engines and a real router in front of them, in one event loop, for end-to-end tests.
 
     async with RouterRig(prefill=1, decode=2) as rig:
         reply = await rig.stream({"prompt": "hello", "max_tokens": 8})
 
-All listen at free ports. Every wait has a bound, after which TimeoutError names what was awaited.
-Leaving the rig checks that nothing is left behind: no request, no call, no block.
+All servers listen at free ports. Each wait has a limit; TimeoutError names the awaited condition.
+Leaving the rig checks that no request, call or block is left behind.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ DONE = b"[DONE]"
 SERVING = (State.PREFILL, State.DECODE)
 
 FAST = ScriptedSpec(step_base_s=0.001, put_s=0.005)
-"""A thousand tokens in a second, of one request."""
+"""An engine that generates a thousand tokens per second for one request."""
 
 QUICK: Mapping[str, Mapping[str, Any]] = {
     "front": {
@@ -56,11 +56,11 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
         **{"max_failures": 100, "quarantine_s": 0.5},
     },
 }
-"""Configuration with which failures are noticed soon, and who computes a prompt is certain."""
+"""Configuration that detects failures soon and makes the choice of the prefill replica certain."""
 
 
 def quick_router(config: RouterConfig) -> Router:
-    """A router that leaves replicas that have failed or refused work alone for a moment only."""
+    """Return a router with short pauses for replicas that have failed or refused work."""
     router = Router(config)
     state = router.controller.state
     state.settings = msgspec.structs.replace(state.settings, busy_pause_s=0.05, retry_pause_s=0.01)
@@ -88,7 +88,7 @@ def run(main: Callable[[], Coroutine[Any, Any, T]], limit_s: float = 60.0) -> T:
 
 @dataclass(slots=True)
 class Reply:
-    """What a client got. Of a stream, payloads with the time each came."""
+    """A client's reply. A stream has payloads, with the time of arrival of each."""
 
     status: int
     headers: CIMultiDictProxy[str]
@@ -99,28 +99,28 @@ class Reply:
 
     @property
     def chunks(self) -> list[dict[str, Any]]:
-        """The payloads decoded, without the end; of an answer in one piece, it alone."""
+        """Decoded payloads without [DONE]; the decoded body if the answer is in one piece."""
         raw = [each for each in self.payloads if each != DONE] if self.payloads else [self.body]
         return [msgspec.json.decode(each) for each in raw]
 
     @property
     def json(self) -> Any:
-        """The body, decoded."""
+        """The decoded body."""
         return msgspec.json.decode(self.body)
 
     @property
     def is_done(self) -> bool:
-        """Whether the stream has ended as it should."""
+        """True if the stream has ended with [DONE]."""
         return bool(self.payloads) and self.payloads[-1] == DONE
 
     @property
     def text(self) -> str:
-        """Of choice 0."""
+        """Text of choice 0."""
         return "".join(map(_text, self._choices()))
 
     @property
     def token_ids(self) -> list[int]:
-        """Of choice 0, where the client has asked for them."""
+        """Token ids of choice 0, if the client has asked for them."""
         return [each for choice in self._choices() for each in choice.get("token_ids") or ()]
 
     @property
@@ -134,17 +134,17 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any] | None:
-        """The last chunk's."""
+        """Error in the last chunk, if any."""
         found: dict[str, Any] | None = self.chunks[-1].get("error") if self.chunks else None
         return found
 
     @property
     def first_s(self) -> float:
-        """Seconds to the first chunk."""
+        """Seconds from the request to the first chunk."""
         return self.times_s[0] - self.asked_s
 
     def plain(self) -> list[bytes]:
-        """All that was said, without what differs from one call to the next."""
+        """Return the payloads or the body, with ids and creation times masked."""
         said = self.payloads or [self.body]
         return [_OWN.sub(rb'\1"-"', _OWN_TIME.sub(rb"\g<1>0", each)) for each in said]
 
@@ -154,7 +154,7 @@ class Reply:
 
 
 def assert_whole(reply: Reply, direct: Reply, what: str = "") -> None:
-    """Assert that a client has what one engine alone would have said."""
+    """Assert that a client has the answer that a single engine would have given."""
     assert reply.status == direct.status == 200, (what, reply.body)
     assert reply.error is None, (what, reply.error)
     for name in ("text", "token_ids", "finish_reason", "usage", "is_done"):
@@ -173,7 +173,7 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 
 class RouterRig:
-    """Owned by one event loop. `engines` are those for prefill, then those that decode."""
+    """A router and its engines. `engines` lists prefill engines first, then decode engines."""
 
     def __init__(
         self,
@@ -184,9 +184,9 @@ class RouterRig:
         shares: bool = True,
         **config: Any,
     ) -> None:
-        """`config`: the router's, sections beside or instead of QUICK's values.
+        """`config`: the router's sections; values of QUICK apply where they are missing.
 
-        Not `shares`: each engine has a pool of its own.
+        `shares` False: each engine has a pool of its own.
         """
         self.pool = ScriptedPool()
         self.spec = spec
@@ -195,7 +195,7 @@ class RouterRig:
             for _ in range(prefill + decode)
         ]
         self.reference = ScriptedEngine(spec, None)
-        """One that nobody disturbs, which knows no pool."""
+        """An engine without pool and faults, for reference answers."""
         self._roles = ["prefill"] * prefill + ["decode"] * decode
         self._config = config | {
             name: {**section, **config.get(name, {})} for name, section in QUICK.items()
@@ -231,8 +231,8 @@ class RouterRig:
             await self._close()
 
     async def _close(self) -> None:
-        """Close everything, whatever fails: `run` refuses what stays open."""
-        async with contextlib.AsyncExitStack() as ends:  # the last first
+        """Close everything, even if a close fails: `run` rejects handles that stay open."""
+        async with contextlib.AsyncExitStack() as ends:  # in reverse order
             ends.push_async_callback(asyncio.sleep, 0)
             for engine in (self.reference, *self.engines):
                 ends.push_async_callback(engine.stop)
@@ -250,7 +250,7 @@ class RouterRig:
 
     @property
     def data_plane(self) -> DataPlane:
-        """The router's, where clients come in."""
+        """The router's data plane, which serves clients."""
         assert self.router.data_plane is not None
         return self.router.data_plane
 
@@ -260,11 +260,11 @@ class RouterRig:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """The controller's, of requests."""
+        """The controller's counts of request events."""
         return self.router.controller.state.counts.events
 
     async def start_router(self, *, waits: bool = True) -> None:
-        """One more; the one before runs on."""
+        """Start another router; earlier routers keep running."""
         replicas = [
             {"id": name, "url": engine.url, "role": role}
             for name, engine, role in zip(self.ids, self.engines, self._roles, strict=True)
@@ -275,12 +275,12 @@ class RouterRig:
             await self.serving()
 
     def state(self, number: int) -> State | None:
-        """Of a replica; None once it is forgotten."""
+        """Return the state of a replica, or None if the controller has forgotten it."""
         replica = self.router.controller.state.fleet.get(ReplicaId(self.ids[number]))
         return replica.state if replica is not None else None
 
     async def serving(self) -> None:
-        """Wait until all replicas serve and have told their metrics."""
+        """Wait until all replicas serve and the controller has their metrics."""
         state = self.router.controller.state
         await self.until(
             lambda: all(self.state(number) in SERVING for number in range(len(self.engines))),
@@ -294,7 +294,7 @@ class RouterRig:
         await self.until(lambda: self.state(number) in states, f"{self.ids[number]} is {states}")
 
     async def until(self, is_so: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
-        """Wait for something; TimeoutError names it."""
+        """Wait for a condition. TimeoutError names `what`."""
         end = time.monotonic() + limit_s
         while not is_so():
             if time.monotonic() > end:
@@ -302,14 +302,14 @@ class RouterRig:
             await asyncio.sleep(POLL_S)
 
     def describe(self) -> str:
-        """Where all stand, for messages."""
+        """Return the states of replicas and requests, for error messages."""
         state = self.router.controller.state
         fleet = {each.replica_id: each.state.value for each in state.fleet}
         phases = {name: each.phase.value for name, each in state.requests.items()}
         return f"{fleet} {phases} {dict(state.counts.events)}"
 
     async def check_idle(self) -> None:
-        """Nothing is left of what was asked; waits for what is just ending."""
+        """Assert that no request, call or block is left; wait for exchanges that are ending."""
         state = self.router.controller.state
         await self.until(lambda: not self.router._open, "no exchanges are left")
         check_controller(self.router.controller)
@@ -326,11 +326,11 @@ class RouterRig:
     # Engines
 
     def kill(self, number: int) -> None:
-        """The process ends at once; its port refuses."""
+        """End an engine's process at once; its port then refuses connections."""
         self.engines[number].fail(Fault(kind=FaultKind.DIE))
 
     def restart(self, *numbers: int) -> None:
-        """They are there again, by and by, and have no fault."""
+        """Clear the faults of engines and let them start again, without waiting for it."""
         for number in numbers:
             self.engines[number].recover()
 
@@ -345,9 +345,10 @@ class RouterRig:
 
     @contextlib.asynccontextmanager
     async def played(self, *answers: Answer, then_engines: bool = False) -> AsyncIterator[Heard]:
-        """What the replicas are asked for is answered by a player, but not their watch.
+        """Let a player answer the requests to replicas; health checks still reach the engines.
 
-        `then_engines`: once each answer has been played, the engines answer again.
+        Yields the requests that the player received. `then_engines`: once each answer has been
+        played, the engines answer again.
         """
 
         def count(number: int) -> None:
@@ -365,7 +366,7 @@ class RouterRig:
             replica.spec = replace(replica.spec, url=url or engine.url)
 
     def holders(self) -> list[int]:
-        """Engines that have a request in hand."""
+        """Return the numbers of engines with unfinished requests."""
         return [
             number
             for number, engine in enumerate(self.engines)
@@ -375,7 +376,7 @@ class RouterRig:
     # Clients
 
     def body(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A request with what most have."""
+        """Return a request body with defaults for the model, temperature and length."""
         return {"model": self.spec.model, "temperature": 0, "max_tokens": 16, **body}
 
     async def ask(
@@ -386,7 +387,7 @@ class RouterRig:
         headers: Mapping[str, str] | None = None,
         at: ScriptedEngine | None = None,
     ) -> Reply:
-        """Ask the router, or an engine itself. `body`: bytes, or a value to be sent as JSON."""
+        """Send a request to the router, or to engine `at`. `body`: bytes, or a value for JSON."""
         url = (at.url if at is not None else self.url) + path
         given = {"data": body} if isinstance(body, bytes) else {"json": body}
         asked_s = time.monotonic()
@@ -408,11 +409,11 @@ class RouterRig:
         headers: Mapping[str, str] | None = None,
         at: ScriptedEngine | None = None,
     ) -> Reply:
-        """Ask for an answer in one piece, or as the body says."""
+        """Request a completion, in one piece unless the body asks for a stream."""
         return await self.ask("POST", path, self.body(body), headers, at)
 
     async def direct(self, body: Mapping[str, Any], path: str = COMPLETIONS) -> Reply:
-        """What the engine says that nobody disturbs."""
+        """Return the reference engine's answer."""
         return await self.complete(body, path, at=self.reference)
 
     async def whole(
@@ -422,7 +423,7 @@ class RouterRig:
         headers: Mapping[str, str] | None = None,
         what: str = "",
     ) -> Reply:
-        """Ask for an answer that must be what one engine alone would have said."""
+        """Request an answer, and assert that it equals a single engine's."""
         direct = await self.direct(body, path)
         reply = await self.complete(body, path, headers)
         assert_whole(reply, direct, what)
@@ -435,11 +436,11 @@ class RouterRig:
         headers: Mapping[str, str] | None = None,
         at: ScriptedEngine | None = None,
     ) -> Reply:
-        """Ask for a stream and read it to its end."""
+        """Request a stream and read it to its end."""
         return await self.complete({"stream": True, **body}, path, headers, at)
 
     async def told(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """All bytes of an answer, as they come, up to where it ends or breaks off."""
+        """Return the bytes of an answer, up to its end or the point where the connection breaks."""
         told = b""
         with contextlib.suppress(aiohttp.ClientPayloadError):
             async with self.session.post(self.url + path, json=self.body(body)) as got:
@@ -448,12 +449,12 @@ class RouterRig:
         return told
 
     async def raw(self, data: bytes) -> bytes:
-        """Send bytes to the router; all that comes until it closes the connection."""
+        """Send bytes to the router, and return all bytes until it closes the connection."""
         client = await self.connect()
         client.send(data)
         return await client.rest()
 
     async def connect(self) -> RawClient:
-        """A connection to the router for a client with bad manners; closed with the rig."""
+        """Open a connection for a client that violates HTTP. The rig closes it."""
         self._clients.append(await RawClient.connect(self.router.front_port))
         return self._clients[-1]

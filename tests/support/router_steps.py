@@ -1,6 +1,6 @@
-"""A router's controller stepped by hand: short names for events, a clock that is told.
+"""A router's controller stepped by hand: short names for events, and a clock under control.
 
-After every step all that always holds is checked.
+The invariants are checked after every step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,13 +42,13 @@ BLOCK_SIZE = 16
 
 
 def spec(replica_id: str, *, is_started: bool = False) -> ReplicaSpec:
-    """An engine at an address of its own; `is_started`: with commands that start and stop it."""
+    """Return an engine's spec. `is_started`: with commands that start and stop the engine."""
     commands = {"start": ("start",), "stop": ("stop",)} if is_started else {}
     return ReplicaSpec(replica_id=ReplicaId(replica_id), url=f"http://{replica_id}", **commands)
 
 
 def ask(request_id: str, tokens: int = 1000, output: int = 100, **more: Any) -> RequestSpec:
-    """A request; long enough to be computed apart, unless told otherwise. `more`: fields."""
+    """Return a request, by default long enough for a separate prefill. `more`: other fields."""
     made = RequestSpec(
         request_id=RequestId(request_id), prompt_tokens=tokens, max_output_tokens=output
     )
@@ -56,7 +56,7 @@ def ask(request_id: str, tokens: int = 1000, output: int = 100, **more: Any) -> 
 
 
 class Steps:
-    """Owned by a test."""
+    """A controller and its clock. Owned by a test."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class Steps:
         self.now = 0.0
         self.history: list[Action] = []
         self._num_started = 0
-        for number in range(1, spares + 1):  # engines that can be started
+        for number in range(1, spares + 1):  # inactive engines that the router can start
             self.step(Added(spec=spec(f"s-{number}", is_started=True)))
 
     def step(self, event: Event, after: float = 0.0) -> list[Action]:
-        """An event, so many seconds after the one before; the actions.
+        """Post an event `after` seconds after the one before, and return the actions.
 
-        `Decode` is without what it says of the request's past, which `history` has.
+        Returned `Decode` actions omit the request's past; those in `history` are complete.
         """
         self.now += after
         actions = self.controller.step(event, self.now)
@@ -95,19 +95,19 @@ class Steps:
     # Replicas
 
     def serve(self, replica_id: str, role: Role, *, blocks: int = 1000) -> None:
-        """An engine that runs already is added, is found healthy, and says how large it is."""
+        """Add a running engine, report it as healthy, and report its capacity."""
         self.step(Added(spec=spec(replica_id), role=role))
         self.loaded(replica_id)
         self.measure(replica_id, blocks=blocks)
 
     def start(self, role: Role) -> list[Action]:
-        """Add an engine that is to be started: `n-1` at first."""
+        """Add an engine that the router starts: `n-1` first, then `n-2`."""
         self._num_started += 1
         made = spec(f"n-{self._num_started}", is_started=True)
         return self.step(Added(spec=made, role=role))
 
     def fleet(self, *, prefill: str = "", decode: str = "") -> None:
-        """Engines that serve: `fleet(prefill="a b", decode="c")`."""
+        """Add serving engines: `fleet(prefill="a b", decode="c")`."""
         for replica_id in prefill.split():
             self.serve(replica_id, Role.PREFILL)
         for replica_id in decode.split():
@@ -190,7 +190,7 @@ class Steps:
             )
         )
 
-    # What has come of it
+    # Results
 
     def replica(self, replica_id: str) -> Replica:
         return self.controller.state.fleet[ReplicaId(replica_id)]
@@ -202,12 +202,12 @@ class Steps:
         return {each.replica_id: each.state for each in self.controller.state.fleet}
 
     def phase(self, request_id: str) -> Phase | None:
-        """None: it has ended."""
+        """Return a request's phase, or None if it has ended."""
         request = self.controller.state.requests.get(RequestId(request_id))
         return request.phase if request else None
 
     def place(self, request_id: str) -> str:
-        """The replica that has it."""
+        """Return the replica that has the request."""
         replica = self.controller.state.requests[RequestId(request_id)].replica
         assert replica is not None
         return replica

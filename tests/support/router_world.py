@@ -1,10 +1,10 @@
 """A cluster in virtual time around a router's controller: engines, clients, a driver, faults.
 
-`World` performs the controller's actions as the router's loop does, and tells it what comes of
-them; `Calls` has the clients' requests and the calls to engines that they lead to, `Watch` what is
-seen of engines. Every call ends with exactly one event, also when it was aborted: an account fails
-an assertion if a request has two calls at a time, ends twice, or is begun again after its end.
-Hours without anything to do cost next to nothing: metrics are then asked for rarely.
+`World` performs the controller's actions like the router's loop, and posts the resulting events.
+`Calls` holds the clients' requests and the engine calls for them. `Watch` holds the engines and
+their health checks and metrics. Every call ends with exactly one event, even if it was aborted.
+Assertions fail if a request has two calls of a kind at a time, ends twice, or begins again after
+its end. Idle hours cost next to nothing: metrics are then scraped rarely.
 """
 
 import heapq
@@ -50,44 +50,46 @@ from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import LOADING, ReplicaId, Role
 
 EXPECT_MS, LONG_MS = 10_000, 600_000
-"""How long a decoder waits for a prompt that is computed, and for one that is being computed."""
+"""Time that a decoder waits for chunks: of a finished prefill, and of a prefill in progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """Of networks, clients and those who watch engines."""
+    """Delays, timeouts and failure rates of the network, the clients and the health checks."""
 
     tick_s: float = 0.25
-    """Between two ticks, unless there is nothing to do."""
+    """Interval between ticks while the cluster is not idle."""
     scrape_s: float = 1.0
     quiet_scrape_s: float = 60.0
-    """While there is nothing to do, nor was there for `quiet_after_s`."""
+    """Interval between scrapes after the cluster was idle for `quiet_after_s`."""
     quiet_after_s: float = 20.0
     lag_s: float = 0.3
-    """Metrics are up to so old when they come."""
+    """Maximum age of metrics when they arrive."""
     lost_share: float = 0.02
-    """Of all metrics."""
+    """Share of scrapes that are lost."""
     load_timeout_s: float = 120.0
     load_fails_share: float = 0.0
-    """Of engines that are started."""
+    """Share of loads that fail although the engine is healthy."""
     warm_timeout_s: float = 60.0
     silence_s: float = 60.0
-    """A call to an engine that has hung ends after so long."""
+    """Time after which a call to a hung engine fails."""
     failed_share: float = 0.0
-    """Of all calls, though the engine lives."""
+    """Share of calls that fail although the engine is alive."""
     rejected_share: float = 0.0
     hopeless_share: float = 0.0
     late_answer_share: float = 0.3
-    """Of loads that are given up, those whose answer was under way already."""
+    """Share of abandoned loads whose result still arrives."""
     wake_s: float = 2.0
-    """Until an engine that was asleep answers."""
+    """Time from a load until a sleeping engine answers."""
     holds_for_new: bool = False
-    """The way of those who scale without taking over: each loading prefill replica is given its
-    share of what arrives, which waits until it is loaded."""
+    """Model an autoscaler without live takeover.
+
+    Each loading prefill replica gets its share of new requests, which wait until it is loaded.
+    """
 
 
 class Timeline:
-    """What is going to happen, and chance. Everything in a world shares one."""
+    """The agenda of future events, and the random generator. All parts of a world share one."""
 
     def __init__(self, seed: int) -> None:
         self.now = 0.0
@@ -96,7 +98,7 @@ class Timeline:
         self._entries = 0
 
     def at(self, when: float, what: Callable[[], None]) -> None:
-        """Do something later."""
+        """Schedule a function at a time."""
         self._entries += 1
         heapq.heappush(self._agenda, (max(when, self.now), self._entries, what))
 
@@ -104,20 +106,20 @@ class Timeline:
         self.at(self.now + seconds, what)
 
     def due(self) -> float:
-        """When something happens next."""
+        """Return the time of the next event."""
         return self._agenda[0][0] if self._agenda else float("inf")
 
     def pop(self) -> Callable[[], None]:
         return heapq.heappop(self._agenda)[2]
 
     def moment(self) -> float:
-        """Seconds; a network's."""
+        """Return a random network delay in seconds."""
         return 0.0005 + self.chance.random() * 0.01
 
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """One request, as its client sees it."""
+    """A request as its client sees it."""
 
     ask: RequestSpec
     arrived: float
@@ -125,11 +127,11 @@ class Client:
     received: int = 0
     first_token: float | None = None
     fate: str = ""
-    """How it has ended."""
+    """Outcome of the request; empty until its end."""
 
 
 class Calls:
-    """Owned by a world."""
+    """The clients' requests, and the calls to engines for them. Owned by a world."""
 
     def __init__(
         self,
@@ -143,14 +145,14 @@ class Calls:
         self._engines = engines
         self._post = post
         self.clients: dict[RequestId, Client] = {}
-        """Those whose requests have not ended."""
+        """Clients whose requests have not ended."""
         self.live: dict[tuple[RequestId, bool], Call] = {}
-        """By request, and whether the call computes its prompt."""
+        """Calls in progress, by request and `is_prefill`."""
         self.fates: Counter[str] = Counter()
         self.num_early = 0
-        """Decoders that were asked while a prompt was computed."""
+        """Number of decodes sent while the prompt was being computed."""
         self.waits: list[tuple[float, float]] = []
-        """When a request arrived, and how long its first token took."""
+        """Arrival time of each request, and the delay of its first token."""
         self.pool = ScriptedPool()
 
     # Requests
@@ -163,7 +165,7 @@ class Calls:
         return client
 
     def finish(self, client: Client, fate: str) -> None:
-        """A request ends, once."""
+        """End a request. A request ends only once."""
         assert client.fate == "", f"{client.ask.request_id} was {client.fate}, is {fate}"
         client.fate = fate
         self.fates[fate] += 1
@@ -172,15 +174,15 @@ class Calls:
         request_id = client.ask.request_id
         del self.clients[request_id]
         prompt = self.of(request_id, is_prefill=True)
-        if prompt is not None:  # nobody needs it any more
+        if prompt is not None:  # the request has ended without it
             self._timeline.after(0.0, lambda: self.drop(prompt, Outcome.CANCELLED))
 
     def lose_pool(self) -> None:
-        """It is down, and empty when it is back."""
+        """Take the pool down and empty it."""
         self.pool.up = False
         self.pool.clear()
 
-    # What the controller wants done
+    # The controller's actions
 
     def prefill(self, request_id: RequestId, replica: ReplicaId) -> None:
         client = self.clients[request_id]
@@ -219,7 +221,7 @@ class Calls:
         )
 
     def of(self, request_id: RequestId, *, is_prefill: bool) -> Call | None:
-        """The call of a request that computes its prompt, or the one that answers, if any."""
+        """Return the prefill or decode call of a request, or None."""
         return self.live.get((request_id, is_prefill))
 
     def abort(self, request_id: RequestId, replica: ReplicaId) -> None:
@@ -239,7 +241,7 @@ class Calls:
         self._timeline.after(self._timeline.moment(), lambda: self._send(call, engine))
 
     def _send(self, call: Call, engine: Engine) -> None:
-        """The engine gets it, or does not."""
+        """Deliver a call to its engine, or fail it."""
         now, habits, draw = self._timeline.now, self._habits, self._timeline.chance.random()
         if call.outcome is not None:
             return
@@ -264,7 +266,7 @@ class Calls:
         self.ended(call)
 
     def watch_silence(self, call: Call, engine: Engine) -> None:
-        """An engine has hung."""
+        """Fail a call if its engine still hangs after `silence_s`."""
 
         def give_up() -> None:
             if engine.is_hung:
@@ -273,24 +275,24 @@ class Calls:
         self._timeline.after(self._habits.silence_s, give_up)
 
     def drop(self, call: Call, outcome: Outcome) -> None:
-        """A call ends before it is done, if it has not ended just now."""
+        """End a call before it is complete, unless it has just ended."""
         if call.outcome is not None:
             return
         engine = self._engines[call.spec.replica_id]
         if call in engine.calls:
             engine.drop(call, outcome, self._timeline.now)
             self.wake(engine)
-        else:  # on its way there
+        else:  # the engine does not have the call yet
             self._refuse(call, outcome)
 
-    # What comes of it
+    # Results of calls
 
     def wake(self, engine: Engine) -> None:
-        """See to it that an engine is told the time when something is due."""
+        """Schedule the engine's next `tell`."""
         due = engine.due()
 
         def tell() -> None:
-            if engine.due() <= due:  # else it has a later entry
+            if engine.due() <= due:  # otherwise a later entry is scheduled
                 engine.tell(self._timeline.now)
                 self.wake(engine)
 
@@ -298,7 +300,7 @@ class Calls:
             self._timeline.at(due, tell)
 
     def began(self, call: Call) -> None:
-        """An engine has brought a first token."""
+        """Report the first token of a call."""
 
         def post() -> None:
             client = self.clients.get(call.ask.request_id)
@@ -310,7 +312,7 @@ class Calls:
         self._timeline.after(0.0, post)
 
     def ended(self, call: Call) -> None:
-        """An engine has done with a call."""
+        """Report the end of a call."""
         is_ok = call.outcome is Outcome.OK
         delay_s = 0.0 if is_ok else self._timeline.moment()
         self._timeline.after(delay_s, lambda: self._answer(call))
@@ -345,7 +347,7 @@ class Calls:
         is_saved = outcome is Outcome.OK and self.pool.is_up()
         waiting = self.of(call.ask.request_id, is_prefill=False)
         if waiting is not None and waiting.expect_tokens == EVERYTHING:
-            # Its engine hears of it, too; where all is stored, it hears that all is.
+            # The decoder learns of the end, too: either its chunks will come, or its wait is over.
             engine = self._engines[waiting.spec.replica_id]
             engine.hears(waiting, self._timeline.now, EXPECT_MS if is_saved else 0)
             self.wake(engine)
@@ -372,7 +374,7 @@ class _Loading:
 
 
 class Watch:
-    """Owned by a world; owns its engines."""
+    """The health checks and metrics of engines, and the engines themselves. Owned by a world."""
 
     def __init__(
         self, timeline: Timeline, habits: Habits, kind: ScriptedSpec, post: Callable[[Event], None]
@@ -384,20 +386,20 @@ class Watch:
         self.engines: dict[ReplicaId, Engine] = {}
         self.calls = Calls(timeline, habits, self.engines, post)
         self._up_at: dict[ReplicaId, float] = {}
-        """When engines that are down are up again by themselves."""
+        """Time at which each stopped or sleeping engine answers again."""
         self._loads: dict[ReplicaId, _Loading] = {}
         self._missed: Counter[ReplicaId] = Counter()
 
     def add(
         self, spec: ReplicaSpec, *, is_up: bool = True, kind: ScriptedSpec | None = None
     ) -> Engine:
-        """An engine; the controller is not told."""
+        """Make an engine, without telling the controller."""
         calls = self.calls
         engine = Engine(spec, kind or self._kind, calls.pool, calls.began, calls.ended, is_up=is_up)
         self.engines[spec.replica_id] = engine
         return engine
 
-    # What the controller wants done
+    # The controller's actions
 
     def load(self, spec: ReplicaSpec) -> None:
         self._supersede(spec.replica_id)
@@ -411,7 +413,7 @@ class Watch:
         self._timeline.after(self._timeline.moment(), lambda: self._ask(engine, loading))
 
     def start_after(self, engine: Engine, seconds: float) -> None:
-        """Its process is there, or awake, so much later."""
+        """Start or wake the engine after this many seconds."""
         replica, at = engine.spec.replica_id, self._timeline.now + seconds
         self._up_at[replica] = at
 
@@ -475,10 +477,10 @@ class Watch:
         else:
             engine.is_asleep = True
 
-    # What is seen of engines
+    # Metrics and health checks
 
     def look(self, replica: ReplicaId) -> None:
-        """Ask for its metrics."""
+        """Scrape the metrics of a replica; report it as failed after too many misses."""
         engine = self.engines.get(replica)
         if engine is None:
             return
@@ -505,7 +507,7 @@ class Watch:
     # Faults
 
     def crash(self, engine: Engine, restart_s: float) -> None:
-        """Its process ends; others start it again so much later, if the router does not."""
+        """End an engine's process. It restarts after `restart_s`, unless the router starts it."""
         engine.crash(self._timeline.now)
         self.start_after(engine, NEVER if engine.spec.start else restart_s)
 
@@ -518,7 +520,7 @@ class Watch:
         self._change_for(engine, seconds, slowness=slowness)
 
     def refuse(self, engine: Engine, seconds: float) -> None:
-        """It refuses new work."""
+        """Let the engine refuse new work for this many seconds."""
         engine.refuses_until = self._timeline.now + seconds
 
     def _change_for(
@@ -534,7 +536,7 @@ class Watch:
 
 
 class World:
-    """Owned by a test or a benchmark. All in it follows from its arguments."""
+    """A simulated cluster. Its arguments determine all events. Owned by a test or a benchmark."""
 
     def __init__(
         self,
@@ -545,7 +547,7 @@ class World:
         habits: Habits | None = None,
         check_every: int = 1,
     ) -> None:
-        """`check_every`: steps from one check of the controller to the next; 0: it has none."""
+        """`check_every`: number of steps between two checks of the controller; 0: no checks."""
         self.controller = controller
         self.habits = habits or Habits()
         self.timeline = Timeline(seed)
@@ -553,7 +555,7 @@ class World:
         self.calls = self.watch.calls
         self.num_steps = 0
         self.after_steps: list[Callable[[], None]] = []
-        """Called after each step."""
+        """Functions called after each step."""
         self._check_every = check_every
         self._held: dict[ReplicaId, list[Client]] = {}
         self._stirred_at = self._scraped_at = self._ticked_at = 0.0
@@ -565,7 +567,7 @@ class World:
     # Time
 
     def run(self, seconds: float) -> None:
-        """Let so much time pass."""
+        """Let this many seconds of virtual time pass."""
         timeline, end = self.timeline, self.now + seconds
         while True:
             habits, is_quiet = self.habits, self.is_quiet()
@@ -586,17 +588,17 @@ class World:
             self.post(Tick())
 
     def is_quiet(self) -> bool:
-        """Whether there is nothing to do, nor was there for a while."""
+        """Return True if the cluster has been idle for `quiet_after_s`."""
         return self.now - self._stirred_at > self.habits.quiet_after_s
 
     def stir(self) -> None:
-        """Something is about to happen."""
+        """Mark the cluster as busy."""
         self._stirred_at = self.now
 
     # The loop of the router
 
     def post(self, event: Event) -> None:
-        """Tell the controller, and do what it wants done."""
+        """Post an event to the controller and perform its actions."""
         fleet = self.controller.state.fleet
         moves = fleet.counts.total()
         actions = self.controller.step(event, self.now)
@@ -618,7 +620,7 @@ class World:
             each()
 
     def ask_admin(self, event: Event) -> bool:
-        """What a person asks for; False if it cannot be."""
+        """Post an operator's command. Return False if the controller rejects it."""
         before = self._what_holds()
         try:
             self.post(event)
@@ -668,7 +670,7 @@ class World:
         is_started: bool = False,
         kind: ScriptedSpec | None = None,
     ) -> Engine:
-        """An engine is added to the router; `is_started`: which starts and ends it."""
+        """Add an engine to the router. `is_started`: the router starts and stops the engine."""
         commands = {"start": ("start",), "stop": ("stop",)} if is_started else {}
         spec = ReplicaSpec(replica_id=ReplicaId(replica_id), url=f"http://{replica_id}", **commands)
         engine = self.watch.add(spec, is_up=is_up)
@@ -676,7 +678,7 @@ class World:
         return engine
 
     def arrive(self, ask: RequestSpec, output_tokens: int) -> Client:
-        """A client asks, now."""
+        """Let a client send a request now."""
         client = self.calls.arrive(ask, output_tokens)
         loading = self._share_of_new() if self.habits.holds_for_new else None
         if loading is not None:
@@ -687,7 +689,7 @@ class World:
         return client
 
     def cancel(self, request_id: RequestId) -> None:
-        """A client goes, if it is still there."""
+        """Cancel a request if it has not ended."""
         client = self.calls.clients.get(request_id)
         if client is not None:
             self.calls.finish(client, "cancelled")
@@ -697,7 +699,7 @@ class World:
                 self.calls.abort(request_id, answering.spec.replica_id)
 
     def _share_of_new(self) -> ReplicaId | None:
-        """The loading prefill replica that one more request is for, if it is one's turn."""
+        """Return the loading prefill replica whose turn the next request is, or None."""
         fleet = self.controller.state.fleet
         loading = [r.replica_id for r in fleet.in_states(LOADING) if r.role is Role.PREFILL]
         places = [*loading, *(each.replica_id for each in fleet.prefillers())]
@@ -705,7 +707,7 @@ class World:
         return place if place in loading else None
 
     def _let_go(self) -> None:
-        """What was held for replicas that do not load any more arrives."""
+        """Send the requests that were held for replicas that no longer load."""
         fleet = self.controller.state.fleet
         for replica_id in list(self._held):
             replica = fleet.get(replica_id)

@@ -1,17 +1,21 @@
-"""The one model of an engine: what a step computes, how long it takes, what caches and pool have.
+"""The engine model: what a step computes, how long it takes, what caches and the pool hold.
 
-Continuous batching as vLLM's scheduler does it: running sequences first, each one token or the
-next part of its prompt, then waiting ones in the order of their arrival, all within one budget of
-tokens and the blocks that are free. When running sequences need more, the newest is preempted and
-computed again. Waiting sequences look up their prefix in the own cache and in the pool; what the
-pool alone has is loaded beside the steps. `ScriptedPool` is one for the engines of a process,
-`DirectoryPool` for those of several: one empty file a chunk.
+`Batch` schedules like vLLM's continuous batching. A step first serves running sequences: each
+computes one token or the next part of its prompt. Waiting sequences follow in the order of arrival.
+One token budget and the free blocks limit the step. If a running sequence lacks blocks, the newest
+running sequence is preempted and computed again later. Waiting sequences look up their prefix in
+the engine's own cache and in the pool. Tokens that only the pool has are loaded asynchronously.
+
+`ScriptedPool` is shared by the engines of one process. `DirectoryPool` is shared by engines of
+several processes; it holds one empty file per chunk.
 
 `scripted_core` performs the steps in real time behind HTTP, `router_engines` in virtual time.
 
-Simpler than vLLM: equal prefixes do not share blocks, the own cache keeps as many tokens as there
-are blocks, whoever uses them, and the pool evicts nothing. Pure but for the directory: time comes
-in. `check` holds after each call. One thread at a time.
+Simpler than vLLM: sequences with equal prefixes do not share blocks. The own cache keeps as many
+tokens as the engine's blocks hold, even while the blocks are in use. The pool evicts nothing.
+
+Callers pass the time, and only `DirectoryPool` does I/O. `check` holds after each call. Not
+thread-safe.
 """
 
 import hashlib
@@ -30,15 +34,15 @@ HASH_BYTES = 16
 
 
 class Chain(Protocol):
-    """Names of a sequence's chunks; equal names stand for equal tokens up to a chunk's end."""
+    """Names of a sequence's chunks. Equal names stand for equal tokens up to the chunk's end."""
 
     def hashes(self, tokens: Tokens[int], num_tokens: int) -> list[bytes]:
-        """The names of the whole chunks of the first `num_tokens`, of which none ever changes."""
+        """Return the names of the whole chunks in the first `num_tokens`. A name never changes."""
         ...
 
 
 class ChunkChain:
-    """Names made of the tokens."""
+    """Chunk names that are hashes of the model, the salt and the tokens."""
 
     def __init__(self, model: str, salt: str, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -60,18 +64,18 @@ class ChunkChain:
 
 
 class ScriptedPool:
-    """A set of chunks. While it is not `up` nothing is found and nothing saved."""
+    """A set of chunks. While it is not `up`, it finds and saves nothing."""
 
     def __init__(self) -> None:
         self.up = True
         self._stored: set[bytes] = set()
 
     def is_up(self) -> bool:
-        """Whether it answers."""
+        """Return True if the pool answers."""
         return self.up
 
     def count(self, hashes: Tokens[bytes]) -> int:
-        """How many of the hashes are stored before the first that is not."""
+        """Return the number of leading hashes that are stored."""
         if not self.is_up():
             return 0
         for number, chunk in enumerate(hashes):
@@ -80,7 +84,7 @@ class ScriptedPool:
         return len(hashes)
 
     def put(self, hashes: Tokens[bytes]) -> int:
-        """Store chunks; how many were taken."""
+        """Store chunks, and return the number of chunks that were accepted."""
         if not self.is_up():
             return 0
         for chunk in hashes:
@@ -88,7 +92,7 @@ class ScriptedPool:
         return len(hashes)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all chunks."""
         self._stored.clear()
 
     def _has(self, chunk: bytes) -> bool:
@@ -99,7 +103,7 @@ class ScriptedPool:
 
 
 class DirectoryPool(ScriptedPool):
-    """The same in a directory, where a file `down` takes it down for all processes."""
+    """A pool in a directory. A file `down` takes it down for all processes."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -120,7 +124,7 @@ class DirectoryPool(ScriptedPool):
         (self._directory / chunk.hex()).touch()
 
 
-POLL_S = 0.005  # how often the pool is asked again for what a sequence expects
+POLL_S = 0.005  # interval of the lookups for expected chunks
 
 
 class Phase(Enum):
@@ -133,7 +137,7 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens and what has been computed of them; all but `tokens` is the batch's own."""
+    """Tokens, and how many are computed. The batch owns every field except `tokens`."""
 
     tokens: list[int]
     options: RequestOptions
@@ -143,9 +147,9 @@ class Sequence:
     phase: Phase = Phase.WAITING
     num_computed: int = 0
     num_blocks: int = 0
-    num_cached: int | None = None  # what did not have to be computed when it first ran
+    num_cached: int | None = None  # tokens found when it was first admitted
     num_saved_chunks: int = 0
-    loaded_s: float = 0.0  # when the load is over
+    loaded_s: float = 0.0  # time at which the load ends
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
@@ -153,18 +157,18 @@ class Sequence:
 
 @dataclass(slots=True)
 class Step:
-    """What one step does: who gets a token at its end, and which chunks may then be saved."""
+    """The work of one step: the sequences that get a token, and the chunks that are complete."""
 
     seconds: float = 0.0
     num_tokens: int = 0
     sampled: list[Sequence] = field(default_factory=list)
     computed_chunks: list[bytes] = field(default_factory=list)
     is_steady: bool = False
-    """Every running sequence decodes one token, and none was preempted."""
+    """True if every running sequence decodes one token, and none was preempted."""
 
 
 class Found(NamedTuple):
-    """Tokens that need not be computed; `stored_chunks` is what the pool has of the sequence."""
+    """Tokens that need no computation; `stored_chunks` is the number of chunks in the pool."""
 
     local: int
     total: int
@@ -175,20 +179,20 @@ class Found(NamedTuple):
 class BatchCounts:
     preemptions: int = 0
     expected: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Prompts with `expect_tokens`, by `expect_from` and outcome."""
+    """Number of prompts with `expect_tokens`, by `expect_from` and outcome."""
     pool_hit_tokens: int = 0
     max_running: int = 0
 
 
 class PrefixCache:
-    """Chunks that the engine has itself, the longest unused leaving first."""
+    """The engine's own cache of chunks, which evicts the least recently used chunk."""
 
     def __init__(self, max_chunks: int) -> None:
         self._max_chunks = max_chunks
         self._chunks: OrderedDict[bytes, None] = OrderedDict()
 
     def count(self, hashes: Tokens[bytes]) -> int:
-        """How many of the hashes it has before the first that it has not."""
+        """Return the number of leading hashes in the cache."""
         for number, chunk in enumerate(hashes):
             if chunk not in self._chunks:
                 return number
@@ -203,7 +207,7 @@ class PrefixCache:
 
 
 class Batch:
-    """All unfinished sequences of an engine."""
+    """The unfinished sequences of an engine."""
 
     def __init__(self, spec: ScriptedSpec, pool: ScriptedPool | None) -> None:
         self._spec = spec
@@ -226,25 +230,25 @@ class Batch:
 
     @property
     def num_waiting(self) -> int:
-        """All that do not run, those that load among them."""
+        """Number of sequences that are not running, including those that load."""
         return len(self.waiting) + len(self.loading) + len(self.loaded)
 
     @property
     def pool_is_up(self) -> bool | None:
-        """None without a pool."""
+        """True if the pool answers; None without a pool."""
         return None if self._pool is None else self._pool.is_up()
 
     @property
     def usage(self) -> float:
-        """The part of the blocks that is taken."""
+        """Share of the blocks in use."""
         return 1 - self.free_blocks / self._spec.kv_blocks
 
     def add(self, sequence: Sequence) -> None:
-        """A request arrives."""
+        """Queue a new sequence."""
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence has finished or is given up; nothing happens if it is gone already."""
+        """Remove a finished or cancelled sequence, unless it has been removed before."""
         if sequence.phase is Phase.GONE:
             return
         match sequence.phase:
@@ -260,11 +264,11 @@ class Batch:
         sequence.phase = Phase.GONE
 
     def saved_tokens(self, sequence: Sequence) -> int:
-        """How many tokens of it are in the pool or on their way there."""
+        """Return the number of the sequence's tokens in the pool or on their way there."""
         return sequence.num_saved_chunks * self._spec.chunk_tokens
 
     def step(self, now: float) -> Step | None:
-        """Choose what to compute; None if there is nothing, until `wake_s` or the next change."""
+        """Choose the next step. None: nothing can be computed before `wake_s` or another change."""
         self._take_loaded(now)
         step = Step()
         preemptions = self.counts.preemptions
@@ -272,7 +276,7 @@ class Batch:
         while index < len(self.running) and step.num_tokens < self._spec.max_num_batched_tokens:
             self._advance(self.running[index], step)
             index += 1
-        # Who was preempted does not come back in the same step, unless nobody else has one.
+        # A preempted sequence does not return in the same step, unless no other sequence runs.
         if preemptions == self.counts.preemptions or not step.num_tokens:
             self._admit_loaded(step)
             self._admit_waiting(now, step)
@@ -288,7 +292,7 @@ class Batch:
         return step
 
     def max_repeats(self, step: Step) -> int:
-        """How often a step may be done again alike, until blocks run out or a chunk is full.
+        """Return how often a step can repeat before blocks run out or a chunk is complete.
 
         Until then nothing changes unless a sequence comes, goes, or `wake_s` is reached.
         """
@@ -300,7 +304,7 @@ class Batch:
         return min(to_chunk, slack + self.free_blocks // len(running) * size)
 
     def repeat(self, step: Step) -> None:
-        """Do a steady step again, once for each token that its sequences have since been given."""
+        """Repeat a steady step, once for each token that its sequences have been given since."""
         for sequence in step.sampled:
             num_new = len(sequence.tokens) - sequence.num_computed
             taken = self._take_blocks(sequence, len(sequence.tokens))
@@ -308,9 +312,10 @@ class Batch:
             self._extend(sequence, num_new, step)
 
     def wake_s(self, now: float) -> float | None:
-        """When, without any change, a step may be possible that was not just before `now`.
+        """Return the time at which a step may become possible without other changes.
 
-        What a sequence expected then may have come since, or its time may be over.
+        By then a load has ended, expected chunks may have arrived, or the wait for them may be
+        over.
         """
         times = [sequence.loaded_s for sequence in self.loading]
         times += [now + POLL_S for each in self.waiting if self._wanted_chunks(each)][:1]
@@ -321,12 +326,12 @@ class Batch:
         return min(missing, self._spec.max_num_batched_tokens - step.num_tokens)
 
     def _has_room(self, step: Step) -> bool:
-        """Whether one more sequence may run."""
+        """Return True if one more sequence may run."""
         is_full = len(self.running) >= self._spec.max_num_seqs
         return not is_full and step.num_tokens < self._spec.max_num_batched_tokens
 
     def _advance(self, sequence: Sequence, step: Step) -> None:
-        """Compute more of a running sequence, or preempt it."""
+        """Compute more of a running sequence; preempt the newest sequences if blocks run out."""
         num_new = self._num_new(sequence, step)
         while not self._take_blocks(sequence, sequence.num_computed + num_new):
             newest = self.running[-1]
@@ -347,7 +352,7 @@ class Batch:
         self._extend(sequence, num_new, step)
 
     def _extend(self, sequence: Sequence, num_new: int, step: Step) -> None:
-        """So much more of it is computed: whole chunks are kept, and saved."""
+        """Count computed tokens, and cache and save the chunks that they complete."""
         before = sequence.num_computed
         sequence.num_computed += num_new
         chunk = self._spec.chunk_tokens
@@ -367,7 +372,7 @@ class Batch:
             sequence.num_saved_chunks = len(hashes)
 
     def _run(self, sequence: Sequence, step: Step) -> bool:
-        """Compute the first part of a sequence; False if there are no blocks for it."""
+        """Compute the first part of a sequence. Return False if blocks are missing."""
         num_new = self._num_new(sequence, step)
         if not self._take_blocks(sequence, sequence.num_computed + num_new):
             return False
@@ -383,7 +388,7 @@ class Batch:
             assert fits, "a load takes the blocks of the whole sequence"
 
     def _admit_waiting(self, now: float, step: Step) -> None:
-        """Let waiting sequences run or load, in their order, as far as all fits."""
+        """Admit waiting sequences in their order, to run or to load, until one does not fit."""
         deferred: list[Sequence] = []
         while self.waiting and self._has_room(step):
             sequence = self.waiting[0]
@@ -399,21 +404,21 @@ class Batch:
                 begins = self._run(sequence, step)
             if not begins:
                 break
-            # Only who runs uses the cache: tries that fail leave its order as it is.
+            # Only admitted sequences count as a use: failed attempts leave the LRU order unchanged.
             self._cache.add(sequence.chain.hashes(sequence.tokens, found.local))
             self._count(sequence, found)
             self.waiting.popleft()
         self.waiting.extendleft(reversed(deferred))
 
     def _wanted_chunks(self, sequence: Sequence) -> int:
-        """How many chunks it may wait for to be in the pool."""
+        """Return the number of chunks that the sequence may wait for in the pool."""
         options = sequence.options
         if self._pool is None or not options.load or sequence.num_cached is not None:
             return 0
         return min(options.expect_tokens, sequence.num_prompt) // self._spec.chunk_tokens
 
     def _expects(self, sequence: Sequence, now: float) -> bool:
-        """Whether it waits until the pool has more of it."""
+        """Return True if the sequence waits for chunks that the pool does not have yet."""
         options, wanted = sequence.options, self._wanted_chunks(sequence)
         if self._pool is None or not wanted:
             return False
@@ -428,13 +433,13 @@ class Batch:
         stored = 0
         if self._pool is not None and sequence.options.load:
             stored = self._pool.count(hashes)
-        # The last token is always computed: what follows it is wanted.
+        # The last token is always computed: it yields the next token.
         local = min(self._cache.count(hashes) * chunk, num_tokens - 1)
         return Found(local, max(local, min(stored * chunk, num_tokens - 1)), stored)
 
     def _load(self, sequence: Sequence, found: Found, now: float) -> bool:
-        """Begin to load; False if there are no blocks for it."""
-        # All that it needs for its first token, so that no load waits for the end of another.
+        """Begin a load. Return False if blocks are missing."""
+        # Take all blocks for the first token, so that no load waits for another to end.
         if not self._take_blocks(sequence, len(sequence.tokens)):
             return False
         seconds = (found.total - found.local) / self._spec.load_tokens_per_s
@@ -483,7 +488,7 @@ class Batch:
         self.counts.preemptions += 1
 
     def check(self) -> None:
-        """What always holds."""
+        """Assert the invariants."""
         kinds = {
             Phase.WAITING: list(self.waiting),
             Phase.LOADING: self.loading,

@@ -1,8 +1,8 @@
-"""The engine behind a scripted server: steps that give tokens to choices, and its metrics.
+"""The engine behind a scripted server: its steps, which give tokens to choices, and its metrics.
 
-Owned by the event loop in which it is made. What a choice says is given to its `on_delta` with
-every token, from the loop of steps and therefore to be taken quickly: None where there is nothing
-to say yet, and last what has a reason to finish. Metrics have the names and texts of vLLM 0.32.
+Owned by the event loop in which it is made. Each token calls the choice's `on_delta` from the loop
+of steps, so the callback must be quick. It gets None if there is no text to send yet. The last
+delta has a finish reason. Metrics have the names and help texts of vLLM 0.32.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ STORE = "scripted"
 
 @dataclass(slots=True)
 class EngineStats:
-    """What an engine has counted since it was started."""
+    """Counters of an engine since its start."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
     saved_bytes: int = 0
     pending_chunks: int = 0
-    """On their way into the pool."""
+    """Chunks on their way into the pool."""
 
 
 _Sample: TypeAlias = tuple[Mapping[str, str], float]
 
 
 def metrics_text(spec: ScriptedSpec, batch: Batch, stats: EngineStats) -> bytes:
-    """The body of GET /metrics: of what vLLM and the pool export, all that a router reads."""
+    """Return the body of GET /metrics: the metrics of vLLM and the pool that a router reads."""
     lines: list[str] = []
     base = {"engine": "0", "model_name": _escaped(spec.model)}
 
@@ -105,8 +105,8 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
-CATCH_UP_S = 0.05  # steps that are later than this are late for good
-SHORTEST_SLEEP_S = 0.0005  # less is not slept but made up for later
+CATCH_UP_S = 0.05  # delay that later steps make up for; more is lost
+SHORTEST_SLEEP_S = 0.0005  # a shorter delay is skipped, and made up for later
 _SEED_BITS = 62
 
 
@@ -115,7 +115,7 @@ OnDelta: TypeAlias = Callable[["Choice", Delta | None], None]
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One sequence that answers a request."""
+    """A sequence that answers a request."""
 
     index: int
     sequence: Sequence
@@ -132,7 +132,7 @@ class Choice:
         return self.sequence.tokens[: self.sequence.num_prompt]
 
     def advance(self) -> Delta | None:
-        """One more token; what there is to say of it: of answers in one piece only the whole."""
+        """Generate a token. Return its delta, or None: without streaming only the last has one."""
         token_id, ask = self.words.next(), self.ask
         self.sequence.tokens.append(token_id)
         self.num_tokens += 1
@@ -153,7 +153,7 @@ class Choice:
         return self._delta(finish_reason, stop_reason)
 
     def abort(self) -> Delta:
-        """The end, by the engine's own decision."""
+        """Return a last delta that says that the engine aborted the choice."""
         return self._delta("abort", None)
 
     def _delta(self, finish_reason: str | None, stop_reason: str | int | None) -> Delta:
@@ -166,31 +166,31 @@ class Choice:
 
 @dataclass(slots=True)
 class EngineCounts:
-    """What happened to an engine in all its lives."""
+    """Counters of an engine over all its restarts."""
 
     received: Counter[str] = field(default_factory=Counter)  # requests by path
     finished: int = 0
-    aborted: int = 0  # by clients that went away
+    aborted: int = 0  # by clients that disconnected
     tokens: int = 0
     max_running: int = 0
     endless_bytes: int = 0  # of endless answers
     deaths: int = 0
-    # Of the last request for tokens: header names in lower case, and the body as it came.
+    # The last request for tokens: header names in lower case, and the raw body.
     last_headers: dict[str, str] = field(default_factory=dict)
     last_body: bytes = b"null"
-    # Of every POST, by path.
+    # The last POST of each path.
     headers_of: dict[str, dict[str, str]] = field(default_factory=dict)
     body_of: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def asked(self) -> dict[str, Any]:
-        """The last body."""
+        """The decoded body of the last request for tokens."""
         asked: dict[str, Any] = msgspec.json.decode(self.last_body)
         return asked
 
 
 class EngineCore:
-    """One life of an engine process: computes what is submitted at the speed of the spec."""
+    """An engine process from start to end: computes requests at the speed of the spec."""
 
     def __init__(self, spec: ScriptedSpec, pool: ScriptedPool | None, counts: EngineCounts) -> None:
         self.batch = Batch(spec, pool)
@@ -208,14 +208,14 @@ class EngineCore:
         self._task = self._loop.create_task(self._run())
 
     def stop(self) -> None:
-        """Forget all that is under way, what was still to be put into the pool included."""
+        """Drop all work in progress, including chunks on their way into the pool."""
         self._task.cancel()
         for put in self._puts.values():
             put.cancel()
         self._puts.clear()
 
     def submit(self, ask: Ask, on_delta: OnDelta) -> list[Choice]:
-        """Queue what a request asks for: of each prompt as many choices as it wants."""
+        """Queue `n` choices for each prompt of a request."""
         choices: list[Choice] = []
         for prompt, max_tokens in zip(ask.prompts, ask.max_tokens, strict=True):
             for _ in range(ask.n):
@@ -255,7 +255,7 @@ class EngineCore:
         )
 
     def abort(self, choices: Iterable[Choice]) -> bool:
-        """Give up what has not finished; whether there was any."""
+        """Remove unfinished choices. Return True if there were any."""
         left = [choice for choice in choices if self._choices.pop(choice.sequence, None)]
         for choice in left:
             self.batch.remove(choice.sequence)
@@ -263,24 +263,24 @@ class EngineCore:
         return bool(left)
 
     def freeze(self, frozen: bool) -> None:
-        """Stop computing, or go on."""
+        """Stop computing, or resume."""
         self._is_frozen = frozen
         self._changed.set()
 
     def sleep(self, level: int, mode: str) -> None:
-        """Go to sleep: `abort` ends what is under way, `keep` lets it wait."""
+        """Go to sleep. Mode `abort` ends unfinished choices, `keep` lets them wait."""
         self.sleep_level = level
         for choice in list(self._choices.values()) if mode == "abort" else []:
             self._retire(choice)
             choice.on_delta(choice, choice.abort())
 
     def wake(self) -> None:
-        """Go on computing."""
+        """Resume computing after `sleep`."""
         self.sleep_level = None
         self._changed.set()
 
     def saved_tokens(self, choice: Choice) -> dict[str, dict[str, Any]] | None:
-        """What the connector answers of a finished request."""
+        """Return the connector's parameters for a finished request, or None if nothing is saved."""
         if self._pool is None or not choice.ask.options.save:
             return None
         answer: dict[str, Any] = {"tokens": self.batch.saved_tokens(choice.sequence)}
@@ -312,7 +312,7 @@ class EngineCore:
             self._finish(step)
 
     async def _wait(self) -> None:
-        """Until something changes or the batch says so."""
+        """Wait for a change, or until the batch's `wake_s`."""
         self._changed.clear()
         timer = None
         wake_s = None if self._is_paused else self.batch.wake_s(self._now_s())
@@ -324,7 +324,7 @@ class EngineCore:
             timer.cancel()
 
     def _finish(self, step: Step) -> None:
-        """The step is over: its tokens are there, and its chunks are on their way."""
+        """Finish a step: deliver its tokens, and send its chunks to the pool."""
         self._counts.max_running = max(self._counts.max_running, self.batch.counts.max_running)
         if step.computed_chunks:
             self._num_puts += 1
@@ -333,7 +333,7 @@ class EngineCore:
                 self._spec.put_s, self._put, self._num_puts, step.computed_chunks
             )
         for sequence in step.sampled:
-            if sequence.phase is Phase.RUNNING:  # and not given up in the meantime
+            if sequence.phase is Phase.RUNNING:  # and not removed during the step
                 self._give_token(self._choices[sequence])
 
     def _give_token(self, choice: Choice) -> None:

@@ -1,11 +1,11 @@
 """A vLLM engine that computes nothing: its OpenAI server, its timing and its ways to fail.
 
-For tests, benchmarks and demos of what stands in front of engines. One event loop carries many;
-`python -m tests.support.scripted_engine --port 8000 --count 4` runs some in a process. What
-it says is in `scripted_words`, when in `scripted_batch`, and how in `scripted_protocol`.
+For tests, benchmarks and demos of routers and other clients of engines. One event loop can run many
+engines. `python -m tests.support.scripted_engine --port 8000 --count 4` runs four in a process.
+`scripted_words` generates the text, `scripted_batch` the timing, `scripted_protocol` the bodies.
 
-An engine keeps its port from `start` to `stop`, also while it does not listen: then connections
-are refused. Owned by one event loop; nothing here blocks.
+An engine keeps its port from `start` to `stop`. While it does not listen, connections are refused.
+Owned by one event loop; no call here blocks.
 """
 
 import argparse
@@ -29,7 +29,7 @@ HOST = "127.0.0.1"
 BACKLOG = 2048
 MAX_BODY_BYTES = 1 << 30
 SHUTDOWN_S = 1.0
-ABORT_AFTER_S = 0.1  # what has been written may leave; then the connection is gone
+ABORT_AFTER_S = 0.1  # time for pending output before the connection is aborted
 
 
 def _make_request(
@@ -49,16 +49,16 @@ def _bound(host: str, port: int, is_shared: bool) -> socket.socket:
 
 
 class Listener:
-    """A port of ours, and the server that listens there now and then.
+    """A reserved port, and a server that can open and close at this port.
 
-    A second socket is bound to it and never listens: so nobody else gets the port, and connections
-    are refused while the server is closed. OSError if another one has the port.
+    A second socket is bound to the port and never listens. No other process can take the port, and
+    connections are refused while the server is closed. OSError if the port is in use.
     """
 
     def __init__(self, handler: Handler, host: str, port: int, keep_alive_s: float) -> None:
         self.host = host
         if port:
-            _bound(host, port, is_shared=False).close()  # a shared one would not be refused
+            _bound(host, port, is_shared=False).close()  # a shared socket would not be refused
         self._claim = _bound(host, port, is_shared=True)
         self.port: int = self._claim.getsockname()[1]
         self._web = web.Server(
@@ -75,24 +75,24 @@ class Listener:
         return self._server is not None
 
     async def open(self) -> None:
-        """Listen; nothing happens if it does."""
+        """Listen, if the server does not listen yet."""
         if self._server is None:
             loop = asyncio.get_running_loop()
             sock = _bound(self.host, self.port, is_shared=True)
-            # In two steps: asyncio waits once it listens, and who is cancelled there has no server.
+            # Two steps: a call cancelled after asyncio began to listen would lose the server.
             self._server = await loop.create_server(
                 self._web, sock=sock, backlog=BACKLOG, start_serving=False
             )
             await self._server.start_serving()
 
     def close(self) -> None:
-        """Refuse connections; those that are there stay."""
+        """Refuse new connections; open connections stay."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
     def drop(self) -> None:
-        """End all connections, with what has been written."""
+        """Close all connections after their pending output."""
         loop = asyncio.get_running_loop()
         for connection in self._web.connections:
             if connection.transport is not None:
@@ -100,7 +100,7 @@ class Listener:
                 loop.call_later(ABORT_AFTER_S, connection.transport.abort)
 
     async def give_up(self) -> None:
-        """End all, and let the port go."""
+        """End all connections and release the port."""
         self.close()
         self.drop()
         await self._web.shutdown(SHUTDOWN_S)
@@ -130,18 +130,18 @@ class ScriptedEngine:
 
     @property
     def url(self) -> str:
-        """`http://host:port`, once it was started."""
+        """URL `http://host:port`, valid after `start`."""
         assert self._listener is not None
         return f"http://{self._listener.host}:{self._listener.port}"
 
     @property
     def core(self) -> EngineCore | None:
-        """What computes, while there is a model."""
+        """Running core, or None while no model is loaded."""
         return self._api.core
 
     @property
     def running(self) -> EngineCore:
-        """The same, of an engine that has a model."""
+        """Core of an engine with a loaded model."""
         assert self._api.core is not None
         return self._api.core
 
@@ -153,7 +153,7 @@ class ScriptedEngine:
         await self.stop()
 
     async def start(self) -> str:
-        """Begin to load and return the url; what takes no time to load listens then."""
+        """Begin to load and return the URL. An engine without load time listens on return."""
         host, port = self._address
         self._listener = Listener(self._api.handle, host, port, self.spec.keep_alive_s)
         if self.spec.load_s:
@@ -165,11 +165,11 @@ class ScriptedEngine:
         return self.url
 
     async def ready(self) -> None:
-        """Wait until it is loaded and listens."""
+        """Wait until the engine is loaded and listens."""
         await self._is_ready.wait()
 
     async def stop(self) -> None:
-        """The end; what is under way gets no answer."""
+        """End the engine; requests in progress get no answer."""
         self._die()
         if self._coming is not None:
             self._coming.cancel()
@@ -178,11 +178,11 @@ class ScriptedEngine:
             await self._listener.give_up()
 
     def fail(self, fault: Fault | FaultKind) -> None:
-        """Set a fault; one of the engine as a whole happens before this returns."""
+        """Set a fault. A fault of the whole engine happens before the call returns."""
         self.board.set(fault if isinstance(fault, Fault) else Fault(kind=fault))
 
     def recover(self) -> None:
-        """Clear all faults, and come back, by and by, if it is away."""
+        """Clear all faults and restart the engine if it is down, without waiting for it."""
         self.board.clear()
         self._come(0)
 
@@ -201,7 +201,7 @@ class ScriptedEngine:
             self._come(fault.seconds)
 
     def _die(self) -> None:
-        """What the end of a process does."""
+        """End the engine's process."""
         if self._coming is not None:
             self._coming.cancel()
         if self._listener is not None:
@@ -223,7 +223,7 @@ class ScriptedEngine:
             self._api.thawed.set()
 
     def _come(self, after_s: float) -> None:
-        """Be there again after so many seconds, unless something else happens before."""
+        """Restart the engine after this many seconds, instead of an earlier planned restart."""
         if self._coming is not None:
             self._coming.cancel()
         self._coming = asyncio.get_running_loop().create_task(self._live(after_s))
@@ -242,7 +242,7 @@ class ScriptedEngine:
 
 
 async def _serve(engines: Sequence[ScriptedEngine]) -> None:
-    """Run them until a signal says otherwise."""
+    """Run engines until SIGTERM or SIGINT."""
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
@@ -255,7 +255,7 @@ async def _serve(engines: Sequence[ScriptedEngine]) -> None:
 
 
 def _arguments() -> argparse.ArgumentParser:
-    """Every value of the spec is an option."""
+    """Return a parser with an option for each field of the spec."""
     parser = argparse.ArgumentParser(description="vLLM engines that compute nothing.")
     parser.add_argument("--host", default=HOST)
     parser.add_argument("--port", type=int, default=8000, help="of the first; 0: any free ones")

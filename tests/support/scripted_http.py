@@ -1,9 +1,9 @@
 """The HTTP side of a scripted engine: vLLM's endpoints.
 
-An `Api` outlives the lives of its engine: whoever starts one puts it into `core`. A `Reply` belongs
-to one request: its chunks go straight to the transport, framed as chunks of HTTP, so that a token
-costs no task; a client that reads too slowly gets several tokens in one, as vLLM does it. What
-faults do to a request under way is done there, too.
+An `Api` outlives its engine's restarts: `ScriptedEngine` sets its `core` at each start. A `Reply`
+belongs to one request. It writes HTTP chunks directly to the transport, so a token costs no task. A
+client that reads too slowly gets several tokens in one event, as with vLLM. `Reply` also applies
+the faults of requests in progress.
 """
 
 import asyncio
@@ -47,18 +47,18 @@ from tests.support.scripted_spec import (
 )
 from tests.support.scripted_words import decode, encode
 
-MAX_BUFFER_BYTES = 64 << 10  # beyond it the transport gets nothing but the last tokens
+MAX_BUFFER_BYTES = 64 << 10  # above this size, deltas are held back and merged
 _GARBLED = b'data: {"id":"cmpl-","object":"text_compl\n\n'
 
 
 class Ending(Enum):
-    """How a reply ends."""
+    """The end of a reply."""
 
     DONE = "done"
     WITHOUT_DONE = "without_done"
     ERROR = "error"
-    NEVER = "never"  # nothing more is said
-    GONE = "gone"  # nor is there a connection
+    NEVER = "never"  # no more bytes; the connection stays open
+    GONE = "gone"  # the connection ends
 
 
 class Said(NamedTuple):
@@ -69,7 +69,7 @@ class Said(NamedTuple):
 
 
 class Reply:
-    """The answer to one request as it grows; once `over` is set, `ending` says how it ended."""
+    """The growing answer to one request. Once `over` is set, `ending` says how it ended."""
 
     def __init__(
         self,
@@ -92,16 +92,16 @@ class Reply:
         self._held: dict[int, Delta] = {}
 
     def begin(self) -> None:
-        """Let the engine compute."""
+        """Submit the request to the engine."""
         self._choices = self._core.submit(self._ask, self._take)
         self.suffer(0)
 
     def give_up(self) -> bool:
-        """Let the engine forget it; whether it was at it."""
+        """Abort the request in the engine. Return True if it was unfinished."""
         return self._core.abort(self._choices)
 
     def suffer(self, num_tokens: int, is_over: bool = False) -> None:
-        """Do what faults there are now."""
+        """Apply the faults that are due."""
         for fault in self._faults.under_way(num_tokens, is_over):
             ending = self._spoil(fault)
             if ending is not None:
@@ -131,7 +131,7 @@ class Reply:
             self.over.set()
 
     def _take(self, choice: Choice, delta: Delta | None) -> None:
-        """A choice has one more token."""
+        """Add a token of a choice to the reply."""
         if self.over.is_set():
             return
         if delta is not None:
@@ -166,7 +166,7 @@ class Reply:
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def usage(self, spec: ScriptedSpec) -> Usage:
-        """Of the whole request, once it is over."""
+        """Return the usage of the whole request, after its end."""
         usage = Usage(
             prompt_tokens=sum(map(len, self._ask.prompts)),
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
@@ -180,7 +180,7 @@ class Reply:
         )
 
     def body(self, spec: ScriptedSpec) -> bytes:
-        """The answer in one piece, once it is over."""
+        """Return the answer in one piece, after its end."""
         said = [self._said[choice.index] for choice in self._choices]
         return self._form.answer(
             [(choice.prompt, delta) for choice, delta in said],
@@ -189,7 +189,7 @@ class Reply:
         )
 
 
-_GUARDED = ("/v1", "/v2", "/inference", "/cohere")  # what needs the key
+_GUARDED = ("/v1", "/v2", "/inference", "/cohere")  # path prefixes that require the key
 _JSON_PATHS = (*GENERATION_PATHS, "/tokenize", "/detokenize")
 _SERVER = {"Server": "uvicorn"}
 _JSON_TYPE = "application/json"
@@ -198,9 +198,9 @@ _RUBBISH = b"\x16\x03\x01 this is no HTTP\r\n\r\n"
 
 
 class Request(web.BaseRequest):
-    """A request, and what faults do to it."""
+    """A request; `is_cut` is True if a fault has ended its connection."""
 
-    is_cut = False  # it was not the client who ended the connection
+    is_cut = False  # True: a fault ended the connection, not the client
 
 
 Handler: TypeAlias = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -225,12 +225,12 @@ def _busy() -> Refusal:
 
 
 async def _never() -> None:
-    """Until the connection is gone, which cancels."""
+    """Wait until the end of the connection cancels the handler."""
     await asyncio.get_running_loop().create_future()
 
 
 class Api:
-    """Answers requests. `core` is None while there is no engine behind it that could."""
+    """The request handlers. `core` is None while no engine runs."""
 
     def __init__(self, spec: ScriptedSpec, board: FaultBoard, counts: EngineCounts) -> None:
         self.core: EngineCore | None = None
@@ -257,7 +257,7 @@ class Api:
         }
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request, with what faults there are."""
+        """Answer a request, with the faults that are set."""
         path = request.path
         self._counts.received[path] += 1
         headers = {name.lower(): value for name, value in request.headers.items()}
@@ -276,7 +276,7 @@ class Api:
                     return spoiled
             return await self._answer(request)
         except asyncio.CancelledError:
-            # The client went away, unless it was the engine that died or a fault.
+            # The client has disconnected, unless the engine died or a fault cut the connection.
             is_alive = core is not None and core is self.core
             if is_alive and path in GENERATION_PATHS and not request.is_cut:
                 self._counts.aborted += 1
@@ -384,7 +384,7 @@ class Api:
         most: str,
         end_of: Callable[[str, bool], dict[str, Any]],
     ) -> web.StreamResponse:
-        """An answer of another form than a chat's: one text, named events, `input_tokens`."""
+        """Answer in another form than a chat's: one text, named events, `input_tokens`."""
         data = await request.read()
         core = self._alive()
         self._counts.last_body = data
@@ -487,7 +487,7 @@ class Api:
             case Ending.ERROR:
                 raise _generation_error()
             case Ending.GONE:
-                return _empty(200)  # which nobody gets
+                return _empty(200)  # the connection is closed, so no client gets it
         body = reply.body(self._spec)
         data = body[: len(body) // 2] if reply.is_garbled else body
         return web.Response(body=data, headers={**_SERVER, "Content-Type": _JSON_TYPE})
@@ -547,7 +547,7 @@ def _generation_error() -> Refusal:
 
 
 def _response_end(finish_reason: str, is_stream: bool) -> dict[str, Any]:
-    """How /v1/responses tells the end of an answer: in the object, or in the stream's last one."""
+    """Return the end of a /v1/responses answer: its object, or the stream's last event."""
     status = {"abort": "cancelled", "length": "incomplete"}.get(finish_reason, "completed")
     if is_stream:
         return {"type": "response.completed", "response": {"status": status}}
@@ -555,7 +555,7 @@ def _response_end(finish_reason: str, is_stream: bool) -> dict[str, Any]:
 
 
 def _message_end(finish_reason: str, is_stream: bool) -> dict[str, Any]:
-    """How /v1/messages tells it: without a reason where the engine has aborted the request."""
+    """Return the end of a /v1/messages answer; an aborted request has no stop reason."""
     reason = {"stop": "end_turn", "length": "max_tokens"}.get(finish_reason)
     if is_stream:
         return {"type": "message_delta", "delta": {"stop_reason": reason}}

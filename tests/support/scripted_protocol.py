@@ -1,9 +1,9 @@
-"""What a client may ask a scripted engine, and what it answers, as vLLM 0.32's OpenAI server does.
+"""Requests and answers of a scripted engine, in the form of vLLM 0.32's OpenAI server.
 
-Of vLLM's fields those that the engine honours are read, the others are ignored as unknown ones
-are. `Refusal` is every answer that is an error; its body is vLLM's. Answers are written byte for
-byte: chunks leave out what was never set, whole answers write every field. A form makes the bodies
-of one request; what is the same in all its chunks is encoded once.
+Request fields that the engine does not use are ignored, whether vLLM knows them or not. `Refusal`
+is every error answer, with vLLM's body. Answers follow vLLM's encoding: chunks omit fields that
+were never set, whole answers write every field. A form makes the bodies of one request, and encodes
+their common part once.
 """
 
 import math
@@ -21,13 +21,13 @@ from tests.support.scripted_words import VOCAB_SIZE, encode
 from vllm_kvpool.config import OPTIONS_NOT_READ, RequestOptions, read_request_options
 from vllm_kvpool.errors import ConfigError
 
-_CREATED_MAX_TOKENS = 16  # of completions that do not say
+_CREATED_MAX_TOKENS = 16  # default for completions
 _MAX_N = 16384  # VLLM_MAX_N_SEQUENCES
 _WHERE = re.compile(r" - at `\$\.?([^`]*)`")
 
 
 class Refusal(Exception):
-    """An error as the client gets it."""
+    """An error answer."""
 
     def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -36,13 +36,13 @@ class Refusal(Exception):
         self.param = param
 
     def body(self) -> bytes:
-        """`{"error": {...}}`"""
+        """Return the body `{"error": {...}}`."""
         said = {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}
         return msgspec.json.encode({"error": said})
 
 
 def _bad_value(message: str, param: str | None = None, value: object = None) -> Refusal:
-    """What vLLM says of values that it cannot take; it appends which."""
+    """Return vLLM's error for an invalid value, with the parameter and the value appended."""
     said = [f"parameter={param}"] * (param is not None) + [f"value={value}"] * (value is not None)
     told = f"{message} ({', '.join(said)})" if said else message
     return Refusal(400, "BadRequestError", told, param)
@@ -54,7 +54,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """What completions and chats have in common."""
+    """Fields that completions and chats share."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -75,13 +75,13 @@ class _Body(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(_Body, kw_only=True):
-    """POST /v1/completions"""
+    """Body of POST /v1/completions."""
 
     prompt: str | list[int | str | list[int]] | None = None
 
 
 class ChatBody(_Body, kw_only=True):
-    """POST /v1/chat/completions"""
+    """Body of POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -90,7 +90,7 @@ class ChatBody(_Body, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """POST /tokenize"""
+    """Body of POST /tokenize."""
 
     model: str | None = None
     prompt: str | None = None
@@ -100,7 +100,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
-    """POST /detokenize"""
+    """Body of POST /detokenize."""
 
     model: str | None = None
     tokens: list[int]
@@ -108,14 +108,14 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A request for tokens that can be honoured."""
+    """A valid request for tokens."""
 
     prompts: list[list[int]]
     max_tokens: list[int]
-    """One for each prompt."""
+    """Limit of output tokens for each prompt."""
     n: int = 1
     seed: int | None = None
-    """None: greedy or, with `is_random`, any."""
+    """None: greedy or, with `is_random`, a random seed."""
     is_random: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -135,7 +135,7 @@ _BodyT = TypeVar("_BodyT")
 
 
 def read_body(data: bytes, kind: type[_BodyT]) -> _BodyT:
-    """Decode a body; Refusal 400 for what does not fit."""
+    """Decode a body. Raise Refusal 400 if it does not match the type."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -154,19 +154,23 @@ def _invalid(said: object, param: str | None) -> Refusal:
 
 
 def wrong_media_type() -> Refusal:
-    """The body is not declared to be JSON."""
+    """Return the error for a body that is not declared as JSON."""
     return _invalid("Unsupported Media Type: Only 'application/json' is allowed", None)
 
 
 def check_model(model: str | None, spec: ScriptedSpec) -> None:
-    """Refusal 404 for a model that is not served."""
+    """Raise Refusal 404 for a model that the engine does not serve."""
     if model and model != spec.model:
         why = f"The model `{model}` does not exist. Valid aliases: {spec.model}."
         raise Refusal(404, "NotFoundError", why, "model")
 
 
 def chat_text(messages: Sequence[dict[str, Any]], generate: bool, continues: bool) -> str:
-    """The prompt of a chat: `<|role|>`, a line end, the text; Refusal 400 if there is none."""
+    """Return a chat's prompt: for each message `<|role|>`, a line end and the text.
+
+    Raises:
+        Refusal: 400 for content that is not text, or if both options are set.
+    """
     if generate and continues:
         why = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
         raise _invalid(why, None)
@@ -190,7 +194,7 @@ def _content(message: dict[str, Any]) -> str:
 
 
 def read_completion(data: bytes, spec: ScriptedSpec) -> Ask:
-    """POST /v1/completions"""
+    """Read the body of POST /v1/completions."""
     body = read_body(data, CompletionBody)
     if not body.prompt:
         raise _invalid("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
@@ -201,13 +205,13 @@ def read_completion(data: bytes, spec: ScriptedSpec) -> Ask:
 
 
 def read_chat(data: bytes, spec: ScriptedSpec) -> Ask:
-    """POST /v1/chat/completions"""
+    """Read the body of POST /v1/chat/completions."""
     body = read_body(data, ChatBody)
     check_model(body.model, spec)
-    # Only one of the two is looked at, which the serving side prefers to the older one.
+    # Only one limit counts: vLLM prefers `max_completion_tokens` to the older `max_tokens`.
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     text = chat_text(body.messages, body.add_generation_prompt, body.continue_final_message)
-    # A chat that another engine has rendered brings the ids.
+    # The request has the token ids if another engine has rendered the chat.
     rendered = (body.kv_transfer_params or {}).get("prompt_token_ids")
     return _ask(body, [rendered or encode(text)], most, spec)
 
@@ -265,13 +269,13 @@ def _options(params: dict[str, Any] | None) -> RequestOptions:
     try:
         return read_request_options(params)
     except ConfigError:
-        return OPTIONS_NOT_READ  # as the connector does, which only warns
+        return OPTIONS_NOT_READ  # like the connector, which only warns
 
 
 def _max_tokens(
     prompt: Sequence[int], most: int | None, min_tokens: int, spec: ScriptedSpec
 ) -> int:
-    """How many tokens may follow a prompt; Refusal 400 if none can."""
+    """Return the limit of output tokens for a prompt. Raise Refusal 400 if it allows none."""
     limit, length = spec.max_model_len, len(prompt)
     if most is not None and most > limit:
         why = f"max_tokens={most} cannot be greater than max_model_len={limit}. "
@@ -300,7 +304,7 @@ _CACHED_TEXTS = 1 << 14
 
 
 class Delta(NamedTuple):
-    """New text and tokens of a choice; with `finish_reason` the last ones."""
+    """New text and tokens of a choice. The last delta has a `finish_reason`."""
 
     text: str
     token_ids: list[int]
@@ -308,15 +312,17 @@ class Delta(NamedTuple):
     stop_reason: str | int | None = None
 
     def then(self, later: "Delta") -> "Delta":
-        """Both in one, as a client that reads too slowly gets them."""
+        """Return both deltas as one, for a client that reads too slowly."""
         return later._replace(
             text=self.text + later.text, token_ids=self.token_ids + later.token_ids
         )
 
 
 class Usage(NamedTuple):
-    """Tokens of a request. Only where the engine tells them: prompt tokens that did not have to be
-    computed (else None), and those that are cached since.
+    """Token counts of a request.
+
+    `cached_tokens` is None unless the engine reports cached prompt tokens. `created_tokens` counts
+    the prompt tokens that this request added to the cache.
     """
 
     prompt_tokens: int
@@ -325,7 +331,7 @@ class Usage(NamedTuple):
     created_tokens: int = 0
 
     def fields(self) -> dict[str, Any]:
-        """In vLLM's order, without what may be left out."""
+        """Return the fields in vLLM's order, without the optional ones."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
@@ -334,13 +340,13 @@ class Usage(NamedTuple):
 
 
 def fingerprint(spec: ScriptedSpec) -> str:
-    """What vLLM calls its version and configuration."""
+    """Return vLLM's fingerprint of its version and configuration."""
     digest = blake2b(spec.model.encode(), digest_size=4).hexdigest()
     return f"vllm-{spec.version}-{digest}"
 
 
 def event(data: bytes) -> bytes:
-    """One server-sent event."""
+    """Return a server-sent event."""
     return b"data: %b\n\n" % data
 
 
@@ -359,7 +365,7 @@ def _ids(token_ids: Sequence[int] | None) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What all bodies of a request say of it; `request_id` with its prefix."""
+    """The data common to all bodies of a request; `request_id` includes its prefix."""
 
     request_id: str
     created: int
@@ -388,11 +394,11 @@ class CompletionForm:
             self._end = b',"system_fingerprint":%b}' % _quoted(fingerprint(head.spec))
 
     def opening(self, index: int, prompt: Sequence[int], usage: Usage) -> bytes:
-        """The events before a choice's first token."""
+        """Return the events before a choice's first token."""
         return b""
 
     def chunk(self, index: int, delta: Delta, usage: Usage, prompt: Sequence[int] | None) -> bytes:
-        """The event of new tokens; `prompt` in the first one of a choice."""
+        """Return the event of new tokens; `prompt` is set in the first event of a choice."""
         ids = self._ask.return_token_ids
         choice = self._choice(index, delta, prompt if ids else None, ids)
         return b"data: %b%b]%b%b\n\n" % (
@@ -419,7 +425,7 @@ class CompletionForm:
         return msgspec.json.encode(usage.fields())
 
     def usage_chunk(self, usage: Usage) -> bytes:
-        """The event after the last token, if it was asked for."""
+        """Return the usage event that follows the last token, if it was requested."""
         fields = usage.fields()
         if usage.cached_tokens is not None:
             fields["prompt_tokens_details"] = self._cached(usage)
@@ -435,7 +441,7 @@ class CompletionForm:
     def answer(
         self, choices: Sequence[tuple[Sequence[int], Delta]], usage: Usage, params: Any
     ) -> bytes:
-        """The body of an answer in one piece: each choice's prompt and all its tokens."""
+        """Return the answer in one piece: each choice's prompt and all its tokens."""
         fields = {
             "id": self.head.request_id,
             "object": self._answer_object,
@@ -502,7 +508,7 @@ class ChatForm(CompletionForm):
         ) % (self._start, index, continuous, _ids(prompt if self._ask.return_token_ids else None))
 
     def _choice(self, index: int, delta: Delta, prompt: Sequence[int] | None, ids: bool) -> bytes:
-        # Only the last chunk has a reason to stop, be it null.
+        # Only the last chunk has the field `stop_reason`, even if it is null.
         reason = b"" if delta.finish_reason is None else b'"stop_reason":%b,'
         if reason:
             reason %= _reason(delta.stop_reason)
@@ -540,7 +546,7 @@ class ChatForm(CompletionForm):
 
 
 def models_body(spec: ScriptedSpec, started: int) -> bytes:
-    """GET /v1/models"""
+    """Return the body of GET /v1/models."""
     permission = {
         "id": "modelperm-" + fingerprint(spec),
         "object": "model_permission",

@@ -1,6 +1,6 @@
-"""What a scripted engine is: its size, its speed, and the faults it can be given.
+"""The specification of a scripted engine: its size, its speed, and the faults to inject.
 
-Pure.
+No I/O, no clock.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,27 +18,27 @@ _POSITIVE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedSpec:
-    """One engine. ValueError for what vLLM would not start with."""
+    """The parameters of one engine. ValueError for values that vLLM would not start with."""
 
     model: str = "scripted"
     version: str = "0.32.0"
     max_model_len: int = 8192
     max_num_seqs: int = 256
     api_key: str = ""
-    """What must follow `Authorization: Bearer`; empty: nothing."""
+    """Key required after `Authorization: Bearer`; empty: no key."""
     enable_prompt_tokens_details: bool = False
     keep_alive_s: float = 5.0
-    """Seconds until a connection without a request is closed, as vLLM does."""
+    """Seconds until an idle connection is closed, as in vLLM."""
 
     eos_probability: float = 0.0
     wide_probability: float = 0.02
-    """How often a character of several tokens begins."""
+    """Probability that a token begins a character of several tokens."""
     default_temperature: float = 1.0
-    """vLLM's own: only requests that ask for 0 are greedy."""
+    """Default of vLLM: only requests for temperature 0 are greedy."""
 
     step_base_s: float = 0.004
     decode_sequence_s: float = 0.0002
-    """What each sequence that decodes adds to a step."""
+    """Time that each decoding sequence adds to a step."""
     prefill_tokens_per_s: float = 20_000.0
     max_num_batched_tokens: int = 2048
 
@@ -50,14 +50,14 @@ class ScriptedSpec:
     namespace: str = "scripted@fmt:000000000000"
     has_connector: bool = True
     notices: tuple[str, ...] | None = ("tcp://127.0.0.1:5555",)
-    """Where it would tell what it has stored; None: its release has no notices."""
+    """Endpoints at which the engine announces stored chunks; None: its release has no notices."""
     put_s: float = 0.02
-    """From the step that computes a chunk until the pool has it."""
+    """Time from the end of a step until the pool has the step's chunks."""
     load_tokens_per_s: float = 200_000.0
     load_latency_s: float = 0.002
 
     load_s: float = 0.0
-    """From the start until the model is loaded."""
+    """Time from the start until the model is loaded."""
     listens_while_loading: bool = False
     """Answer 503 while loading; vLLM itself does not listen."""
 
@@ -75,24 +75,24 @@ class ScriptedSpec:
 
 
 class FaultKind(Enum):
-    """What goes wrong. What is done to streams is done to answers in one piece, too."""
+    """Kinds of faults. Faults of streams apply to answers in one piece, too."""
 
     # The engine as a whole, at once or when a request has `after_tokens` tokens
-    DIE = "die"  # nobody listens, all connections end, what was not in the pool is lost
+    DIE = "die"  # the port closes, connections end, chunks not in the pool yet are lost
     # The engine as a whole, at once
-    REFUSE = "refuse"  # nobody listens; requests that are there go on
-    FREEZE = "freeze"  # takes connections and requests, and does nothing
+    REFUSE = "refuse"  # the port closes; requests in progress go on
+    FREEZE = "freeze"  # accepts connections and requests, computes nothing
     # Requests when they arrive
     HANG = "hang"  # no answer
     SLOW = "slow"  # the answer begins `seconds` late
     STATUS = "status"  # `status`, `body` and `content_type` instead of an answer
-    BUSY = "busy"  # refused as vLLM refuses what is more than its queue may hold
-    NOT_HTTP = "not_http"  # bytes that are no HTTP, then the end of the connection
+    BUSY = "busy"  # vLLM's refusal of a request when its queue is full
+    NOT_HTTP = "not_http"  # invalid HTTP, then the end of the connection
     # Requests that have `after_tokens` tokens
-    STALL = "stall"  # nothing more comes, the connection stays
+    STALL = "stall"  # no more bytes, the connection stays
     CUT = "cut"  # the connection ends
-    NO_DONE = "no_done"  # the stream ends well, without [DONE]
-    BROKEN_JSON = "broken_json"  # one event that is no JSON, then on
+    NO_DONE = "no_done"  # the stream ends regularly, but without [DONE]
+    BROKEN_JSON = "broken_json"  # one event with invalid JSON, then the stream goes on
     ERROR = "error"  # vLLM's own error within a stream
     # Requests when they arrive
     ENDLESS = "endless"  # an answer whose tokens do not end
@@ -107,27 +107,32 @@ STREAM_KINDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong, from when it is set until it is cleared or used up."""
+    """A fault, in effect from `set` until it is cleared or used up."""
 
     kind: FaultKind
     after_tokens: int | None = None
-    """Generated tokens of a request after which it happens. None: at the end for `NO_DONE`, at
-    once for the engine as a whole, else 0, before the first token."""
+    """Generated tokens of a request after which the fault strikes.
+
+    None means at the end for `NO_DONE`, and at once for faults of the whole engine. For other kinds
+    it means 0: before the first token.
+    """
     times: int = 0
-    """How many requests it befalls; 0: all."""
+    """Number of requests that the fault strikes; 0: no limit."""
     seconds: float = 0.0
-    """Until the engine is back after `DIE`, `REFUSE` and `FREEZE` (0: never by itself); how late
-    the answer of `SLOW` begins."""
+    """Seconds until the engine is back after `DIE`, `REFUSE` and `FREEZE`; 0: it stays away.
+
+    For `SLOW`, the delay of the answer.
+    """
     paths: tuple[str, ...] = GENERATION_PATHS
-    """Which requests: beginnings of their paths."""
+    """Path prefixes of the requests that the fault can strike."""
     request_id: str = ""
-    """Only the request with this `X-Request-Id`."""
+    """If set, only the request with this `X-Request-Id` is struck."""
     status: int = 500
     body: str = "<html>oops</html>"
     content_type: str = "text/html"
 
     def at_once(self) -> bool:
-        """Whether it befalls the engine without waiting for a request."""
+        """Return True if the fault strikes the whole engine without waiting for a request."""
         return self.kind in ENGINE_KINDS and self.after_tokens is None
 
 
@@ -148,16 +153,16 @@ class _Armed:
 
 
 class FaultBoard:
-    """The faults that are set; `on_engine` gets those of the engine as a whole, when due."""
+    """The active faults. `on_engine` is called with each fault of the whole engine when due."""
 
     def __init__(self, on_engine: Callable[[Fault], None]) -> None:
         self._on_engine = on_engine
         self._armed: list[_Armed] = []
         self.has_streams = False
-        """Whether anything may befall a request that is under way."""
+        """True if a fault can strike a request in progress."""
 
     def set(self, fault: Fault) -> None:
-        """From now on, or at once if the engine as a whole has it."""
+        """Activate a fault. A fault with `at_once()` strikes immediately."""
         if fault.at_once():
             self._on_engine(fault)
         else:
@@ -165,12 +170,12 @@ class FaultBoard:
             self._sweep()
 
     def clear(self) -> None:
-        """Nothing is wrong any more; what has happened is not undone."""
+        """Remove all faults, without undoing their effects."""
         self._armed.clear()
         self._sweep()
 
     def faults(self) -> list[Fault]:
-        """What is set and not used up."""
+        """Return the active faults."""
         return [armed.fault for armed in self._armed]
 
     def _sweep(self) -> None:
@@ -181,7 +186,7 @@ class FaultBoard:
         return (armed for armed in self._armed if armed.concerns(path, request_id))
 
     def at_arrival(self, path: str, request_id: str) -> list[Fault]:
-        """What befalls a request that arrives, in the order in which it was set."""
+        """Return the faults that strike a new request, in the order in which they were set."""
         hits = [
             armed
             for armed in self._hits(path, request_id)
@@ -190,7 +195,7 @@ class FaultBoard:
         return self._use(hits)
 
     def under_way(self, request: "RequestFaults", num_tokens: int, is_over: bool) -> list[Fault]:
-        """What befalls a request that has so many tokens, and did not before."""
+        """Return the faults that strike a request at this number of tokens, each only once."""
         hits = [
             armed
             for armed in self._hits(request.path, request.request_id)
@@ -220,7 +225,7 @@ class FaultBoard:
 
 @dataclass(slots=True)
 class RequestFaults:
-    """What the board has for one request, and what of it has happened."""
+    """The faults of one request, and those that have struck it."""
 
     board: FaultBoard
     path: str
@@ -228,11 +233,11 @@ class RequestFaults:
     suffered: list[Fault] = field(default_factory=list)
 
     def at_arrival(self) -> list[Fault]:
-        """What befalls it before it is looked at."""
+        """Return the faults that strike the request before it is read."""
         return self.board.at_arrival(self.path, self.request_id)
 
     def under_way(self, num_tokens: int, is_over: bool = False) -> list[Fault]:
-        """What befalls it with so many tokens; `is_over` once it has them all."""
+        """Return the faults that strike at `num_tokens`; `is_over`: the answer is complete."""
         if not self.board.has_streams:
             return []
         faults = self.board.under_way(self, num_tokens, is_over)

@@ -1,12 +1,12 @@
-"""The words of the scripted engine: tokens, what follows them, and their text.
+"""The language of the scripted engine: its tokens, their text, and the continuation of a prompt.
 
-A token is the end of the text, a byte, or a word of two to five characters: at most four lower
-case letters with or without a space before them. Every id but the last one's own has text of its
-own, and the text of words and whole characters is cut into the same tokens again.
+A token is the end of the text, a byte, or a word of two to five characters. A word is at most four
+lower case letters, with or without a leading space. Every token has a distinct text; only the end
+of the text has none. Encoding the text of words and whole characters gives the same tokens again.
 
-What follows is a hash of every token before it and of the model's name, so that a prompt with a
-part of its continuation is continued as the prompt was. Some tokens are bytes of longer characters.
-Pure, and the same in every process.
+The next token follows from a hash of the model's name and all earlier tokens. A prompt followed by
+a part of its continuation is therefore continued in the same way. Some tokens are bytes of longer
+characters. Results are the same in every process.
 """
 
 import re
@@ -22,14 +22,14 @@ _FIRST_WORD = _FIRST_BYTE + 256
 _LETTERS = 26
 _MOST_LETTERS = 4
 _PIECE = re.compile(rb" ?[a-z]{1,4}|.", re.DOTALL)
-_UNKNOWN = "\ufffd"  # what half a character decodes to
+_UNKNOWN = "\ufffd"  # text of an incomplete character
 _LONGEST_CHAR = 4  # bytes
 _ODDS = 1 << 16
 _CACHED_WORDS = 1 << 16
 
 
 def _kinds() -> list[tuple[int, bool, int]]:
-    """(first id, has a space, letters) of each kind of word; one letter alone is a byte."""
+    """Return (first id, has a space, letters) of each kind of word. A single letter is a byte."""
     kinds, first = [], _FIRST_WORD
     for space, fewest in ((False, 2), (True, 1)):
         for letters in range(fewest, _MOST_LETTERS + 1):
@@ -56,7 +56,7 @@ def _id_of(piece: bytes) -> int:
 
 @lru_cache(_CACHED_WORDS)
 def token_bytes(token_id: int) -> bytes:
-    """The text of a token, which may be a part of a character. ValueError if there is none."""
+    """Return a token's text, possibly a part of a character. ValueError for an unknown id."""
     if not 0 <= token_id < VOCAB_SIZE:
         raise ValueError(f"Token id {token_id} is out of vocabulary")
     if token_id < _FIRST_WORD:
@@ -70,17 +70,17 @@ def token_bytes(token_id: int) -> bytes:
 
 
 def encode(text: str) -> list[int]:
-    """The tokens of a text."""
+    """Return the tokens of a text."""
     return [_id_of(piece) for piece in _PIECE.findall(text.encode(errors="surrogatepass"))]
 
 
 def decode(token_ids: Sequence[int]) -> str:
-    """The text of tokens; what is no character of UTF-8 becomes a replacement character."""
+    """Return the text of tokens, with replacement characters for invalid UTF-8."""
     return b"".join(map(token_bytes, token_ids)).decode(errors="replace")
 
 
 def _last_bytes(token_ids: Sequence[int]) -> bytes:
-    """The end of a text, with all of its last character: of tokens, some have no text."""
+    """Return the end of a text, including its whole last character. Tokens may have no text."""
     end = b""
     for token_id in reversed(token_ids):
         end = token_bytes(token_id) + end
@@ -90,13 +90,13 @@ def _last_bytes(token_ids: Sequence[int]) -> bytes:
 
 
 def _spoken() -> tuple[int, ...]:
-    """The words that are generated: a space, and twice a consonant and a vowel."""
+    """Return the words that are generated: a space and two syllables of consonant and vowel."""
     syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
     return tuple(_id_of(f" {one}{two}".encode()) for one in syllables for two in syllables)
 
 
 _SPOKEN = _spoken()
-# What may follow the first bytes of a character: letters with accents, arrows, faces.
+# Bytes that may follow the first bytes of a character: accented letters, arrows, faces.
 _REST = {
     b"\xc3": range(0xA0, 0xC0),
     b"\xe2": range(0x86, 0x87),
@@ -111,8 +111,8 @@ _STARTS = tuple(first for first in _REST if len(first) == 1)
 class Continuation:
     """The tokens that follow a prompt, one after the other.
 
-    Greedy without a `seed`. With one, what is generated depends on where the prompt ended, too:
-    an engine that is given prompt and half an answer draws other numbers for the rest.
+    Greedy without a `seed`. With a seed, the tokens also depend on the prompt's length. An engine
+    that gets the prompt and half an answer therefore draws different tokens for the rest.
     """
 
     __slots__ = ("_eos", "_hash", "_partial", "_wide")
@@ -135,7 +135,7 @@ class Continuation:
         self._partial = next((p for p in _REST if end.endswith(p)), b"")
 
     def next(self) -> int:
-        """One more token."""
+        """Return the next token."""
         drawn = self._hash.intdigest()
         odds, choice = drawn % _ODDS, drawn // _ODDS
         if self._partial:
@@ -160,7 +160,7 @@ class Continuation:
 
 @lru_cache(_CACHED_WORDS)
 def _whole_text(token_id: int) -> str | None:
-    """The text of a token that is whole characters; None where bytes are missing."""
+    """Return the text of a token that is whole characters, or None if bytes are missing."""
     try:
         return token_bytes(token_id).decode()
     except UnicodeDecodeError:
@@ -170,10 +170,9 @@ def _whole_text(token_id: int) -> str | None:
 class Detokenizer:
     """Text of a growing answer, as vLLM's fast detokenizer gives it.
 
-    Withheld are characters that are not complete and, with stop strings, as many characters as
-    may still be the beginning of one. If the prompt ends within a character, the text that
-    completes it is the text of the whole prompt, too: so does the decode stream of `tokenizers`
-    (0.23), whose prefix is then empty.
+    Incomplete characters are withheld. With stop strings, so are the last characters that may begin
+    one. If the prompt ends within a character, the text that completes it includes the text of the
+    whole prompt. The decode stream of `tokenizers` (0.23) does the same: its prefix is then empty.
     """
 
     __slots__ = ("_bytes", "_given", "_hold_back", "_includes_stop", "_stop", "_text")
@@ -192,7 +191,7 @@ class Detokenizer:
         self._given = 0
 
     def add(self, token_id: int, look_for_stop: bool = True) -> str | None:
-        """Take a token; the stop string that it completes, where the text now ends."""
+        """Add a token. Return the stop string that it completes, if any; the text then ends."""
         new = None if self._bytes else _whole_text(token_id)
         if new is None:
             self._bytes += token_bytes(token_id)
@@ -217,7 +216,7 @@ class Detokenizer:
         return stop
 
     def take(self, finished: bool) -> str:
-        """The text since the last call, all of it once the answer is finished."""
+        """Return the text since the last call; all of it once the answer is finished."""
         end = len(self._text) - (0 if finished else self._hold_back)
         if end <= self._given:
             return ""
@@ -225,5 +224,5 @@ class Detokenizer:
         if self._stop:
             self._given = end
         else:
-            self._text = ""  # nobody will look at it again
+            self._text = ""  # not needed again
         return text

@@ -30,11 +30,11 @@ class Example(NamedTuple):
     name: str
     lines: tuple[str, ...]
     begin: Callable[..., Any]
-    """Makes the scene of the first step's words and options."""
+    """Function that makes the scene from the words and options of the first step."""
     verbs: Verbs
 
     def play(self) -> Any:
-        """Take all steps; return the scene. AssertionError at the first that says otherwise."""
+        """Run all steps and return the scene. AssertionError at the first unexpected result."""
         scene: Any = None
         said: list[str] = []
         for line in self.lines:
@@ -61,7 +61,7 @@ class Example(NamedTuple):
 def examples(
     text: str, begin: Callable[..., Any], verbs: Verbs, given: str = ""
 ) -> pytest.MarkDecorator:
-    """A mark: the test's parameter `example` is each of the text. `given`: the steps before."""
+    """Return a mark that parametrizes `example` with each example; `given`: a step before each."""
     found: list[Example] = []
     text = re.sub(r"\n {5,}", " ", text.strip())
     for part in re.split(r"\n(?=\S)", text):
@@ -77,7 +77,7 @@ def examples(
 
 
 def arguments_of(words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """The words, and the options among them by name."""
+    """Return the words without options, and the options by name."""
     options = {}
     positional = []
     for word in words:
@@ -90,7 +90,7 @@ def arguments_of(words: list[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def compare(said: list[str], expected: str) -> None:
-    """Assert that a step has said what the text after its arrow expects."""
+    """Assert that a step's lines match the text after its arrow."""
     how = next((each for each in HOWS if f"{expected} ".startswith(f"{each} ")), "")
     wanted = [each.strip() for each in expected.removeprefix(how).split(" | ")]
     match how:
@@ -136,7 +136,7 @@ def _literal(text: str) -> Any:
 
 
 def _unrolled(line: str) -> Iterator[str]:
-    """The steps of a line."""
+    """Yield the steps of a line."""
     items = [""]
     if line.startswith("each "):
         names, _, line = line.removeprefix("each ").partition(": ")

@@ -1,7 +1,7 @@
 """A server of the test environment as a child process on loopback.
 
-Owns the process, which is killed at the end of the `with` and, where `setpriv` exists, also when
-the thread that started it dies. What it prints is kept for errors.
+Owns the process and kills it at the end of the `with`. Where `setpriv` exists, the process also
+dies with the thread that started it. Its output is kept for error messages.
 """
 
 import contextlib
@@ -17,25 +17,25 @@ from typing import IO, Self
 from tests.support.orphans import ending_with_parent
 
 PORT_ATTEMPTS = 100
-# Below those that the kernel gives to connections, and above those that Mooncake takes by itself:
-# what is free now and used in a while, nobody else comes upon.
+# Below the kernel's ephemeral ports and above the ports that Mooncake chooses by itself. A port
+# that is free now therefore stays free until its server binds it.
 PORTS = range(18_000, 32_000)
 START_ATTEMPTS = 3  # a free port may be taken before the server binds it
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.02
 HOST = "127.0.0.1"
-_CHANCE = random.SystemRandom()  # processes that are forked must not choose alike
+_CHANCE = random.SystemRandom()  # forked processes must not choose the same ports
 
 
 CONTAINER = (
     *("unshare", "--user", "--map-root-user", "--pid", "--fork"),
     *("--mount-proc", "--kill-child"),
 )
-"""Runs a command as process 1 of a PID namespace; needs no privileges but user namespaces."""
+"""Prefix that runs a command as process 1 of a PID namespace; requires user namespaces only."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that follow each other, and were free a moment ago."""
+    """Return consecutive ports of the loopback that were free a moment ago."""
     for _ in range(PORT_ATTEMPTS):
         first = _CHANCE.choice(PORTS[:-count])
         with contextlib.ExitStack() as held:
@@ -49,12 +49,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """One that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     return free_ports(1)[0]
 
 
 class ServerProcess:
-    """A program of the environment, beside its interpreter, that listens at `port`."""
+    """A program of the environment, next to the Python interpreter, that listens at `port`."""
 
     program: str
     start_timeout_s: float
@@ -66,12 +66,12 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of its process, which runs."""
+        """Process id of the running server."""
         assert self._process is not None
         return self._process.pid
 
     def arguments(self) -> list[str]:
-        """What the program is started with, to listen at `port`."""
+        """Return the program's arguments, which let it listen at `port`."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -89,9 +89,9 @@ class ServerProcess:
         self._log.close()
 
     def start(self) -> bool:
-        """Run the server on `port`, empty, again after `kill`; False if it does not come up.
+        """Start the server on `port` after `kill`, without its data. Return False if it fails.
 
-        More than one attempt: on a full machine the kernel may refuse the server a thread.
+        The start is attempted several times: on a busy machine the kernel may refuse a thread.
         """
         return any(self._start_once() for _ in range(START_ATTEMPTS))
 
@@ -112,18 +112,18 @@ class ServerProcess:
         return False
 
     def kill(self) -> None:
-        """`kill -9`; what it held is gone."""
+        """Kill the server with SIGKILL; its data is lost."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(STOP_TIMEOUT_S)
         self._process = None
 
     def stop(self) -> None:
-        """End the server, if it runs."""
+        """End the server if it runs."""
         if self._process is not None:
             self.kill()
 
     def log(self) -> str:
-        """What the server has said."""
+        """Return the server's output."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")

@@ -1,4 +1,4 @@
-"""What is recorded by OpenTelemetry in this process, as an exporter gets it."""
+"""OpenTelemetry spans that this process records, as an exporter receives them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ HEADERS = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
 
 @contextlib.contextmanager
 def exported() -> Iterator[InMemorySpanExporter]:
-    """Takes what is recorded within the `with`."""
+    """Yield an exporter that collects the spans recorded within the `with`."""
     provider = trace.get_tracer_provider()
     if not isinstance(provider, TracerProvider):
         provider = TracerProvider(shutdown_on_exit=False)
-        trace.set_tracer_provider(provider)  # as vLLM does; a process can do it once
+        trace.set_tracer_provider(provider)  # like vLLM; possible only once in a process
     exporter = InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     yield exporter

@@ -32,12 +32,12 @@ OK, MISSING, WRONG_SIZE = GetOutcome.OK, GetOutcome.MISSING, GetOutcome.WRONG_SI
 
 
 def new_namespace(model_name: str = "contract/model") -> Namespace:
-    """A new namespace."""
+    """Return a new namespace."""
     return make_namespace(model_name, os.urandom(6).hex())
 
 
 def key_of(namespace: str, number: int) -> str:
-    """A well-formed cell key."""
+    """Return a well-formed cell key."""
     return f"{namespace}@dcp0of1@head:{number}@layers:0-4@{number:032x}"
 
 
@@ -300,8 +300,9 @@ class StoreContract:
     def test_threads_may_put_and_get_at_once(
         self, store: Store, arena: BufferArena, namespace: str
     ) -> None:
-        # Each thread puts keys that all of them put and then its own; bytes tell the key. What a
-        # thread alone wrote it must read; a shared key may be missing until its writer is done.
+        # Each thread first puts keys that all threads put, then its own keys. The bytes identify
+        # the key. A thread must read its own keys. A shared key may be missing until its writer is
+        # done.
         nbytes = 40_000
         shared = [key_of(namespace, number) for number in range(KEYS_PER_THREAD)]
         content = {key: random_bytes(nbytes, n) for n, key in enumerate(shared)}

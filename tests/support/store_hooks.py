@@ -1,4 +1,4 @@
-"""What tests change and ask of stores that whole configurations open."""
+"""Hooks into stores that tests open through whole configurations."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from vllm_kvpool.storage.file.store import FileStore
 
 
 def wrap_stores(wrap: Callable[[Store], Store]) -> Callable[[], None]:
-    """Pass every store opened from now on through `wrap`; returns a function that undoes it."""
+    """Pass every store opened from now on through `wrap`. Return a function that undoes it."""
     before = dict(BACKENDS)
     for kind, backend in before.items():
         BACKENDS[kind] = _wrapped(backend, wrap)
@@ -28,7 +28,7 @@ def _wrapped(
 
 
 def wait_complete(store: FileStore, timeout_s: float) -> bool:
-    """Wait until a store's index lists every file."""
+    """Wait until a store's index lists every file. Return False after `timeout_s`."""
     space, deadline = store._space, time.monotonic() + timeout_s
     while not (is_complete := space.index.is_complete) and time.monotonic() < deadline:
         space._woken.set()

@@ -1,4 +1,4 @@
-"""A client of the router that notes what each stream has brought."""
+"""A client of the router that records the content of each stream."""
 
 import json
 import threading
@@ -15,7 +15,7 @@ CALL_TIMEOUT_S = 180.0
 
 @dataclass(slots=True)
 class Told:
-    """What a client was told."""
+    """The data that a client received in a stream."""
 
     status: int = 0
     text: str = ""
@@ -28,14 +28,14 @@ class Told:
 
 
 def words(seed: int, count: int) -> str:
-    """A prompt that no other seed begins with."""
+    """Return a prompt whose beginning is unique to the seed."""
     return " ".join(f"{seed} story {(seed * 7919 + n * 104_729) % 1000}" for n in range(count))
 
 
 def complete(
     front: str, prompt: str, on_chunk: Callable[[Told], None] | None = None, **more: Any
 ) -> Told:
-    """A streamed completion; `on_chunk` sees each chunk as it comes."""
+    """Stream a completion; call `on_chunk` after each chunk."""
     body = {
         **{"model": MODEL, "prompt": prompt, "temperature": 0, "stream": True},
         **{"return_token_ids": True, "ignore_eos": True, **more},
@@ -47,7 +47,7 @@ def complete(
 def chat(
     front: str, content: str, on_chunk: Callable[[Told], None] | None = None, **more: Any
 ) -> Told:
-    """A streamed chat."""
+    """Stream a chat; call `on_chunk` after each chunk."""
     body = {
         **{"model": MODEL, "messages": [{"role": "user", "content": content}]},
         **{"temperature": 0, "stream": True, "ignore_eos": True, **more},
@@ -83,7 +83,7 @@ def _take(told: Told, chunk: Mapping[str, Any]) -> None:
 
 
 def once_at(chunk: int, do: Callable[[], None]) -> Callable[[Told], None]:
-    """Does something when the stream has brought so many chunks."""
+    """Return a callback that calls `do` once, when the stream has this many chunks."""
     is_done = threading.Event()
 
     def look(told: Told) -> None:

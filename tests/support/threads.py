@@ -1,4 +1,4 @@
-"""Threads that a test has started: a process has others, of earlier tests, that may be ending."""
+"""Threads that a test has started, apart from threads of earlier tests that are still ending."""
 
 import contextlib
 import threading
@@ -8,13 +8,13 @@ import pytest
 
 
 class NewThreads:
-    """Threads started since this was made."""
+    """The threads started since this object was made."""
 
     def __init__(self) -> None:
         self._others = frozenset(threading.enumerate())
 
     def alive(self, prefix: str = "") -> list[threading.Thread]:
-        """Those that live and whose names begin so."""
+        """Return the live new threads whose names begin with a prefix."""
         return [
             each
             for each in threading.enumerate()
@@ -24,7 +24,7 @@ class NewThreads:
 
 @contextlib.contextmanager
 def few_threads(left: int = 0) -> Iterator[None]:
-    """Let the process start so many more threads, as a control group with `pids.max` does."""
+    """Allow only this many new threads, like a control group with `pids.max`."""
     start = threading.Thread.start
 
     def start_or_refuse(thread: threading.Thread) -> None:

@@ -1,9 +1,15 @@
-"""A stand-in for Mooncake's transfer engine: one process, whose writes end as a test says.
+"""A stand-in for Mooncake's transfer engine in one process. The test decides how writes end.
 
-A write moves its bytes when it ends, not when it begins: memory that is reused too early shows.
-What the real engine does not forgive is an AssertionError: regions that overlap, writes of no
-bytes, from or to memory that nobody registered, from memory that another write still reads, and
-questions about a write that has ended. Any thread may call.
+A write copies its bytes when it ends, not when it begins. Memory that is reused too early therefore
+shows wrong bytes. Misuse that the real engine does not tolerate is an AssertionError:
+
+* Registered regions overlap.
+* A write has no bytes.
+* A write uses unregistered memory.
+* A write reads memory that another write still reads.
+* A status check follows the report of a write's end.
+
+Any thread may call.
 """
 
 import ctypes
@@ -14,19 +20,19 @@ from enum import Enum
 
 
 class Fate(Enum):
-    """What becomes of a write."""
+    """The outcome of a write."""
 
     LANDS = "lands"
-    """When it is asked about for the second time."""
+    """The write ends at the second status check."""
     FAILS = "fails"
     HANGS = "hangs"
-    """Until `land`."""
+    """The write ends when the test calls `land`."""
     IS_REFUSED = "is_refused"
 
 
 @dataclass(slots=True)
 class FakeWrite:
-    """One write; `num_asked` counts the questions about it."""
+    """A write; `num_asked` is the number of status checks."""
 
     source: int
     target: int
@@ -38,7 +44,7 @@ class FakeWrite:
 
 
 class FakeTransferEngine:
-    """See the module docstring; `fate` is asked for each write, with its place in line."""
+    """The engine; `fate` returns the outcome of each write, given its index."""
 
     RPC_PORT = 12_345
 
@@ -51,7 +57,7 @@ class FakeTransferEngine:
         self._lock = threading.Lock()
 
     def open(self, host: str) -> "FakeTransferEngine":
-        """For `use_engine_of`."""
+        """Return this engine, for `use_engine_of`."""
         return self
 
     def initialize(self, hostname: str, metadata: str, protocol: str, device: str) -> int:
@@ -109,14 +115,14 @@ class FakeTransferEngine:
             return 1 if write.is_over else 0
 
     def land(self, write: FakeWrite) -> None:
-        """End a write that hangs: its bytes arrive, as its memory is now."""
+        """End a hanging write: copy its memory's present bytes."""
         with self._lock:
             assert write.fate is Fate.HANGS
             assert not write.is_over
             self._move(write)
 
     def flying_bytes(self) -> int:
-        """Bytes that writes may still read."""
+        """Return the number of bytes in writes that have not ended."""
         with self._lock:
             return sum(write.nbytes for write in self.writes if not write.is_over)
 

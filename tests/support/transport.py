@@ -1,10 +1,10 @@
-"""A transport without a socket, for protocols that are called by tests."""
+"""A transport without a socket, for tests that call protocols directly."""
 
 import asyncio
 
 
 class FakeTransport(asyncio.Transport):
-    """Keeps what is written, and closes at once; `extra` is what `get_extra_info` knows."""
+    """A transport that keeps written bytes and closes at once; `extra` is for `get_extra_info`."""
 
     def __init__(self, protocol: asyncio.Protocol, **extra: object) -> None:
         super().__init__(extra)

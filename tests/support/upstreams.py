@@ -1,4 +1,4 @@
-"""Connections to engines with short limits of time."""
+"""Connections to engines with short time limits."""
 
 from vllm_kvpool.router.dataplane.upstream import Upstream
 
@@ -6,7 +6,7 @@ from vllm_kvpool.router.dataplane.upstream import Upstream
 def quick_upstream(
     *, silence_timeout_s: float = 1.0, answer_timeout_s: float = 1.0, api_key: str = ""
 ) -> Upstream:
-    """The caller closes it."""
+    """Return an upstream with short time limits. The caller closes it."""
     return Upstream(
         silence_timeout_s=silence_timeout_s, answer_timeout_s=answer_timeout_s, api_key=api_key
     )

@@ -1,4 +1,4 @@
-"""Waits for a condition, by polling. A wait in vain fails and says what was waited for."""
+"""Waits for a condition, by polling. A wait that times out fails with a description."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ def wait_until(
     what: str | Callable[[], object] = "waited in vain",
     pause_s: float = PAUSE_S,
 ) -> None:
-    """Wait in a thread. `what`: a text, or what tells the state that was found at last."""
+    """Wait in a thread. `what`: a text for the failure, or a function that returns it."""
     for _ in _looks(is_so, limit_s, what):
         time.sleep(pause_s)
 
@@ -25,13 +25,13 @@ async def until(
     what: str | Callable[[], object] = "waited in vain",
     pause_s: float = PAUSE_S,
 ) -> None:
-    """Wait in an event loop; the same otherwise. `pause_s` 0: look at each turn of the loop."""
+    """Wait in an event loop, like `wait_until`. `pause_s` 0: poll at each turn of the loop."""
     for _ in _looks(is_so, limit_s, what):
         await asyncio.sleep(pause_s)
 
 
 async def turns(count: int) -> None:
-    """Let an event loop turn."""
+    """Let the event loop turn `count` times."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -39,7 +39,7 @@ async def turns(count: int) -> None:
 def _looks(
     is_so: Callable[[], object], limit_s: float, what: str | Callable[[], object]
 ) -> Iterator[None]:
-    """Yield after each look that was in vain; the caller pauses."""
+    """Yield after each failed poll; the caller pauses. AssertionError after the time limit."""
     deadline = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < deadline, what() if callable(what) else what

@@ -1,4 +1,4 @@
-"""Loads of worker parts that are waited for, and the hashes of prompts that they are planned by."""
+"""Loads that a test waits for, on worker parts, and the prompt hashes to plan them."""
 
 import time
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ LIMIT_S = 60.0
 
 
 def prompt_hashes(tokens: Sequence[int], chunk_tokens: int) -> tuple[bytes, ...]:
-    """Hashes of a prompt's whole chunks."""
+    """Return the hashes of a prompt's whole chunks."""
     chain = ChunkChain(chunk_tokens, RequestIdentity())
     chain.extend(tokens)
     return tuple(chain.hashes)
 
 
 def load_all(parts: Sequence[WorkerPart], load: LoadPlan) -> frozenset[int]:
-    """Load in a step of an idle engine; returns the blocks that were not filled, of all parts."""
+    """Load in a step of an idle engine. Return the blocks of all parts that were not filled."""
     plan, invalid = StepPlan(loads=(load,), idle=True), frozenset[int]()
     for part in parts:
         part.worker.start_loads(plan)

@@ -1,4 +1,4 @@
-"""Waiting until an executor's own thread has taken what was posted to it."""
+"""A wait until an executor's thread has taken all posted messages."""
 
 import threading
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ WAIT_S = 1.0
 
 
 class _Hashes(tuple[bytes, ...]):
-    """No hashes; says when the planner reads them."""
+    """An empty tuple of hashes that records when the planner reads it."""
 
     was_read: threading.Event
 
@@ -20,9 +20,10 @@ class _Hashes(tuple[bytes, ...]):
 
 
 def has_taken_all(executor: Executor) -> bool:
-    """Return True if the engine's thread takes all that was posted before this call in `WAIT_S`.
+    """Return True if the engine's thread takes all earlier posts within `WAIT_S`.
 
-    Asked through the same inbox, by a prefetch of no chunks. False once the engine has ended.
+    The call posts a prefetch of no chunks to the same inbox. It returns False once the engine has
+    ended.
     """
     hashes = _Hashes()
     hashes.was_read = threading.Event()

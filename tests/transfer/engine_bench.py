@@ -1,10 +1,10 @@
-"""An engine on a bench: cells are named by letters, what it does is told in words.
+"""An engine on a bench: letters name cells, and the engine's actions read as words.
 
 `"a b"` are two slabs of one cell, each of a chunk; `"a0 a1 b0 b1"` two slabs of two cells: the
-letter is the chunk. `"a?"` is an optional slab of chunk `a`. Batch 3, of the lane GET of tier 0
-and with two cells, reads `"3 get-0 a b"`, and the reports `"loaded 1 to 2 missing"`,
-`"gathered 1"`, `"saved 1: 2 done"` and `"host +a -b"`. Messages to other ranks read `"asks 1: a"`,
-`"lends 1: 7 yes, 8 no"` (loans by id) and `"returns 1: 7"`; fences by name, `"0 fence one"`.
+letter is the chunk. `"a?"` is an optional slab of chunk `a`. Batch 3, of the lane GET of tier 0 and
+with two cells, reads `"3 get-0 a b"`. Reports read `"loaded 1 to 2 missing"`, `"gathered 1"`,
+`"saved 1: 2 done"` and `"host +a -b"`. Messages to other ranks read `"asks 1: a"`, `"returns 1: 7"`
+and (loans by id) `"lends 1: 7 yes, 8 no"`. Fences read by name, `"0 fence one"`.
 """
 
 from collections.abc import Callable, Container
@@ -80,7 +80,7 @@ WIDE = LaneLimits(batches=2, batch_ops=64, batch_bytes=1 << 30, budget_bytes=1 <
 SINGLE = LaneLimits(batches=2, batch_ops=1, batch_bytes=1 << 30, budget_bytes=1 << 30)
 ASKS = LaneLimits(batches=64, batch_ops=1, batch_bytes=1, budget_bytes=1 << 30)
 
-MOST_LINES = 100_000  # of a run: more is a loop
+MOST_LINES = 100_000  # of a run; more lines mean a loop
 
 DISK = Tier("disk", durable=True, remote=False)
 MEMORY = Tier("memory", durable=False, remote=False)
@@ -99,7 +99,7 @@ class NamedFence(NamedTuple):
 
 
 def slab_of(keys: str, chunk: ChunkRef | None = None, part: str = "") -> Slab:
-    """A slab of these cells; a part that is a number is its layer."""
+    """Return a slab of these cells. A numeric part is a layer."""
     names = tuple(keys.split())
     place = PLACES.get(part, PLACE)
     if part.isdecimal():
@@ -111,7 +111,10 @@ def slab_of(keys: str, chunk: ChunkRef | None = None, part: str = "") -> Slab:
 def slabs_of(
     job: int, cells: str, first_chunk: int = 0, *, stored: bool = True, apart: bool = False
 ) -> tuple[Slab, ...]:
-    """The job's number is its only page. `apart`: each cell is a slab, and its number a layer."""
+    """Return the slabs of a job, whose number is its only page.
+
+    `apart`: each cell is a slab, and its number a layer.
+    """
     pages = (JobPages((job,), 0, 0, 0),)
     slabs: dict[tuple[str, str], list[str]] = {}
     for key in cells.split():
@@ -119,7 +122,7 @@ def slabs_of(
     chunks: dict[str, ChunkRef] = {}
     before = ""
     for i, chunk_id in enumerate(dict.fromkeys(chunk_id for chunk_id, _ in slabs)):
-        parent = before if before < chunk_id else ""  # so that none comes before itself
+        parent = before if before < chunk_id else ""  # so that no chunk is its own ancestor
         chunks[chunk_id] = ChunkRef(chunk_id, parent, first_chunk + i)
         before = chunk_id
     return tuple(
@@ -165,7 +168,7 @@ def save_job(
 
 
 def from_host(save: SaveJob, chunk_ids: Container[str]) -> SaveJob:
-    """The save with no pages of these chunks."""
+    """Return the save without pages of these chunks."""
     slabs = (s._replace(pages=()) if s.chunk.id in chunk_ids else s for s in save.slabs)
     return save._replace(slabs=tuple(slabs))
 
@@ -183,7 +186,7 @@ def counts_of(outcomes: tuple[tuple[CellOutcome, int], ...]) -> str:
 
 
 def in_words(action: Action) -> str:
-    """See the module docstring."""
+    """Return an action in words; see the module docstring."""
     match action:
         case Batch():
             fences = (each.name for each in action.fences if isinstance(each, NamedFence))
@@ -216,10 +219,10 @@ def in_words(action: Action) -> str:
 
 
 class Bench:
-    """See the module docstring; the engine's invariants are checked after every step.
+    """An engine under test; see the module docstring. Each step checks the engine's invariants.
 
-    `guards` bring news of the tiers, as those of the stores do: from the ends of batches and the
-    time, and before the event that the news comes from.
+    `guards` report changes of the tiers, as guards of stores do: after ends of batches, with time,
+    and before the event that causes the news.
 
     `keep` is the size of the host tier, `slots` that of the whole arena. `apart`: as in `slabs_of`.
     """
@@ -256,12 +259,12 @@ class Bench:
         self.guards = [StoreHealth() for _ in tiers]
         for guard in self.guards:
             guard.recovered(self.clock())
-        self.away: set[int] = set()  # tiers, as `health` was told
+        self.away: set[int] = set()  # tiers, by calls of `health`
         self.running: dict[int, Batch] = {}
-        self.hanging: dict[int, Batch] = {}  # given up, and not answered
+        self.hanging: dict[int, Batch] = {}  # given up, without an answer yet
         self.num_batches = 0
         self.registry = MetricsRegistry()
-        self.checks = True  # long runs go without
+        self.checks = True  # long runs skip the check
         self.stalls: list[float] = []
         self.fences: dict[str, NamedFence] = {}
         self.saved: list[SaveDone] = []
@@ -277,7 +280,7 @@ class Bench:
         return self.step(made._replace(fence=self.fence(fence)))
 
     def land(self, job: int, stop: int, *, final: bool = False, urgent: bool = False) -> list[str]:
-        """More chunks of a load have been stored."""
+        """Report that chunks of a load up to `stop` are stored."""
         return self.step(Landed(JobId(job), stop, final, urgent))
 
     def save(self, job: int, cells: str, *, stored: bool = True, fence: str = "") -> list[str]:
@@ -287,13 +290,14 @@ class Bench:
     def hand_over(
         self, job: int, cells: str, without_pages: str = "", host_windows: str = ""
     ) -> list[str]:
-        """A save of a prompt that another engine goes on with; of some chunks from host memory."""
+        """Save a prompt that is handed over to another engine. Chunks `without_pages` come from
+        host memory."""
         save = save_job(job, cells, apart=self.apart, topic=b"t%d" % job)
         plan = replace(save.plan, host_windows=frozenset(host_windows))
         return self.step(from_host(save._replace(plan=plan), without_pages))
 
     def fence(self, name: str) -> NamedFence | None:
-        """The one fence of this name, which all plans of a step share."""
+        """Return the fence of this name, which all plans of a step share."""
         return self.fences.setdefault(name, NamedFence(name)) if name else None
 
     def prefetch(self, job: int, cells: str) -> list[str]:
@@ -301,7 +305,7 @@ class Bench:
         return self.step(PrefetchJob(PrefetchPlan(f"r{job}", ()), slabs))
 
     def ends(self, number: int, *outcomes: CellOutcome) -> list[str]:
-        """A batch ends; one outcome stands for all its cells, none for DONE."""
+        """End a batch. A single outcome stands for all its cells, none for DONE."""
         batch = self.running.pop(number)
         if len(outcomes) < 2:
             return self.step(BatchDone(batch, (outcomes or (DONE,)) * len(batch.ops)))
@@ -310,24 +314,24 @@ class Bench:
         return self.step(BatchDone(batch, parts))
 
     def hangs(self, number: int) -> list[str]:
-        """A batch is given up, since its store does not answer."""
+        """Give a batch up, as its store does not answer."""
         batch = self.hanging[number] = self.running.pop(number)
         return self.step(BatchHung(batch))
 
     def late(self, number: int, outcome: CellOutcome = DONE) -> list[str]:
-        """A batch that was given up ends after all."""
+        """End a batch that was given up."""
         batch = self.hanging.pop(number)
         return self.step(BatchDone(batch, (outcome,) * len(batch.ops)))
 
     def health(self, tier: int, up: bool) -> list[str]:
-        """A store's guard brings news; a store that is away stays so until the next news."""
+        """Report the health of a tier. A store that is away stays away until the next report."""
         (self.away.discard if up else self.away.add)(tier)
         if up:
             self.guards[tier].recovered(self.clock())
         return self.step(TierHealth(tier, up))
 
     def gets_through(self, tier: int) -> None:
-        """Another read of the tier succeeds."""
+        """Record a successful read of the tier."""
         self.guards[tier].call_ended(CallKind.READ, self.clock(), self.clock(), failed=False)
 
     def after(self, seconds: float) -> list[str]:
@@ -344,12 +348,13 @@ class Bench:
         return self.step(Flush())
 
     def step(self, event: Event) -> list[str]:
-        """Bring an event, after the news that it makes of the tiers' stores."""
+        """Pass an event to the engine, after the tiers' news that it causes."""
         told = [line for news in self._news(event) for line in self._step(news)]
         return told + self._step(event)
 
     def _news(self, event: Event) -> list[TierHealth]:
-        """What the guards of the stores say of the calls of this event, and of the time."""
+        """Return the changes of the tiers' health that the stores' guards report after this
+        event."""
         before, now = [guard.access for guard in self.guards], self.clock()
         for guard in self.guards:
             if guard.due <= now:
@@ -396,15 +401,15 @@ class Bench:
         due = self.engine.next_deadline()
         assert (
             due is None or due > self.clock() or is_naming(self.engine)
-        )  # else the thread would spin
+        )  # otherwise the thread would spin
         return told
 
-    # Whole stories
+    # Runs to the end
 
     def run(self, outcome: Callable[[LaneName, str], CellOutcome] | None = None) -> list[str]:
-        """End all batches, the oldest first, until none runs; what was done, without numbers.
+        """End all batches, the oldest first, until none runs. Return the actions, without numbers.
 
-        `outcome(lane, key)` says how; without it all is DONE.
+        `outcome(lane, key)` is a cell's outcome; without it all are DONE.
         """
         told: list[str] = []
         while self.running:
@@ -421,21 +426,22 @@ class Bench:
         return [line.lstrip("0123456789 ") for line in told]
 
     def run_but(self, *hung: str) -> list[str]:
-        """The same, while these lanes hang."""
+        """End all batches but those of the hung lanes. Return the actions, without numbers."""
         told = []
         while free := [n for n, batch in self.running.items() if str(batch.lane) not in hung]:
             told += self.ends(free[0])
         return [line.lstrip("0123456789 ") for line in told]
 
-    # What can be seen from outside
+    # Observed from outside
 
     def slots(self) -> str:
-        """How many slots are free, held and in quarantine."""
+        """Return the numbers of free, held and quarantined slots."""
         slots = self.host_cache.slots
         return f"{slots.num_free} {slots.num_held} {slots.num_quarantined}"
 
     def cells(self) -> str:
-        """The cells in host memory or on their way into it; dirty ones have a star."""
+        """Return the cells that are in host memory or on their way into it. Dirty cells have a
+        star."""
         return " ".join(
             sorted(
                 key + "*" * entry.dirty
@@ -452,7 +458,7 @@ class Bench:
 
     @property
     def is_clean(self) -> bool:
-        """Nothing is under way, and all slots are free or of cells that stay."""
+        """True if the engine is idle, and only cells that stay in host memory hold slots."""
         slots = self.host_cache.slots
         held = sum(entry.num_cells for entry in self.host_cache)
         return self.engine.idle and slots.num_free == slots.count - held

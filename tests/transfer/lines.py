@@ -1,4 +1,4 @@
-"""What a piece of work costs, in lines of Python that run: the same on any machine."""
+"""Cost of a piece of work in executed lines of Python, which is the same on any machine."""
 
 import gc
 import sys
@@ -15,9 +15,10 @@ PACKAGE = str(Path(vllm_kvpool.__file__).parent)
 
 @contextmanager
 def counted_lines(below: str = "") -> Iterator[list[int]]:
-    """The number of lines, of files below a directory, that run in the calls of the block.
+    """Count the lines that run in the calls of the block, in files below a directory.
 
-    Without collections of garbage: hypothesis has lines of its own run at each of them.
+    Garbage collection is off meanwhile, because hypothesis runs lines of its own at each
+    collection.
     """
     count = [0]
 

@@ -58,18 +58,21 @@ TIMES_S = {
 
 
 def examples(text: str, given: str = "") -> pytest.MarkDecorator:
-    """A mark: the test's parameter `example` is each one of the text. `given`: the steps before."""
+    """Return a mark that sets the test's parameter `example` to each example of the text.
+
+    `given`: steps before each example.
+    """
     return scripts.examples(text, _on, VERBS, given)
 
 
 def play(steps: str) -> Bench:
-    """Take some steps, and return the bench."""
+    """Play some steps, and return the bench."""
     bench: Bench = Example("", (steps,), _on, VERBS).play()
     return bench
 
 
 def outcomes(text: str) -> Callable[[LaneName, str], CellOutcome]:
-    """`"put-1 b full, get any missing"`: the outcome of a lane's cell; others are done."""
+    """Parse `"put-1 b full, get any missing"`: outcomes of a lane's cells; other cells are done."""
     rules = [each.split() for each in text.split(",")]
 
     def outcome_of(lane: LaneName, key: str) -> CellOutcome:
@@ -103,13 +106,14 @@ LANES = {
 
 
 def _limits(text: str) -> LaneLimits:
-    """`2x3`: two batches of three cells."""
+    """Parse limits: `2x3` is two batches of three cells."""
     batches, cells = map(int, text.split("x"))
     return LaneLimits(batches, cells, batch_bytes=1 << 30, budget_bytes=1 << 30)
 
 
 def _number(bench: Bench, batch: str) -> int:
-    """A batch by its number, by its lane (the oldest of it), or as the oldest or newest of all."""
+    """Return a batch's number, by number, by lane (its oldest), or as the oldest or newest of
+    all."""
     if batch.isdecimal():
         return int(batch)
     known = bench.running | bench.hanging
@@ -119,7 +123,7 @@ def _number(bench: Bench, batch: str) -> int:
 
 
 def _time(text: str) -> float:
-    """`10`, `SAVE_STALL_S`, `2*TIMEOUT_S`, `A-B`, `A/4`."""
+    """Parse a time: `10`, `SAVE_STALL_S`, `2*TIMEOUT_S`, `A-B`, `A/4`."""
     for sign, both in {"-": float.__sub__, "*": float.__mul__, "/": float.__truediv__}.items():
         left, found, right = text.partition(sign)
         if found:
@@ -134,12 +138,12 @@ def _cells(words: tuple[str, ...]) -> str:
 def _load(
     bench: Bench, job: str, *cells: str, after: int = 0, timeout: str = "TIMEOUT_S", **more: Any
 ) -> list[str]:
-    """Load cells; those of chunks `after` the first ones."""
+    """Load cells. `after` is the position of the first chunk."""
     return bench.load(int(job), _cells(cells), after, timeout_s=_time(str(timeout)), **more)
 
 
 def _in_parts(job: ops.LoadJob | ops.SaveJob, cells: str) -> Any:
-    """The job, whose cells behind a `/` are named one part after the other."""
+    """Return the job with its cells after each `/` as a later part."""
     counts = [len({cell[0] for cell in part.split()}) for part in cells.split("/")]
     slabs = iter(job.slabs)
     first, *rest = (tuple(islice(slabs, count)) for count in counts)
@@ -147,7 +151,7 @@ def _in_parts(job: ops.LoadJob | ops.SaveJob, cells: str) -> Any:
 
 
 def _load_in_parts(bench: Bench, job: str, *cells: str, **more: Any) -> list[str]:
-    """`load_in_parts 1 a / b`: slabs are named later that stand behind a `/`."""
+    """`load_in_parts 1 a / b`: name the slabs after a `/` later."""
     whole = load_job(int(job), _cells(cells).replace("/ ", ""), **more)
     return bench.step(_in_parts(whole, _cells(cells)))
 
@@ -158,7 +162,7 @@ def _save_in_parts(bench: Bench, job: str, *cells: str) -> list[str]:
 
 
 def _layered(bench: Bench, job: str, *cells: str) -> list[str]:
-    """A load that tells of each layer; cells are named by chunk and layer."""
+    """Start a load that reports each layer. Cells are named by chunk and layer."""
     plain = load_job(int(job), _cells(cells), apart=True)
     return bench.step(plain._replace(plan=replace(plain.plan, layered=True)))
 
@@ -166,7 +170,7 @@ def _layered(bench: Bench, job: str, *cells: str) -> list[str]:
 def _lend(
     bench: Bench, first: str, *cells: str, who: int = SECOND, generation: int = 0
 ) -> list[str]:
-    """A member asks for the slabs of cells; their loans count from `first`."""
+    """Ask for the slabs of cells as another member; loan ids count from `first`."""
     slabs = [slab_of(" ".join(each)) for _, each in groupby(cells, key=lambda cell: cell[0])]
     return bench.step(ops.Ask(who, tuple(enumerate(slabs, int(first))), generation))
 
@@ -176,14 +180,14 @@ def _give_back(bench: Bench, *loans: str, who: int = SECOND) -> list[str]:
 
 
 def _borrow(bench: Bench, job: str, *cells: str) -> list[str]:
-    """A load of cells that the second of the set fetches."""
+    """Start a load of cells that the second member fetches."""
     plan = load_job(int(job), _cells(cells))
     slabs = tuple(slab._replace(fetcher=SECOND) for slab in plan.slabs)
     return bench.step(plan._replace(slabs=slabs))
 
 
 def _answer(bench: Bench, *loans: str, slots: tuple[int, ...] = (1 << 40,)) -> list[str]:
-    """The second member answers these asks, with slots of its own."""
+    """Answer these asks as the second member, with slots of its own."""
     return bench.step(ops.Lent(SECOND, tuple((int(each), slots) for each in loans)))
 
 
@@ -192,9 +196,9 @@ def _reset(bench: Bench, **generation: int) -> list[str]:
 
 
 def _take_down(bench: Bench, *but: str) -> None:
-    """Loads fail in tier 0, and the others lack their cell, until tier 0 is left alone.
+    """Let loads fail in tier 0 and miss in the others, until tier 0 is left alone.
 
-    Batches of the lanes `but` go on.
+    Batches of the lanes `but` keep running.
     """
     for job in range(FAILURES_TO_OPEN):
         bench.load(100 + job, "x")
@@ -209,7 +213,7 @@ def _run(bench: Bench, *words: str) -> list[str]:
 
 
 def _due(bench: Bench, time: str) -> None:
-    """`due never`: no deadline."""
+    """Assert the next deadline; `due never` means none."""
     due = bench.engine.next_deadline()
     assert due == (None if time == "never" else _time(time))
 
@@ -219,12 +223,12 @@ def _count(bench: Bench, name: str, number: str, **labels: str) -> None:
 
 
 def _slots(bench: Bench, *counts: str) -> None:
-    """How many are free, held and in quarantine."""
+    """Assert the numbers of free, held and quarantined slots."""
     assert bench.slots() == " ".join(counts)
 
 
 def _host(bench: Bench, *cells: str) -> None:
-    """The cells in host memory or on their way into it; dirty ones have a star."""
+    """Assert the cells that are in host memory or on their way into it. Dirty cells have a star."""
     assert bench.cells() == _cells(cells)
 
 
@@ -241,35 +245,35 @@ def _clean(bench: Bench) -> None:
 
 
 def _saves(bench: Bench, number: str) -> None:
-    """Saves and copies that are not over."""
+    """Assert the number of saves and copies in progress."""
     assert bench.engine.num_saves == int(number)
 
 
 def _lanes(bench: Bench, *lanes: str) -> None:
-    """The lanes of the batches that run."""
+    """Assert the lanes of the running batches."""
     assert sorted(str(batch.lane) for batch in bench.running.values()) == list(lanes)
 
 
 def _sizes(bench: Bench, *sizes: str) -> None:
-    """How many cells each op of the newest batch has."""
+    """Assert the number of cells of each op in the newest batch."""
     batch = bench.running[max(bench.running)]
     assert [op.size for op in batch.ops] == list(map(int, sizes))
 
 
 def _apart(bench: Bench, *numbers: str) -> None:
-    """Two batches, which may hang, share no slot."""
+    """Assert that two batches, which may hang, share no slot."""
     known: dict[int, Batch] = bench.running | bench.hanging
     first, second = (set(slots_of(known[int(number)])) for number in numbers)
     assert first.isdisjoint(second)
 
 
 def _stalls(bench: Bench, number: str) -> None:
-    """How often a step that waits for gathers was told that saves stall."""
+    """Assert how often a step that waits for gathers was told that saves stall."""
     assert len(bench.stalls) == int(number)
 
 
 def _drops(bench: Bench, *counts: str) -> None:
-    """`drops host unreachable 2`: cells that were not stored, by tier and outcome."""
+    """Assert the cells that were not stored, by tier and outcome: `drops host unreachable 2`."""
     each = zip(counts[::3], counts[1::3], counts[2::3], strict=True)
     wanted = {
         (-1 if tier == "host" else int(tier), CellOutcome(outcome)): int(number)
@@ -279,7 +283,7 @@ def _drops(bench: Bench, *counts: str) -> None:
 
 
 def _saved(bench: Bench, **fields: Any) -> None:
-    """What the last save that has ended says beside its outcomes."""
+    """Assert fields of the last report of a save, besides its outcomes."""
     done = bench.saved[-1]
     for name, value in fields.items():
         found: Any = getattr(done, name)
@@ -290,7 +294,7 @@ def _saved(bench: Bench, **fields: Any) -> None:
 
 
 def _cleared(bench: Bench, *chunks: str) -> None:
-    """The chunks of the first load whose optional cells were cleared."""
+    """Assert the chunks of the first load whose optional cells were cleared."""
     assert bench.loaded[0].cleared == set(map(int, chunks))
 
 
@@ -327,7 +331,7 @@ VERBS: Mapping[str, Callable[..., Any]] = {
     "tier_full": lambda bench, tier: bench.step(ops.TierHealth(int(tier), True, is_writable=False)),
     "tier_up": lambda bench, tier: bench.health(int(tier), up=True),
     "wait": lambda bench, time: bench.clock.advance(_time(time)),
-    # What has come of it
+    # Checks
     "apart": _apart,
     "busy": _busy,
     "clean": _clean,

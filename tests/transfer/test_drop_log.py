@@ -1,4 +1,4 @@
-"""The log lines of cells that were not saved: which, why, how often."""
+"""Log lines about unsaved cells: which cells, why, how often."""
 
 import logging
 from collections import Counter

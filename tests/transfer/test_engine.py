@@ -1,4 +1,4 @@
-"""The transfer engine, step by step: what each event makes it start and report, compared whole."""
+"""The transfer engine, step by step: all actions and reports of each event are compared."""
 
 import pytest
 

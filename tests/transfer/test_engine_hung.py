@@ -1,4 +1,4 @@
-"""Store calls that do not return: their cells go on without them, their memory waits for them."""
+"""Hung store calls: their cells continue without them, and their memory stays reserved."""
 
 import pytest
 
@@ -77,7 +77,7 @@ def test_a_save_whose_put_hangs_is_reported_and_its_slot_stays_out_of_use(
     assert bench.engine.idle
     free = bench.host_cache.slots.num_free
     assert bench.slots() == f"{free} 1 0"
-    # Whoever wants the cell finds it here, and nobody writes into its slot.
+    # Later loads find the cell here, and no batch writes into its slot.
     assert bench.load(2, "a") == ["3 scatter a"]
     assert slots_of(bench.running[3]) == [lent]
     assert bench.ends(3) == ["loaded 2 to 1 done"]
@@ -98,7 +98,7 @@ def test_a_dirty_cell_whose_put_hangs_is_held_until_the_answer() -> None:
     lent = set(slots_of(bench.running[put]))
     assert len(lent) == 2
     bench.hangs(put)
-    assert bench.cells() == "a b"  # no copy is tried again, as with one that fails
+    assert bench.cells() == "a b"  # no retry, as for a failed copy
     assert bench.counted("kvpool_evicted_cells", tier="host", fate="lost") == 2
     bench.after(FIRST_PAUSE_S)
     bench.load(2, "c d")

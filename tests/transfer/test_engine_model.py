@@ -1,4 +1,4 @@
-"""The engine under any order of anything, watched from outside: slots, pages and reports."""
+"""The engine under events in any order, observed from outside: slots, pages and reports."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -77,26 +77,26 @@ OUTCOMES = {
 }
 FENCE = OpKind.FENCE
 PARTS = st.one_of(st.none(), st.lists(st.integers(0, 8), max_size=3))
-"""Where a plan's slabs are cut that the engine names one after another."""
+"""Positions at which a plan's slabs are cut into parts, which the engine names one by one."""
 TIERS = st.builds(Tier, st.just("tier"), durable=st.booleans(), remote=st.booleans())
 
 
 @dataclass
 class Told:
-    """What the engine has been seen to do for one job, which has all slabs of its plan."""
+    """The engine's observed actions for one job, which has all slabs of its plan."""
 
     job: LoadJob | SaveJob
-    weights_version: int  # how often everything had been forgotten when it came
+    weights_version: int  # number of earlier resets
     deadline: float
     in_pages: set[str] = field(default_factory=set)
     is_gathered: bool = False
     is_reported: bool = False
     landed: int | None = None
-    """Of a load whose producer has not ended: chunks before it are stored."""
+    """The first chunk that is not stored yet, for a load whose producer has not ended."""
 
 
 class Reached:
-    """A fence, and whether the model has come so far."""
+    """A fence, with a flag that the model has reached it."""
 
     is_reached = False
 
@@ -105,7 +105,7 @@ class Reached:
 
 
 def in_parts(job: J, cuts: list[int] | None) -> J:
-    """The same job, of whose slabs the first part comes with it."""
+    """Return the job with its slabs cut into parts. Only the first part comes with the job."""
     if cuts is None:
         return job
     ends = [0, *sorted(cuts), len(job.slabs)]
@@ -115,16 +115,16 @@ def in_parts(job: J, cuts: list[int] | None) -> J:
 
 @dataclass
 class Content:
-    """What a slot holds: nothing to be relied on while it is being written."""
+    """The content of a slot, which is undefined while a write is in progress."""
 
     key: str
-    weights_version: int  # when it began to come in
-    good: bool = False  # gathered, or checked
+    weights_version: int  # when the write began
+    good: bool = False  # gathered or checked
     sealed: bool = False
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Batches end well or badly, late or never; tiers come and go; time passes as it likes."""
+    """Batches succeed or fail, late or never; tiers come and go; time passes in any steps."""
 
     @initialize(
         tiers=st.lists(TIERS, max_size=3),
@@ -168,14 +168,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.weights_version = 0
         self.told: dict[int, Told] = {}
         self.flying: list[Batch] = []
-        self.hanging: list[Batch] = []  # given up, and not answered
-        self.away: set[int] = set()  # tiers, as the engine was told
+        self.hanging: list[Batch] = []  # given up, without an answer yet
+        self.away: set[int] = set()  # tiers, as reported to the engine
         self.unwritable: set[int] = set()  # likewise
         self.contents: dict[Slot, Content] = {}
         self.whole: set[str] = set()  # groups, as reported
         self.is_ending = False
 
-    # What may happen
+    # Events
 
     @rule(
         first=st.integers(0, len(CHUNKS)),
@@ -236,13 +236,13 @@ class EngineMachine(RuleBasedStateMachine):
         event = event._replace(fence=Reached() if fence else None)
         event = from_host(event, without_pages if hands_over else ())
         self.told[job] = Told(event, self.weights_version, float("inf"))
-        # How far a prompt is stored is counted over all slabs at once.
+        # A prompt's progress counts all slabs at once.
         self.step(event if hands_over else in_parts(event, cuts))
 
     @precondition(lambda self: self.is_naming)
     @rule()
     def name_slabs(self) -> None:
-        """What the engine's thread does at once when nothing else has come."""
+        """Step without news, as the engine's thread does while slabs are still to be named."""
         self.step(TimePassed())
 
     @precondition(lambda self: self.host_cache.capacity)
@@ -262,7 +262,7 @@ class EngineMachine(RuleBasedStateMachine):
     def draw_outcomes(
         self, data: st.DataObject, batch: Batch, kinds: tuple[CellOutcome, ...]
     ) -> list[Outcome]:
-        """An outcome of each op; cells of stores' and checked slabs have outcomes of their own."""
+        """Draw an outcome of each op. Cells of stores and checks have their own outcomes."""
         one = st.sampled_from(kinds)
         if batch.lane.kind not in (GET, PUT, CHECK):
             return [data.draw(one) for _ in batch.ops]
@@ -333,19 +333,19 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.told) > 4 and not self.is_ending)
     @rule()
     def flush(self) -> None:
-        """The process is about to end."""
+        """Flush, as the process does before it ends."""
         self.is_ending = True
         self.step(Flush())
 
-    # What is watched
+    # Observations
 
     @property
     def is_naming(self) -> bool:
-        """Whether there are jobs of whose slabs the engine has not been told all."""
+        """True if a job has slabs that the engine has not been told yet."""
         return is_naming(self.engine)
 
     def streams(self) -> list[int]:
-        """Loads whose producer has not ended."""
+        """Return the loads whose producer has not ended."""
         return [job for job, told in self.told.items() if told.landed is not None]
 
     def land_chunks(self, job: int, more: int, *, final: bool, urgent: bool = False) -> None:
@@ -486,14 +486,15 @@ class EngineMachine(RuleBasedStateMachine):
         for job, told in waiting.items():
             is_waiting = told.landed is not None
             assert told.deadline > now or is_waiting or self.in_flight(job, SCATTER)
-        # Whatever is not over has something that will move it on.
+        # Each open job has an event ahead that will move it on.
         assert self.engine.idle or self.flying or due is not None or self.streams()
         assert not self.engine.idle or not (waiting or self.flying)
         assert self.whole == self.whole_groups()
         assert self.host_cache.capacity or not self.whole
 
     def lent_memory_is_kept(self) -> None:
-        """What a call that hangs may write is nobody's, what it may read stays as it is."""
+        """Assert that slots which a hung call may write are quarantined, and slots which it reads
+        stay as they are."""
         slots = self.host_cache.slots
         written = set()
         for batch in self.hanging:
@@ -506,13 +507,13 @@ class EngineMachine(RuleBasedStateMachine):
                         assert slot not in slots._quarantined
                         content = self.contents[slot]
                         assert (content.key, content.good) == (key, True)
-        # With a slab's slots those of its cells that had come before are given up.
+        # A slab's slots are given up whole, with the cells that it already had.
         assert len(written) <= num_slots_written(self.engine.hung_calls)
         assert slots.num_quarantined == num_slots_written(self.engine.hung_calls)
         assert not written & {slot for entry in self.host_cache for slot in entry.slots}
 
     def whole_groups(self) -> set[str]:
-        """Chunks all of whose slabs are in host memory."""
+        """Return the chunks that host memory has whole."""
         present = CacheEntryState.PRESENT
         groups = [e.slab.chunk.id for e in self.host_cache if e.state is present]
         kept = self.host_cache.capacity > 0
@@ -524,7 +525,7 @@ class EngineMachine(RuleBasedStateMachine):
         for job in self.streams():
             self.land_chunks(job, 0, final=True)
             self.holds()
-        # Nobody waits for calls that hang.
+        # No job waits for hung calls.
         self.run_dry()
         assert all(told.is_reported for told in self.told.values())
         assert self.engine.idle

@@ -1,4 +1,4 @@
-"""The engine in the long run: nothing is left of jobs that are over, and work grows with cells."""
+"""The engine in the long run: ended jobs leave nothing behind, and work grows with cells only."""
 
 import gc
 import random
@@ -43,7 +43,7 @@ def alive(kind: type) -> int:
 
 
 def prompts(dice: random.Random) -> Iterator[str]:
-    """Cells of a few chunks in a row, two each, some asked for again and again."""
+    """Yield prompts: cells of consecutive chunks, two each. Some prompts come again and again."""
     while True:
         first = min(dice.randrange(len(GROUPS)), dice.randrange(len(GROUPS)))
         groups = GROUPS[first : first + dice.randrange(1, 5)]
@@ -99,7 +99,7 @@ def test_a_load_that_is_over_holds_nothing_until_its_deadline() -> None:
 
 
 def lines_run(act: Callable[[], object]) -> int:
-    """How many lines of the package this takes."""
+    """Return the number of the package's lines that an action runs."""
     with counted_lines(PACKAGE) as count:
         act()
     return count[0]

@@ -1,4 +1,5 @@
-"""Tiers that somebody else watches: gone away, nobody tries them; there again, at once."""
+"""Tiers watched by guards outside the engine: no batch goes to an absent tier; a returned tier is
+used at once."""
 
 from tests.transfer.scripts import Example, examples
 

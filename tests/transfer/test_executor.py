@@ -61,7 +61,7 @@ CELLS_PER_CHUNK = HEADS * 2
 LANES = dict.fromkeys(lane_names(1), 1) | {LaneName(OpKind.GET, 0): 2}
 LIMITS = LaneLimits(batches=3, batch_ops=4, batch_bytes=1 << 20, budget_bytes=1 << 22)
 LIMIT_S = 60.0
-SLACK_S = 5.0  # of a machine with other things to do
+SLACK_S = 5.0  # on a busy machine
 MODEL = make_namespace("model", "0" * 12)
 HASHES = (b"\x01" * 20, b"\x02" * 20, b"\x03" * 20)
 DONE, EXISTED = CellOutcome.DONE, CellOutcome.EXISTED
@@ -70,12 +70,12 @@ EXECUTOR_LOG = "vllm_kvpool.transfer.executor"
 
 
 def of_jobs(reports: Sequence[Report]) -> list[Report]:
-    """Without what a machine says that leaves saves waiting for long."""
+    """Return the reports of jobs, without `SavesStalled`, which a slow machine may add."""
     return [each for each in reports if not isinstance(each, SavesStalled)]
 
 
 class Rank:
-    """One worker's executor over a store that may be shared. `keep`: cells in a host tier."""
+    """The executor of one worker, over a store that may be shared. `keep`: cells in a host tier."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Rank:
         self.copier = FakeCopier()
         real = CpuCopier([from_token_content(layer) for layer in self.pages_lbhnc])
         if copies:
-            real.warm_up()  # in a fresh checkout it compiles, which no time limit is about
+            real.warm_up()  # a fresh checkout compiles first, outside of any time limit
         copier = real if copies else self.copier
         arena = Arena(
             num_slots * SLOT_ALIGNMENT, self.planner.max_cell_bytes(), keep * SLOT_ALIGNMENT
@@ -145,12 +145,12 @@ class Rank:
         return self.pages_lbhnc[:, list(blocks)].transpose(1, 2).flatten(2, 3)
 
     def reports(self, count: int) -> list[Report]:
-        """All there are, once there are so many of jobs."""
+        """Wait for `count` reports of jobs, and return all that have arrived."""
         assert self.executor.wait(lambda reports: len(of_jobs(reports)) >= count, LIMIT_S)
         return of_jobs(self.executor.drain())
 
     def save(self, job: int, chunks: int = 1) -> dict[CellOutcome, int]:
-        """Save chunks, wait for the end; its cells by outcome."""
+        """Save chunks, wait for the end, and return the number of cells by outcome."""
         self.executor.post(save_plan(job, chunks))
         assert self.executor.wait(lambda reports: SaveDone in map(type, reports), LIMIT_S)
         [done] = [r for r in self.executor.drain() if isinstance(r, SaveDone)]
@@ -168,7 +168,7 @@ class Rank:
         return self.executor.close(timeout_s)
 
     def check_is_idle(self) -> None:
-        """Once the threads have ended."""
+        """Assert that the engine is idle, after the threads have ended."""
         check(self.engine)
         assert self.engine.idle
 
@@ -218,7 +218,7 @@ def test_what_one_worker_saves_another_loads(
     part_bytes: int,
     slab_cells: tuple[int, int],
 ) -> None:
-    """Each may cut chunks into slabs in its own way."""
+    """Each worker may cut chunks into slabs in its own way."""
     monkeypatch.setattr("vllm_kvpool.transfer.planner.PART_BYTES", part_bytes)
     writer, reader = (Rank(store, copies=True, slab_cells=each) for each in slab_cells)
     writer.fill()
@@ -234,7 +234,7 @@ def test_what_one_worker_saves_another_loads(
     tokens = slice(BLOCK, 3 * CHUNK - 1)
     expected = writer.tokens_lhtc(blocks)[:, :, tokens]
     assert torch.equal(reader.tokens_lhtc(others)[:, :, tokens], expected)
-    # Nothing outside the plan's tokens was written.
+    # No byte outside the plan's tokens was written.
     assert not reader.pages_lbhnc[:, [0, 1, 2, 3, 4, 5, 9, 12]].any()
     assert not reader.tokens_lhtc(others)[:, :, 3 * CHUNK - 1 :].any()
     for worker in (writer, reader):
@@ -258,7 +258,7 @@ def test_a_lost_store_is_a_report(rank: Rank) -> None:
     rank.executor.post(save_plan(1, 1))
     rank.executor.post(load_plan(2, (3, 4), 0, CHUNK))
     ends = [r for r in rank.reports(3) if not isinstance(r, SaveGathered)]
-    # The load is after the same cells, so it either shares in the save or asks the store.
+    # The load wants the same cells, so it shares the save's or asks the store.
     assert SaveDone(JobId(1), "r1", ((UNREACHABLE, 4),), (), (0,), ((0, UNREACHABLE),)) in ends
     assert [r.job_id for r in ends if isinstance(r, LoadDone)] == [2]
 
@@ -336,7 +336,7 @@ def test_a_prefetch_needs_no_pages_and_a_reset_forgets_it(store: FaultyStore) ->
     assert rank.close()
 
 
-# What is told beside reports
+# Other outputs
 
 
 def test_counts_gauges_and_marks_arrive(store: FaultyStore) -> None:
@@ -429,7 +429,7 @@ def test_closing_with_a_stuck_store_is_bounded_and_says_so(store: FaultyStore) -
 
 @pytest.mark.parametrize("waits", [True, False], ids=["saved", "at once"])
 def test_closing_copies_down_what_is_in_host_memory_alone(store: FaultyStore, waits: bool) -> None:
-    """Also what was still on its way into host memory when the end was asked for."""
+    """The copies include cells that were on their way into host memory at the close."""
     rank = Rank(store, keep=64, write_back=True)
     rank.perform.hold("gather")
     rank.executor.post(save_plan(1, 3))
@@ -462,7 +462,7 @@ def test_closing_does_not_try_for_ever_to_copy_down(store: FaultyStore) -> None:
 
 @pytest.mark.usefixtures("quiet")
 def test_an_engine_that_fails_leaves_no_request_waiting(store: FaultyStore) -> None:
-    """A bug of ours: what was open is given up, what comes later too, and the end is in time."""
+    """A bug in the engine fails open jobs and later ones. The executor still closes in time."""
     rank = Rank(store)
     store.inject(Fault.BLOCKED, "get")
     rank.executor.post(load_plan(1, (1, 2), 0, CHUNK))
@@ -547,8 +547,7 @@ def test_what_has_ended_is_told_though_the_engine_fails_right_after(store: Fault
 
 
 def throw_into(thread: threading.Thread) -> None:
-    """End a thread from outside, as a debugger or a killer of threads may; it is hit when it
-    runs."""
+    """End a thread from outside, as a debugger may. The error is raised when the thread runs."""
     assert thread.ident is not None
     throw = ctypes.pythonapi.PyThreadState_SetAsyncExc
     assert throw(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)) == 1
@@ -573,7 +572,7 @@ def test_what_would_end_a_lane_fails_its_batch_and_the_lane_goes_on(rank: Rank, 
 def test_of_two_answers_for_a_batch_the_first_counts(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lane may be hit after it has answered, and answers again."""
+    """A lane that is hit after its answer answers a second time."""
     batches: list[Batch] = []
     perform = rank.perform._perform
     monkeypatch.setattr(
@@ -599,7 +598,7 @@ def test_a_load_through_a_dying_lane_stops(rank: Rank, lane: str) -> None:
 
 @pytest.mark.usefixtures("quiet")
 def test_an_idle_lane_that_is_hit_from_outside_loses_no_batch(rank: Rank) -> None:
-    """The error is raised in the thread when it takes the next batch, which no other thread has."""
+    """The error is raised when the thread takes the next batch, which no other thread has."""
     for job in range(1, 20, 2):
         throw_into(lane_thread(rank, "gather"))
         assert rank.save(job) == {FAILED: 4}
@@ -657,7 +656,7 @@ def one_cell_plan(kind: type, job: int) -> SavePlan | LoadPlan:
 def test_a_lane_that_is_hit_among_many_graphs_holds_up_none(
     store: FaultyStore, kind: type, lane: str, thrown: bool
 ) -> None:
-    """Each of them is reported once."""
+    """Each load is reported once."""
     rank = Rank(store, one_cell=True, num_slots=64, perform=all_done)
     plans = [one_cell_plan(kind, job) for job in range(NUM_GRAPHS)]
     per_plan = 2 if kind is SavePlan else 1

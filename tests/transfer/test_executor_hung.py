@@ -1,6 +1,6 @@
-"""The executor when a store call does not return: what becomes of its lane, its cells, its memory.
+"""The executor with a hung store call: its lane, its cells and its memory.
 
-How long a call has lasted is not left to the machine: `give_up` says that it is too long now.
+The tests do not depend on the machine's speed: `give_up` decides that a call has lasted too long.
 """
 
 import logging
@@ -58,7 +58,7 @@ TIMED_OUT, UNREACHABLE = CellOutcome.TIMED_OUT, CellOutcome.UNREACHABLE
 
 
 class Gates:
-    """What lanes do: nothing, and a lane that is told to hangs, each time at a gate of its own."""
+    """A lane function that does nothing; calls of lanes in `hangs` each wait at a new gate."""
 
     def __init__(self) -> None:
         self.hangs: set[LaneName] = set()
@@ -109,18 +109,21 @@ class Ward:
         return rank
 
     def _hung(self, lane: LaneName) -> None:
-        """On the engine thread, in the middle of its look: this one is enough."""
+        """Disable the timeout, so that only this lane is given up.
+
+        Called in the engine's thread, in the middle of its check of the calls.
+        """
         for rank in self._ranks:
             rank.executor._lanes.call_timeout_s = NEVER_S
         self.given_up.put(lane)
 
     def give_up(self, rank: Rank) -> LaneName:
-        """Give up the first call that is found under way."""
+        """Give up the first call that is in progress, and return its lane."""
         rank.executor._lanes.call_timeout_s = -1.0
         return self.given_up.get(timeout=LIMIT_S)
 
     def hang(self, rank: Rank, plan: LoadPlan | SavePlan) -> threading.Event:
-        """A call that hangs and is given up; its gate."""
+        """Make a call hang, give it up, and return its gate."""
         rank.executor.post(plan)
         gate = self.gates.next_gate()
         self.give_up(rank)
@@ -135,7 +138,7 @@ class Ward:
 
 @pytest.fixture
 def ward(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Ward]:
-    """Looks are frequent, and tiers that fail are asked again at once."""
+    """Yield a ward. Calls are checked often, and failed tiers are tried again at once."""
     monkeypatch.setattr(executor, "WATCH_S", 0.005)
     monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.0)
@@ -151,7 +154,7 @@ def threads_of(rank: Rank, lane: LaneName) -> list[threading.Thread]:
 
 
 def level(rank: Rank, name: str) -> float | None:
-    """A gauge, as of now."""
+    """Return a gauge's value."""
     return rank.registry.snapshot().get(name)
 
 
@@ -166,7 +169,7 @@ def ended(threads: list[threading.Thread]) -> bool:
 
 
 def check_is_clean(rank: Rank) -> None:
-    """When all calls have returned."""
+    """Wait until all calls have returned, and assert that the closed rank holds nothing."""
     wait_for(lambda: not rank.executor._lanes.hung)
     assert rank.close()
     rank.check_is_idle()
@@ -187,7 +190,7 @@ def test_the_lane_goes_on_in_another_thread(ward: Ward) -> None:
     rank.executor.post(load_plan(2, (3, 4), 0, CHUNK))
     assert ward.store.entered.wait(LIMIT_S)
     rank.executor.post(load_plan(3, (5, 6), CHUNK, 2 * CHUNK))
-    assert has_taken_all(rank.executor)  # it waits in the lane, behind what hangs
+    assert has_taken_all(rank.executor)  # it waits in the lane behind the hung call
     assert rank.executor.drain() == []
     assert ward.give_up(rank) == GET
     reports = rank.reports(2)
@@ -202,7 +205,7 @@ def test_the_lane_goes_on_in_another_thread(ward: Ward) -> None:
     wait_for(lambda: level(rank, quarantined) == CELLS_PER_CHUNK)
     scattered = len(rank.copier.scattered)
     ward.store.release()
-    assert ended([first])  # by itself
+    assert ended([first])  # without a close
     wait_for(lambda: level(rank, quarantined) == 0)
     check_is_clean(rank)
     assert rank.executor.drain() == []
@@ -244,7 +247,7 @@ def test_a_call_has_so_much_time_and_a_put_is_two_calls(
 
 
 def test_lanes_of_host_memory_are_waited_for(ward: Ward) -> None:
-    """Nothing of theirs hangs in a store; what they do takes its time."""
+    """Lanes of host memory call no store, so the timeout of store calls does not apply to them."""
     rank = ward.rank()
     rank.perform.hold("gather")
     rank.executor.post(save_plan(1, 1))
@@ -406,7 +409,7 @@ def test_a_thread_that_is_hit_after_it_was_left_answers_and_ends(
 def test_a_call_that_returns_while_it_is_looked_at_is_not_given_up(
     ward: Ward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its thread would go on with other batches, and nobody would know of it."""
+    """Otherwise its thread would take further batches unseen."""
     rank = ward.rank(gated=True)
     [lane] = [each for each in rank.executor._lanes.threads if each.lane == GET]
     ward.gates.hangs.add(GET)
@@ -431,7 +434,7 @@ def test_a_call_that_returns_while_it_is_looked_at_is_not_given_up(
     rank.executor.post(one_cell_plan(LoadPlan, 2))  # hangs
     gate = ward.gates.next_gate()
     assert lane in rank.executor._lanes.threads
-    assert not rank.close(0.0)  # it is known that somebody hangs
+    assert not rank.close(0.0)  # a hung call is known
     gate.set()
     assert ended([lane.thread])
 

@@ -1,5 +1,4 @@
-"""Fences: pages are touched after what the model was given before their plan, and wait for nothing
-that it was given later."""
+"""Fences: a batch waits for the model's work from before its plan, but not for later work."""
 
 import threading
 
@@ -29,7 +28,7 @@ __all__ = ["rank", "store"]
 
 
 class Held:
-    """A fence that a test reaches."""
+    """A fence that waits until the test marks it as reached."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -79,13 +78,13 @@ def test_fences_of_tiers(example: Example) -> None:
 
 
 def test_the_lane_takes_fences_one_by_one() -> None:
-    """In one batch the first would be reported with the last."""
+    """In one batch, the first fence would be reported with the last."""
     _, limits = lanes_of(OpenTiers((), (), (), ()), 1 << 20, 1)[LaneName(OpKind.FENCE, HOST)]
     assert limits.batch_ops == 1
 
 
 def test_a_load_ends_while_the_fence_of_a_later_plan_is_not_reached(rank: Rank) -> None:
-    """Over the real threads."""
+    """With real threads."""
     rank.save(1, 2)
     reached, held = Held(), Held()
     reached.reached.set()

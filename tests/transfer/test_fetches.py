@@ -1,4 +1,4 @@
-"""Cells from the tiers: the next one, another try, and tiers that are left alone."""
+"""Fetches of cells: the next tier, retries, and tiers that are left alone."""
 
 from dataclasses import replace
 
@@ -116,7 +116,7 @@ def test_a_remote_tier_is_tried_so_often_and_passed_over(outcome: CellOutcome) -
     for attempt in range(2, MAX_TRIES + 1):
         assert told[0] == f"{batch} get-0 a"
         assert bench.running[batch].attempt == attempt
-        # Others get through, so the tier is not left alone.
+        # Other reads succeed, so the tier is not left alone.
         bench.gets_through(0)
         told = bench.ends(batch, outcome)
         batch = int(told[0].split()[0])

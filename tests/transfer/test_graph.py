@@ -1,4 +1,4 @@
-"""Dependency graphs: tables for each rule, and what the end of an op costs."""
+"""Dependency graphs: examples for each rule, and the cost of an op's end."""
 
 import string
 from collections import Counter
@@ -38,7 +38,8 @@ LETTERS = {
 
 
 class Bench:
-    """Ops have names of one letter, markers upper case ones; a batch is the names of its ops."""
+    """A scheduler under test. Ops have names of one letter, markers have upper case letters. A
+    batch is the names of its ops."""
 
     def __init__(
         self, limits: LaneLimits = WIDE, admit: Callable[[Op], bool] | None = None
@@ -48,7 +49,7 @@ class Bench:
         self.other = self.scheduler.lanes["y"]
         self.clock = FakeClock()
         self.num_jobs = 0
-        self.ops: dict[str, Op] = {}  # the last of each name
+        self.ops: dict[str, Op] = {}  # the latest op of each name
         self.all_ops: list[Op] = []
         self.running: dict[str, Batch] = {}
 
@@ -82,7 +83,7 @@ class Bench:
         return op
 
     def take(self, seconds: float = 0.0) -> list[str]:
-        """What starts after so many seconds."""
+        """Advance the clock, and return the batches that start."""
         self.clock.advance(seconds)
         started = []
         for batch in self.scheduler.take(self.clock()):
@@ -93,7 +94,7 @@ class Bench:
         return started
 
     def end(self, names: str, how: Callable[..., None] = Scheduler.finish, *args: Any) -> None:
-        """A batch ends; all its ops are finished, failed or moved."""
+        """End a batch, and finish, fail or move all its ops."""
         batch = self.running.pop(names)
         self.scheduler.batch_ended(batch)
         for op in batch.ops:
@@ -101,7 +102,8 @@ class Bench:
         check_graph(self.scheduler, self.all_ops)
 
     def drain(self, fail: str = "") -> str:
-        """What is reached and starts in each round, when all that runs ends before the next."""
+        """Return the markers and batches of each round. All running batches end before the next
+        round."""
         rounds = []
         while now := self.reached() + "".join(self.take()):
             rounds.append(now)
@@ -110,7 +112,8 @@ class Bench:
         return " ".join(rounds)
 
     def one_by_one(self) -> str:
-        """What starts at first, and whenever the oldest batch has ended."""
+        """End the oldest batch again and again. Return the batches that start at first and after
+        each end."""
         takes = [",".join(self.take())]
         while self.running:
             self.end(next(iter(self.running)))
@@ -121,13 +124,13 @@ class Bench:
         return "".join(op.what for op in self.scheduler.take_reached())
 
     def lost(self) -> dict[str, str]:
-        """The ops that were cancelled because of another, and that one."""
+        """Return each op that was cancelled because of another op, with that op."""
         lost = self.scheduler.take_lost()
         assert len({op for op, _ in lost}) == len(lost)
         return {op.what: cause.what for op, cause in lost}
 
     def states(self) -> str:
-        """One letter for each op, in order of addition."""
+        """Return a letter for the state of each op, in order of addition."""
         return "".join(LETTERS[op.state] for op in self.ops.values())
 
 
@@ -206,7 +209,7 @@ def test_an_op_that_is_not_admitted_keeps_its_place() -> None:
 
 
 def test_a_batch_has_so_many_cells_at_most_or_one_op() -> None:
-    """An op moves all its cells at once, in the order in which it came."""
+    """An op moves all its cells at once. Ops keep their order."""
     bench = Bench(LaneLimits(MANY, batch_ops=4, batch_bytes=MANY, budget_bytes=MANY))
     bench.graph("a*2 b*2 c*3 d*2 e*9 f g*4 h")
     assert bench.lane.num_ready == 24
@@ -215,7 +218,7 @@ def test_a_batch_has_so_many_cells_at_most_or_one_op() -> None:
 
 
 def test_an_op_of_many_cells_ends_a_batch_of_small_ones() -> None:
-    """It is not passed over by those behind it that would fit."""
+    """Small ops behind it do not overtake it, even if they would fit."""
     bench = Bench(LaneLimits(1, batch_ops=4, batch_bytes=MANY, budget_bytes=MANY))
     bench.graph("a b c*3 d")
     assert bench.one_by_one() == "ab cd"
@@ -232,7 +235,7 @@ def test_cells_that_wait_in_a_lane_are_counted() -> None:
     bench.scheduler.raise_priority(bench.ops["b"], LOAD)
     bench.scheduler.move(bench.ops["b"], bench.other)
     assert (bench.lane.num_ready, bench.other.num_ready) == (0, 5)
-    bench.ops["a"].size = 1  # two of its cells came
+    bench.ops["a"].size = 1  # two of its cells have arrived
     bench.end("a", Scheduler.move, bench.other)
     assert bench.other.num_ready == 6
     bench.scheduler.fail(bench.ops["b"])
@@ -261,7 +264,7 @@ def test_a_higher_class_goes_first_and_a_class_in_order() -> None:
 
 
 def served(bench: Bench, count: int) -> list[Priority]:
-    """The classes of the next batches of one op each."""
+    """Return the priorities of the next batches of one op each."""
     classes = []
     for _ in range(count):
         (batch,) = bench.scheduler.take(0.0)
@@ -284,7 +287,7 @@ def test_no_class_waits_for_more_than_so_many_batches(lower: Priority) -> None:
     bench = Bench(NARROW)
     fill(bench, LOAD)
     assert served(bench, 2 * FAIR_EVERY) == [LOAD] * 2 * FAIR_EVERY
-    fill(bench, lower)  # what went before it came does not count
+    fill(bench, lower)  # ops served before it came do not count
     assert served(bench, 2 * FAIR_EVERY + 2) == 2 * [*[LOAD] * FAIR_EVERY, lower]
 
 
@@ -294,7 +297,7 @@ def test_no_class_starves_another() -> None:
     order = served(bench, 200)
     for priority in Priority:
         places = [-1, *(i for i, each in enumerate(order) if each is priority)]
-        # Those that are as late may go before it.
+        # Ops that are equally late may go first.
         waits = [b - a - 1 for a, b in pairwise(places)]
         assert max(waits) < FAIR_EVERY + len(Priority) - 1
     assert Counter(order)[LOAD] > len(order) / 2
@@ -358,11 +361,11 @@ def test_an_idle_lane_holds_no_ops() -> None:
     assert not any(bench.lane.queues)
 
 
-# What an end costs
+# Cost of an end
 
 
 def cost_of_an_end(bench: Bench, how: Callable[..., None]) -> int:
-    """Lines for all that follows when one of the ops that run ends."""
+    """Return the lines that run when one of the running ops ends."""
     scheduler = bench.scheduler
     batches = scheduler.take(0.0)
     batch = batches[len(batches) // 2]
@@ -375,7 +378,7 @@ def cost_of_an_end(bench: Bench, how: Callable[..., None]) -> int:
 
 
 def wide(num_ops: int) -> Bench:
-    """Ops that run, each with one that waits for it, and a marker after all of them."""
+    """Return a bench with running ops, a waiting op after each of them, and a marker after all."""
     bench = Bench()
     scheduler = bench.scheduler
     owner = bench.graph()
@@ -388,7 +391,7 @@ def wide(num_ops: int) -> Bench:
 
 
 def many(num_jobs: int) -> Bench:
-    """Chains of three ops."""
+    """Return a bench with many graphs, each a chain of three ops."""
     bench = Bench()
     for _ in range(num_jobs):
         owner = bench.graph()
@@ -404,8 +407,8 @@ def test_an_end_costs_the_same_in_any_company(
     make: Callable[[int], Bench], few: int, lots: int, how: Callable[..., None]
 ) -> None:
     alone = cost_of_an_end(make(few), how)
-    assert alone > 20  # or nothing was counted
-    # Whether it was the last op of its graph may tell.
+    assert alone > 20  # otherwise the count is broken
+    # The cost may depend on whether the op was its graph's last.
     assert abs(cost_of_an_end(make(lots), how) - alone) <= 4
 
 

@@ -1,4 +1,4 @@
-"""The scheduler of dependency graphs beside a naive model: anything in any order."""
+"""The scheduler of dependency graphs beside a naive model, with calls in any order."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ NOT_STARTED = (OpState.WAITING, OpState.READY)
 
 @dataclass
 class Known:
-    """An op, as the naive model sees it: it has no counts, and looks at everything again."""
+    """An op of the naive model, which has no counters and examines everything again."""
 
     lane: Lane | None
     before: frozenset[int]
@@ -36,7 +36,7 @@ class Known:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """The scheduler beside the model: the same states after each step, each end told once."""
+    """The scheduler beside the model: equal states after each step, and each end reported once."""
 
     @initialize(
         limits=st.builds(
@@ -152,7 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 known.state = OpState.FAILED
             case _:
                 assert lane is not None
-                if how == "n":  # some of its cells came: it moves the others
+                if how == "n":  # some of its cells have arrived: it moves the others
                     op.size, op.nbytes = max(1, op.size - 1), op.nbytes // 2
                 self.scheduler.move(op, lane)
                 known.state, known.lane = OpState.READY, lane
@@ -170,7 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ops)
     @rule(number=st.integers(0, 99), lane=st.sampled_from((None, 0, 1)))
     def end_early(self, number: int, lane: int | None) -> None:
-        """An op that has not started fails, or goes to another lane."""
+        """Fail an op that has not started, or move it to another lane."""
         op = self.ops[number % len(self.ops)]
         if lane is None and op.state in NOT_STARTED:
             self.op_ended(op, "x", None)
@@ -188,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     # The model
 
     def settle(self) -> None:
-        """Look at all ops until nothing changes."""
+        """Update all ops until nothing changes."""
         changed = True
         while changed:
             changed = False
@@ -221,7 +221,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.events_agree()
 
     def events_agree(self) -> None:
-        """What is reached is told once, and what is lost."""
+        """Assert that each reached marker and each lost op is reported exactly once."""
         reached = {
             number
             for number, known in enumerate(self.known)
@@ -238,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.lost = set()
 
     def teardown(self) -> None:
-        """Everything comes to an end."""
+        """End all ops, and assert that nothing is left."""
         if not hasattr(self, "scheduler"):
             return
         self.agrees()

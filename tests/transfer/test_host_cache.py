@@ -1,4 +1,4 @@
-"""What host memory holds: pins, slots, the heaps of cells that may leave, complete chunks."""
+"""The cache in host memory: pins, slots, the heaps of cells that may leave, complete chunks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ clock = FakeClock()
 
 
 def now_ns() -> int:
-    """Each time a second later."""
+    """Advance the clock by a second, and return its time."""
     clock.advance(1.0)
     return int(clock() * SECOND)
 
@@ -34,7 +34,7 @@ def now_ns() -> int:
 def host(
     keep: int = 2, slots: int = 4, reserve: int = 0, policy: str = "lru", **more: Any
 ) -> HostCache:
-    """Its wall clock is `clock`. `parts`: slabs of a chunk."""
+    """Return a cache with `clock` as its wall clock. `parts`: slabs of a chunk."""
     parts, pool = more.pop("parts", 1), SlotPool(slots, reserve)
     return HostCache(pool, keep, POLICIES[policy], {"": parts}, wall_ns, **more)
 
@@ -51,7 +51,7 @@ def in_s(pin_s: float = 0, ttl_s: float = 0) -> Retention:
 
 
 def bring(host_cache: HostCache, keys: str, *, dirty: bool = False) -> None:
-    """Cells come in one after the other, each of the chunk that its first letter names."""
+    """Add cells one after the other, each of the chunk that its first letter names."""
     for key in keys.split():
         come(host_cache, key, ChunkRef(key[0]), dirty=dirty)
 
@@ -73,7 +73,7 @@ def slab(key: str, chunk: ChunkRef | None = None, num_cells: int = 1) -> Slab:
 
 
 def prompt(chunks: str) -> list[ChunkRef]:
-    """The chunks "a", "ab", "abc" of a prompt "abc"."""
+    """Return the chunks "a", "ab", "abc" of a prompt "abc"."""
     ids = [chunks[: i + 1] for i in range(len(chunks))]
     return [ChunkRef(each, each[:-1], i) for i, each in enumerate(ids)]
 
@@ -92,7 +92,7 @@ def entry(host_cache: HostCache, key: str) -> CacheEntry:
 
 
 class Scene:
-    """Host memory, and entries that a script holds: pins outlive what is forgotten."""
+    """A host cache, and entries that a script holds. Pins outlive forgotten names."""
 
     def __init__(self, verb: str, **options: Any) -> None:
         assert verb == "host"
@@ -100,7 +100,7 @@ class Scene:
         self.held: dict[str, CacheEntry] = {}
 
     def come(self, *names: str, hold: bool = False, dirty: bool = False, **more: Any) -> None:
-        """Slabs of one cell come in, each of the chunk that its first letter names.
+        """Add slabs of one cell, each of the chunk that its first letter names.
 
         `chunk=abc`: of the last chunk of this prompt. `pin_s`, `ttl_s`, `tenant`: of the chunk.
         """
@@ -113,7 +113,7 @@ class Scene:
                 self.held[name] = entry(self.cache, name)
 
     def come_prompt(self, chunks: str, **more: Any) -> None:
-        """The chunks `a`, `ab`, `abc` of a prompt `abc`."""
+        """Add the chunks `a`, `ab`, `abc` of a prompt `abc`."""
         for chunk in prompt(chunks):
             self.come(chunk.id, chunk=chunk.id, **more)
 
@@ -125,7 +125,7 @@ class Scene:
         self.cache.unpin(self.held.pop(name))
 
     def forget(self, name: str = "") -> None:
-        """Of a held cell its name, or all cells."""
+        """Forget the name of a held cell, or all cells."""
         if name:
             self.cache.unindex(self.held[name])
         else:
@@ -145,7 +145,8 @@ class Scene:
         return [f"+{each}" for each in change.added] + [f"-{each}" for each in change.removed]
 
     def room(self, use: str, name: str, cells: str = "1") -> list[str]:
-        """Whether a slab, which is added if it is new, gets slots."""
+        """Add the slab if it is new, and return whether it gets slots: "given" or "refused" (in a
+        list)."""
         wanted = self.cache.get(name) or self.cache.add(slab(name, num_cells=int(cells)))
         before = len(wanted.slots)
         has_slots = self.cache.assign_slots(wanted, SlotUse[use.upper()])
@@ -163,11 +164,11 @@ class Scene:
         assert self.cache.num_dropped == int(number)
 
     def slots(self, *counts: str) -> None:
-        """How many are idle and clean, dirty, and held."""
+        """Assert the numbers of slots that are idle and clean, dirty, and pinned."""
         assert self.cache.num_slots() == tuple(map(int, counts))
 
     def absent(self, *names: str) -> None:
-        """A look at each of them tells it."""
+        """Assert that the cache has none of these slabs."""
         assert not any(self.cache.get(each) for each in names)
         check(self.cache)
 
@@ -263,7 +264,7 @@ def test_cells_of_host_memory(example: Example) -> None:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("order", ["abc", "cba", "bac"])
 def test_a_prompts_end_leaves_before_its_beginning(policy: str, order: str) -> None:
-    """In whatever order its chunks came."""
+    """The order in which the chunks came does not matter."""
     host_cache = host(keep=3, slots=8, policy=policy)
     chunks = dict(zip("abc", prompt("abc"), strict=True))
     for each in order:
@@ -336,7 +337,7 @@ def test_the_heaps_do_not_grow_with_cells_that_come_and_are_forgotten() -> None:
 
 
 class ResidencyMachine(RuleBasedStateMachine):
-    """LRU of single chunks, against a list of keys in order of leaving."""
+    """LRU of single chunks, compared with a list of keys in eviction order."""
 
     @initialize(keep=st.integers(1, 5), spare=st.integers(0, 3))
     def begin(self, keep: int, spare: int) -> None:
@@ -351,7 +352,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         return [key for key in self.order if key not in self.pinned]
 
     def overflow(self) -> None:
-        """Clean cells leave while too many are idle."""
+        """Remove clean cells while too many are idle."""
         while len(idle := self.idle()) > self.keep:
             clean = [key for key in idle if key not in self.dirty]
             if not clean:
@@ -422,7 +423,7 @@ TestResidencyMachine.settings = settings(stateful_step_count=40)
 
 
 class PromptMachine(RuleBasedStateMachine):
-    """Prompts with common beginnings, put and hit in any order, held and let go."""
+    """Prompts with common beginnings are put and hit in any order, held and released."""
 
     @initialize(
         keep=st.integers(1, 6),
@@ -433,7 +434,7 @@ class PromptMachine(RuleBasedStateMachine):
         self.slabs = range(slabs_per_chunk)
         self.host_cache = host(keep, 24, parts=slabs_per_chunk, policy=policy)
         self.before: set[str] = set()
-        self.coming = ""  # the chunk that has come last, while all slots are taken
+        self.coming = ""  # the latest chunk, while all slots are taken
 
     def all_of(self, chunk_id: str) -> list[CacheEntry]:
         found = (self.host_cache.get(f"{chunk_id}.{i}") for i in self.slabs)
@@ -485,7 +486,11 @@ class PromptMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_left_before_what_comes_after_it(self) -> None:
-        """But where that was held, or in no lower tier yet, or came when all else was held."""
+        """Assert that chunks do not leave before their successors.
+
+        Exceptions: the successor was held, was in no lower tier yet, or came when all else was
+        held.
+        """
         check(self.host_cache)
         now = {each.slab.chunk.id for each in self.host_cache}
         for gone in self.before - now:

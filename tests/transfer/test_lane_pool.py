@@ -1,4 +1,4 @@
-"""A lane's thread: what it performs, and that it takes nothing more once it is abandoned."""
+"""A lane's thread: it performs batches, and takes no more of them once it is abandoned."""
 
 import time
 from queue import SimpleQueue
@@ -16,7 +16,7 @@ LIMIT_S = 10.0
 
 
 class Deed:
-    """What a lane thread does with a batch: waits until it may end."""
+    """A lane function that keeps each batch until the test lets it end."""
 
     def __init__(self) -> None:
         self.entered: SimpleQueue[Batch] = SimpleQueue()
@@ -46,7 +46,7 @@ def test_a_thread_tells_what_it_is_doing_and_takes_nothing_else_when_it_is_aband
         assert busy[0] is BATCHES[number]
         assert before <= busy[1] <= time.monotonic()
         if number == 1:
-            assert not lane.abandon(BATCHES[0])  # it is past that
+            assert not lane.abandon(BATCHES[0])  # the thread is past that point
         if number == 2:
             assert lane.abandon(busy[0])
             inbox.put(BATCHES[3])
@@ -61,7 +61,7 @@ def test_a_thread_tells_what_it_is_doing_and_takes_nothing_else_when_it_is_aband
 def test_a_batch_that_has_only_just_been_taken_has_not_lasted_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor as long as the one before it."""
+    """The time of the previous batch does not count for it."""
     looks: list[tuple[Batch, float] | None] = []
 
     class Clock:

@@ -1,6 +1,6 @@
-"""Lanes: what becomes of each cell of a batch, against tiers with faults, and what is counted.
+"""Lanes: outcomes of each cell of a batch against tiers with faults, and the metrics.
 
-`"key-a"` is a slab of one cell, `"key-a key-b"` a slab of two; the outcome of each is one.
+`"key-a"` is a slab of one cell, `"key-a key-b"` a slab of two cells; each slab has one outcome.
 """
 
 import re
@@ -64,7 +64,7 @@ class Bench:
     def __init__(self, *, verify_checksum: bool = True) -> None:
         self.memories = [MemoryStore("", 1 << 20) for _ in range(2)]
         self.clock = FakeClock(100.0)
-        self.takes_s = 0.25  # how long a call that is SLOW takes
+        self.takes_s = 0.25  # duration of a SLOW call
         self.stores = [FaultyStore(memory, self._wait) for memory in self.memories]
         self.arena = Arena(8 * SLOT_ALIGNMENT, CELL_BYTES)
         self.gatherer, self.scatterer = FakeCopier(), FakeCopier()
@@ -101,13 +101,13 @@ class Bench:
         assert self.memories[tier].put([key], [buffer], [ChunkRef("")]) == [PutOutcome.STORED]
 
     def get(self, *keys: str, tier: int = 0) -> tuple[Outcome, ...]:
-        """GET, then CHECK of what came: as a load does."""
+        """GET, then CHECK the fetched cells, as a load does."""
         got = self.perform(OpKind.GET, *keys, tier=tier)
         checked = self.perform(OpKind.CHECK, *keys)
         return tuple(c if g is DONE else g for g, c in zip(got, checked, strict=True))
 
     def by_labels(self, name: str) -> dict[str, float]:
-        """A metric by the values of its labels, such as `load near done`."""
+        """Return a metric by the values of its labels, such as `load near done`."""
         found = {k: v for k, v in self.counts(name).items() if k.startswith(name + "{")}
         return {" ".join(re.findall(r"=([^,}]+)", k)): v for k, v in found.items()}
 
@@ -117,7 +117,7 @@ class Bench:
 
 @dataclass
 class Reached:
-    """A fence; `works` False: the device has failed."""
+    """A fence that is reached. With `works` False, the device has failed."""
 
     works: bool = True
 
@@ -137,7 +137,8 @@ def batch_of(
     cells: Cells = None,
     fence: Reached | None = None,
 ) -> Batch:
-    """The batch of `slabs`, whose cells are in slots 0, 1, …; `cells`: those of each slab."""
+    """Return the batch of `slabs`, whose cells are in slots 0, 1, and so on. `cells`: the moved
+    cells of each slab."""
     where = pages or (JobPages((7,), 0, 0, CHUNK_TOKENS),)
     moves = kind in (OpKind.GATHER, OpKind.SCATTER)
     slots = count()
@@ -169,13 +170,13 @@ def batch_of(
 
 
 def place(head: int, pieces: Sequence[Piece] = ()) -> LocalCell:
-    """The cell of a head; `pieces`: if not the same for all layers."""
+    """Return the cell of a head. `pieces` are given if they differ between layers."""
     whole = LocalCell(HeadShard(0), LayerSpan(4, 6), head, head + 1, 0, 2, ROW_BYTES)
     return replace(whole, pieces=tuple(pieces)) if pieces else whole.with_groups((0, 0))
 
 
 def with_places(batch: Batch, **changes: object) -> Batch:
-    """The batch with other cells in its first slab."""
+    """Return the batch with changed cells in its first slab."""
     part = batch.parts[0]
     kind = part.slab.kind
     cells = tuple(replace(cell, **changes) for cell in kind.cells)
@@ -323,7 +324,7 @@ def test_what_is_no_fault_of_the_store_fails_and_is_counted() -> None:
         assert bench.perform(kind, "key-a") == (FAILED,)
     nowhere = batch_of(OpKind.GET, "key-a")
     nowhere.lane = LaneName(OpKind.SCATTER, HOST)
-    assert bench.runner.perform(nowhere) == [FAILED]  # its cell says nothing of pages
+    assert bench.runner.perform(nowhere) == [FAILED]  # its cell describes no pages
     bugs = bench.registry.snapshot()["kvpool_failures{kind=bug}"]
     assert bugs == 3 + len(TIERS)
 
@@ -379,7 +380,7 @@ def test_pieces_of_a_cell_are_moved_by_tables_of_their_own(kind: OpKind) -> None
 def test_a_state_is_one_row_in_the_place_of_the_last_token_before_its_boundary(
     kind: OpKind,
 ) -> None:
-    """Its layers lie in two KV cache groups, each with a block of its own."""
+    """The state's layers lie in two KV cache groups, each with its own block."""
     bench = Bench()
     last = 3 * CHUNK_TOKENS - 1
     pages = tuple(JobPages((block,), last, last, last + 1) for block in (7, 9))
@@ -395,12 +396,12 @@ def test_a_state_is_one_row_in_the_place_of_the_last_token_before_its_boundary(
 
 
 def test_layers_whose_group_does_not_need_the_chunk_are_not_moved() -> None:
-    """Copiers refuse a move that ends before it begins, and with it all of the batch."""
+    """Copiers refuse a move that ends before it begins, and the whole batch with it."""
     bench = Bench()
     pages = (
         JobPages((7,), 96, 96, 128),
         JobPages((6,), 160, 160, 224),  # begins a chunk later: its blocks are of another size
-        JobPages((), 0, 0, 0),  # none of it is left
+        JobPages((), 0, 0, 0),  # no row of the chunk is left
     )
     pieces = (Piece(1, 0, 1, 1, 2, 0), Piece(0, 1, 2, 1, 2, 3), Piece(2, 2, 3, 1, 2, 6))
     batch = batch_of(OpKind.SCATTER, "key-a", pages=pages, pieces=pieces, chunk=3)
@@ -410,11 +411,11 @@ def test_layers_whose_group_does_not_need_the_chunk_are_not_moved() -> None:
     assert (moved.block_ids, moved.token_start) == ((7,), 96)
 
 
-# What is counted and recorded
+# Metrics and records
 
 
 def buckets(counts: dict[str, float], part: str) -> dict[str, float]:
-    """A histogram's series -> the sum of that part over its buckets."""
+    """Return the sum of a part over a histogram's buckets, by series."""
     sums: dict[str, float] = {}
     for name, value in counts.items():
         if name.endswith(part):
@@ -491,7 +492,7 @@ def test_every_batch_is_timed_and_traced(kind: OpKind, attempt: int) -> None:
 
 
 def test_a_batch_that_was_ready_only_now_has_not_waited() -> None:
-    """Clocks of two threads may be read in the other order."""
+    """Two threads may read their clocks in the other order."""
     bench = Bench()
     bench.runner.perform(batch_of(OpKind.SEAL, "key-a", ready_at=bench.clock() + 0.001))
     assert buckets(bench.counts("kvpool_op_wait"), ".sum") == {"lane=seal,tier=host": 0}
@@ -501,7 +502,8 @@ def test_a_batch_that_was_ready_only_now_has_not_waited() -> None:
 
 
 def test_rows_before_the_prompt_are_zeros_in_a_drafters_first_cell() -> None:
-    """A slot holds what was in it before; rows behind them are gathered from the prompt's start."""
+    """A slot has its previous content. Rows after the zeros are gathered from the prompt's
+    start."""
     bench = Bench()
     pages = (JobPages((7, 8), 0, 0, 2 * CHUNK_TOKENS),)
     for chunk in (0, 1):
@@ -537,7 +539,7 @@ def test_pages_of_a_slab_without_slots_are_filled_with_zeros() -> None:
 
 
 def test_cells_of_slabs_go_into_their_own_slots_and_back() -> None:
-    """Each is sealed by its own key, whatever slab it is in."""
+    """Each cell is sealed with its own key, in any slab."""
     bench = Bench()
     slabs = ("key-a key-b", "key-c", "key-d key-e key-f")
     keys = " ".join(slabs).split()
@@ -559,7 +561,7 @@ def test_cells_of_slabs_go_into_their_own_slots_and_back() -> None:
 
 
 def test_cells_of_one_slab_may_have_other_sizes_than_those_beside_them() -> None:
-    """The last span of layers is shorter; a prompt's end is."""
+    """The last span of layers is shorter, and so is a prompt's end."""
     bench = Bench()
     payloads = {"key-a": bytes([1]) * 1000, "key-b": bytes([2]) * 24, "key-c": bytes([3]) * 512}
     sizes = tuple(HEADER_BYTES + len(payload) for payload in payloads.values())
@@ -606,7 +608,7 @@ def test_a_get_says_which_cells_of_a_slab_are_missing_or_bad() -> None:
 
 @pytest.mark.parametrize(("fault", "outcome"), [(Fault.FULL, FULL), (Fault.FAILED, FAILED)])
 def test_a_put_says_which_cells_of_a_slab_were_taken(fault: Fault, outcome: CellOutcome) -> None:
-    """And the store is not sent those that it has."""
+    """The store is not sent the cells that it has."""
     bench = Bench()
     bench.store_cell("key-a", payload_of("old"))
     bench.store_cell("key-d", payload_of("old"))
@@ -634,7 +636,7 @@ def test_a_check_says_which_cell_of_a_slab_is_bad(slabs: tuple[str, ...]) -> Non
 
 @pytest.mark.parametrize("kind", [OpKind.GET, OpKind.PUT, OpKind.CHECK, OpKind.SEAL])
 def test_an_op_of_some_cells_of_a_slab_leaves_the_others_alone(kind: OpKind) -> None:
-    """Their slots are in the order of the cells that it has."""
+    """The slots are in the order of the op's cells."""
     bench = Bench()
     held = {"key-b": 0, "key-d": 1}  # the slots of cells 1 and 3
     for key, slot in held.items():
@@ -669,7 +671,7 @@ def test_one_bad_cell_of_a_slab_is_removed_alone() -> None:
 
 @pytest.mark.parametrize("kind", [OpKind.GATHER, OpKind.SCATTER])
 def test_cells_of_a_slab_are_moved_each_between_its_slot_and_its_pages(kind: OpKind) -> None:
-    """Slabs of two chunks, each clipped to its own tokens."""
+    """The slabs are of two chunks, each clipped to its own tokens."""
     bench = Bench()
     pages = (JobPages((5, 6), 64, 70, 127),)
     batch = batch_of(kind, "key-a key-b", pages=pages, chunk=2)
@@ -697,7 +699,7 @@ def test_cells_of_a_slab_are_moved_each_between_its_slot_and_its_pages(kind: OpK
 
 
 def test_cells_of_a_slab_whose_layers_are_in_several_groups_are_moved_by_their_own() -> None:
-    """A group that does not need the chunk is left out of each cell."""
+    """Each cell leaves out a group that does not need the chunk."""
     bench = Bench()
     pages = (JobPages((5,), 0, 0, 32), JobPages((9,), 96, 96, 128), JobPages((7,), 96, 100, 120))
     batch = batch_of(OpKind.SCATTER, "key-a key-b", pages=pages, chunk=3)
@@ -723,7 +725,7 @@ def test_cells_of_a_slab_whose_layers_are_in_several_groups_are_moved_by_their_o
 
 
 def test_prompt_end_of_a_slab_is_moved_and_whole_chunks_after_it() -> None:
-    """What lanes know of a slab's cells depends on how many tokens it has."""
+    """Lanes cache the pieces of a slab's cells, and these depend on its number of tokens."""
     bench = Bench()
     pages = (JobPages((7,), 0, 0, CHUNK_TOKENS),)
     batch = batch_of(OpKind.GATHER, "key-a", pages=pages)
@@ -758,7 +760,7 @@ def test_stored_cells_of_a_slab_are_pinned_where_its_chunk_is() -> None:
 
 
 def test_a_fence_that_fails_is_traced_as_such() -> None:
-    """Its batch has no cells that could tell."""
+    """The batch has no cells whose outcomes would show the failure."""
     bench = Bench()
     for works in (True, False):
         batch = batch_of(OpKind.FENCE, fence=Reached(works))

@@ -1,4 +1,4 @@
-"""Loads over host memory: what they find there, share with others, and leave behind."""
+"""Loads over host memory: cells that they find, share with other jobs, and leave behind."""
 
 from tests.transfer.engine_bench import DISK, SINGLE, Bench
 from tests.transfer.scripts import Example, examples
@@ -63,7 +63,7 @@ def test_sharing(example: Example) -> None:
     example.play()
 
 
-# Streams: chunks that another engine stores while the load is under way
+# Streams: another engine stores chunks while the load runs
 
 
 @examples(
@@ -115,7 +115,7 @@ def test_leaving(example: Example) -> None:
     example.play()
 
 
-# What the scheduler is told
+# Reports to the scheduler
 
 
 @examples(

@@ -1,4 +1,4 @@
-"""Layered loads: a span is told of when nothing of it is to come, and the load as a whole after.
+"""Layered loads: a span is reported once it is complete, and the whole load afterwards.
 
 Cells are named as on the bench: `"a2"` is chunk a, layer 2.
 """
@@ -74,7 +74,7 @@ def test_layered_loads(example: Example) -> None:
 
 
 def test_the_end_of_a_prompt_leaves_host_memory_before_its_beginning() -> None:
-    """Whole chunks go, not layers: of a chunk without one of its layers nothing is of use."""
+    """Whole chunks leave, because a chunk without one of its layers is useless."""
     here = bench(keep=6)
     here.step(layered_job(1, "a0 b0 c0 a1 b1 c1"))
     here.run()
@@ -100,7 +100,7 @@ def test_a_cell_that_cannot_be_had_ends_its_chunk_and_those_after_it(
 
     told = lines(here.run(ends))
     assert told[-1] == f"loaded 1 to {'abc'.index(bad[0])} {outcome.value}"
-    # Whoever waits for a span is told of it, or of the end.
+    # Each wait for a span gets the span's report, or the load's end.
     assert len(set(told)) == len(told)
     assert here.is_clean
 
@@ -119,8 +119,7 @@ def test_a_cell_that_cannot_be_had_ends_its_chunk_and_those_after_it(
 def test_any_order_and_any_bad_cells(
     chunks: int, layers: int, bad: dict[tuple[int, int], CellOutcome], order: Random, wide: bool
 ) -> None:
-    """What counts as loaded is before every bad cell, and a span that is told of is in the pages,
-    as far as the load goes, when it is."""
+    """No bad cell counts as loaded. When a span is reported, its loaded chunks are in the pages."""
     here = bench(WIDE if wide else BY_TWO)
     names = [f"{'abcde'[c]}{layer}" for layer in range(layers) for c in range(chunks)]
     outcomes = {f"{'abcde'[c]}{layer}": how for (c, layer), how in bad.items()}

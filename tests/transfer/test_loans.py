@@ -1,4 +1,5 @@
-"""Loans: slabs in one rank's host memory that others on its host scatter from, by events (pure)."""
+"""Loans: slabs in one rank's host memory, from which other ranks of its host scatter. Events only,
+no threads."""
 
 import pytest
 
@@ -116,7 +117,7 @@ def test_as_a_borrower(example: Example) -> None:
 
 @pytest.mark.parametrize("keep", [0, 2])
 def test_borrowed_slab_is_scattered_from_the_lenders_slots(keep: int) -> None:
-    """The lender has checked it, and its host tier keeps it."""
+    """The lender has checked the slab, and its host tier keeps it."""
     bench = play(f"on disk keep={keep} replicas=True; borrow 1 a b -> asks 1: a b; answer 1 2")
     assert slots_of(bench.running[0]) == [1 << 40] * 2
     assert bench.slots() == "4 0 0"

@@ -1,8 +1,8 @@
-"""Three ranks of a host with the same KV, whose messages, copies and ends come in any order.
+"""Three ranks of a host with the same KV; messages, copies and ends come in any order.
 
-The test knows which bytes lie in each slot: a write begins with garbage, and ends with a cell. A
-scatter has read what was lent if its slots had the cell when it began, and were not written until
-its end was reported. A rank may hang (its thread takes no event, its copies go on) or be killed.
+The test knows the bytes in each slot: a write begins with garbage, and ends with a cell. A scatter
+has read the lent bytes if its slots had the cell at its beginning and were not written until its
+end was reported. A rank may hang (its thread takes no event, its copies continue) or be killed.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ rank_numbers = st.sampled_from(RANKS)
 
 
 class Rank(Bench):
-    """A rank's engine, the bytes in its slots, and what its copies have read."""
+    """A rank's engine, the bytes in its slots, and the bytes that its copies have read."""
 
     def __init__(self, number: int, clock: FakeClock, keep: int) -> None:
         replicas = ReplicaSet(("",), ASK_S, LOAN_S, max_retained=2)
@@ -45,7 +45,7 @@ class Rank(Bench):
         self.clock = clock
         self.number = number
         self.bytes = [("", 0)] * 4  # by slot: the cell, and how often it was written
-        self.inbox: deque[Event] = deque()  # taken when the rank hangs no more
+        self.inbox: deque[Event] = deque()  # taken once the rank resumes
         self.is_hung = self.is_dead = False
         self.job = self.generation = 0
         self.reads: dict[int, list[tuple[int, int, tuple[str, int], str]]] = {}  # by batch
@@ -70,7 +70,7 @@ class Host(RuleBasedStateMachine):
     # The world around the engines
 
     def tell(self, rank: Rank, event: Event) -> None:
-        """An event reaches a rank, which takes it at once unless it hangs."""
+        """Pass an event to a rank, which takes it at once unless it hangs."""
         rank.inbox.append(event)
         while rank.inbox and not (rank.is_hung or rank.is_dead):
             self.step(rank, rank.inbox.popleft())
@@ -163,7 +163,7 @@ class Host(RuleBasedStateMachine):
 
     @rule()
     def go_on_but_for_scatters(self) -> None:
-        """All messages arrive, and all gets and checks succeed."""
+        """Deliver all messages, and let all batches but scatters succeed."""
         for _ in RANKS:
             for (_, receiver), queue in self.network.items():
                 while queue:
@@ -188,7 +188,7 @@ class Host(RuleBasedStateMachine):
     @precondition(lambda self: any(rank.is_hung for rank in self.ranks))
     @rule()
     def go_on(self) -> None:
-        """Whoever hung takes what has come meanwhile, in order."""
+        """Resume hung ranks; each takes the messages of its inbox in order."""
         for rank in self.ranks:
             rank.is_hung = False
             while rank.inbox and not rank.is_dead:
@@ -198,7 +198,8 @@ class Host(RuleBasedStateMachine):
     @precondition(lambda self: sum(rank.job for rank in self.ranks) > 4)
     @rule(number=rank_numbers)
     def kill(self, number: int) -> None:
-        """Its copies end. Messages that it has sent still arrive, then the end of its links."""
+        """Kill a rank. Its copies end. Messages that it has sent still arrive, then the end of its
+        links."""
         if not self.ranks[number].is_dead:
             self.ranks[number].is_dead = True
             self.ranks[number].running.clear()
@@ -216,7 +217,8 @@ class Host(RuleBasedStateMachine):
 
     @invariant()
     def lent_slots_are_not_written(self) -> None:
-        """While a borrower's loan lasts, its slots have the cell, whoever has died or hangs."""
+        """Assert that the slots of a loan keep their cell while it lasts, even if ranks die or
+        hang."""
         for rank in self.ranks:
             now = rank.clock()
             for number, batch in rank.running.items():
@@ -229,7 +231,7 @@ class Host(RuleBasedStateMachine):
                             assert self.ranks[owner].bytes[place] == seen
 
     def teardown(self) -> None:
-        """In the end all loads are reported, and no live rank holds a slot or a loan."""
+        """Assert that all loads are reported, and that no live rank holds a slot or a loan."""
         if not self.ranks:
             return
         self.go_on()

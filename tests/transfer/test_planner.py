@@ -1,4 +1,4 @@
-"""The planner: which slabs a rank moves for a plan, their cells, and what they are called."""
+"""The planner: the slabs that a rank moves for a plan, their cells, and their names."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -55,7 +55,7 @@ KEYS = KeyMaker(make_namespace("model", "0" * 12), ContextRank())
 
 
 class CellOf(NamedTuple):
-    """A cell, and what its slab says of it."""
+    """A cell, with its slab's properties."""
 
     key: str
     chunk: ChunkRef
@@ -68,7 +68,7 @@ class CellOf(NamedTuple):
 
 
 def cells_in(slabs: Iterable[Slab]) -> list[CellOf]:
-    """The cells of slabs, in order."""
+    """Return the cells of slabs, in order."""
     return [
         CellOf(
             *(key, slab.chunk, nbytes, place),
@@ -87,14 +87,15 @@ def planner(
     keeps_all: bool = False,
     **limits: Any,
 ) -> Planner:
-    """Of one rank; layers 0 to 3 in spans (0, 2) and (2, 3). `limits`: of slabs."""
+    """Return the planner of one rank, with three layers in spans (0, 2) and (2, 3). `limits`:
+    further fields of the planner."""
     topology = Topology(num_heads, tp_size, ((0, 3),), layer_span=2)
     cells = cells_of_rank([LayerGroup(topology, ROW_BYTES)], tp_rank, 0)
     return Planner(cells, KEYS, CHUNK, 5.0, keeps_all, block_sizes=(BLOCK,), **limits)
 
 
 def load_plan(first: int = 0) -> LoadPlan:
-    """Of two chunks; the first is not wanted whole."""
+    """Return a load of two chunks; the first is loaded only in part."""
     start = first * CHUNK
     pages = JobPages((7, 8, 9), start + 16, start + 20, start + 64)
     return LoadPlan(JobId(1), "a", first, HASHES[:2], (pages,), start + 20, start + 64)
@@ -145,7 +146,7 @@ def test_a_load_is_every_cell_of_every_chunk_in_order() -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_cell_is_loaded_if_any_group_of_its_layers_needs_the_chunk(first: int) -> None:
-    """Block tables of one kind may begin apart, where their blocks are of different size."""
+    """Block tables of one kind may begin at different tokens if their block sizes differ."""
     topology = Topology(1, 1, ((0, 2),), layer_span=2)
     cells = cells_of_rank([LayerGroup(topology, ROW_BYTES)], 0, 0, groups=(0, 1))
     two = Planner(cells, KEYS, CHUNK, 5.0, False, block_sizes=(BLOCK, CHUNK))
@@ -173,7 +174,7 @@ def test_prompt_end_is_a_shorter_cell_in_loads_and_saves() -> None:
 
 
 def test_a_rank_names_its_own_heads() -> None:
-    """Rank 1 of 2 has heads 2 and 3; in its pages they are the first and the second."""
+    """Rank 1 of 2 has heads 2 and 3, which are first and second in its pages."""
     cells = [cell.place for cell in cells_in(planner().load(load_plan()).slabs)[:4]]
     assert [(c.shard, c.span, c.head_start, c.layer_start) for c in cells] == [
         (HeadShard(2), LayerSpan(0, 2), 0, 0),
@@ -218,7 +219,8 @@ def test_with_a_host_tier_each_keeps_all_and_stores_its_turns(num_heads: int, tp
 
 
 def test_replicas_on_one_host_fetch_and_keep_each_its_part() -> None:
-    """All of a load's slabs are named, with who fetches them; of the rest nothing is anybody's."""
+    """A load names all of its slabs, and the rank that fetches each. Kept and prefetched cells are
+    divided: each belongs to exactly one rank."""
     replicas = [ReplicaRank(rank, 0) for rank in range(4)]
     numbers = {replica: 10 + replica.tp_rank for replica in replicas[1:]}  # rank 0 is elsewhere
     plan = save_plan(first=1)
@@ -249,7 +251,8 @@ def test_replicas_on_one_host_fetch_and_keep_each_its_part() -> None:
 def test_host_memory_that_keeps_some_of_a_prompts_chunks_drops_its_end_first(
     here: tuple[int, ...], count: int, slab_cells: int
 ) -> None:
-    """Of four replicas those `here` are on one host; a prompt is saved `count` chunks at a time."""
+    """The ranks `here`, of four replicas, share a host. A prompt is saved `count` chunks at a
+    time."""
     hashes = tuple(bytes([i]) * 8 for i in range(1, 19))
     for rank in here:
         siblings = {ReplicaRank(each, 0): each for each in here if each != rank}
@@ -288,7 +291,7 @@ def test_a_prefetch_is_the_slabs_of_a_load_without_their_pages() -> None:
 
 
 def test_a_slot_has_room_for_the_largest_cell() -> None:
-    """Spans at the end are shorter; with cells per rank one holds several heads."""
+    """The last span is shorter. With cells per rank, one cell holds several heads."""
     assert planner().max_cell_bytes() == HEADER_BYTES + 2 * CHUNK * ROW_BYTES
     topology = Topology(4, 2, ((0, 3),), layer_span=2, per_head=False)
     per_rank = replace(planner(), cells=cells_of_rank([LayerGroup(topology, ROW_BYTES)], 1, 0))
@@ -304,7 +307,7 @@ def test_a_plan_of_no_chunks_is_a_job_of_no_slabs() -> None:
 
 @pytest.mark.parametrize("weights_version", ["sample:a", "drawn:b"])
 def test_a_plan_of_an_epoch_is_the_same_cells_by_its_names(weights_version: str) -> None:
-    """Whatever was planned before or is planned after it."""
+    """Plans of other epochs, before or after, do not change a plan's slabs."""
     mine, keys = planner(slab_cells=3), KEYS.with_weights(weights_version)
     load, save = load_plan(), save_plan()
     fetch = PrefetchPlan("a", HASHES[:2])
@@ -353,7 +356,7 @@ def test_planners_of_two_models_do_not_share_names() -> None:
 
 
 def test_a_layered_load_is_the_same_slabs_in_the_order_in_which_layers_run() -> None:
-    """Of an engine whose loads may be layered each slab has the layers of one span."""
+    """When loads may be layered, each slab has the layers of one span."""
     mine = planner(by_span=True)
     plain, layered = (
         mine.load(replace(load_plan(first=3), layered=layered)).slabs for layered in (False, True)
@@ -383,8 +386,11 @@ def test_a_chunk_whose_layers_read_only_the_end_of_a_prompt_needs_no_parent() ->
 
 
 def state_planner(groups: tuple[int, ...] = (0, 1, 2), layer_span: int = 2) -> Planner:
-    """Of a rank with a layer of attention and two of states, which have block tables of their own;
-    the chunks' states are in one cell, or with `layer_span` 1 in two cells of a slab."""
+    """Return the planner of a rank with one attention layer and two layers of states.
+
+    Each layer has its own block table. The states of a chunk are in one cell, or with `layer_span`
+    1 in two cells of a slab.
+    """
     layer_groups = [
         LayerGroup(Topology(1, 1, ((0, 1),), 1, layer_group="full"), ROW_BYTES),
         LayerGroup(Topology(1, 1, ((0, 2),), layer_span, layer_group="state"), 64, is_state=True),
@@ -420,14 +426,14 @@ def test_a_save_is_of_attention_or_of_states() -> None:
     ]
     [state] = cells_in(planner.save(states).slabs)
     assert state.place.is_state
-    assert (state.chunk.position, state.chunk.parent) == (1, "")  # it may stand alone
+    assert (state.chunk.position, state.chunk.parent) == (1, "")  # it may be a slab of its own
     load = LoadPlan(JobId(3), "a", 0, HASHES[:2], (NO_PAGES, *STATE_PAGES), 0, 64)
     assert planner.load(load).slabs[-1].cell_keys() == [state.key]
 
 
 @pytest.mark.parametrize("layer_span", [1, 2])
 def test_states_are_not_saved_of_a_group_without_an_offer(layer_span: int) -> None:
-    """Neither those of the groups that have one, where they share a slab with it."""
+    """A group without an offer also blocks the other groups' states in its slab."""
     pages = (NO_PAGES, STATE_PAGES[0], NO_PAGES)
     plan = SavePlan(JobId(2), "a", 1, HASHES[1:2], pages, is_state=True)
     assert state_planner(layer_span=layer_span).save(plan).slabs == ()
@@ -447,7 +453,8 @@ AHEAD = 1
 
 
 def with_drafts(*, is_optional: bool = True) -> Planner:
-    """Of one head and layer, and a drafter's layer whose rows depend on the next token."""
+    """Return a planner of one head and layer, and a drafter's layer whose rows depend on the next
+    token."""
     own = Topology(1, 1, ((0, 1),), layer_span=1)
     draft = replace(own, layer_group="draft-full-1x16")
     cells = cells_of_rank(
@@ -465,7 +472,7 @@ def with_drafts(*, is_optional: bool = True) -> Planner:
 @pytest.mark.parametrize(
     ("start", "stop", "chunks"),
     [
-        (0, 2 * CHUNK - 1, [0, 1]),  # the last row would be of the next chunk's cell
+        (0, 2 * CHUNK - 1, [0, 1]),  # the last row would belong to the next chunk's cell
         (CHUNK, 2 * CHUNK - 1, [1]),
         (CHUNK - 1, 2 * CHUNK - 1, [1]),  # the first row is
     ],
@@ -493,7 +500,7 @@ def test_a_drafters_cells_are_saved_before_its_gap(draft_stop: int | None) -> No
 
 
 def test_a_drafters_cell_without_the_block_before_its_chunk_is_not_saved() -> None:
-    """Its first row lies there."""
+    """The cell's first row lies in that block."""
     pages = JobPages((0, 7, 8, 9, 6), CHUNK - BLOCK, CHUNK - AHEAD, 3 * CHUNK)
     job = with_drafts().save(SavePlan(JobId(2), "b", 1, HASHES[:2], (pages,)))
     assert [(slab.chunk.position, slab.kind.is_optional) for slab in job.slabs] == [
@@ -509,7 +516,7 @@ def test_a_drafters_cell_without_the_block_before_its_chunk_is_not_saved() -> No
 def test_a_plan_in_parts_has_the_same_slabs(
     monkeypatch: pytest.MonkeyPatch, part_bytes: int, tp_size: int, end_tokens: int
 ) -> None:
-    """Of ranks with the same KV too, whose chunks have a parent further back."""
+    """`tp_size` 16 stands for ranks with the same KV, whose chunks have a parent further back."""
     monkeypatch.setattr("vllm_kvpool.transfer.planner.PART_BYTES", part_bytes)
     made = planner(4, tp_size, keeps_all=True)
     siblings = {ReplicaRank(tp_rank, 0): tp_rank for tp_rank in (0, 2, 3)}
@@ -552,7 +559,7 @@ PAYLOAD = CHUNK * ROW_BYTES  # of a cell of one layer
 
 
 def sizes_of_a_chunk(mine: Planner) -> list[tuple[int, ...]]:
-    """The sizes of the cells of each slab of a chunk."""
+    """Return the sizes of the cells of each slab of a chunk."""
     return [slab.sizes for slab in mine.prefetch(PrefetchPlan("a", HASHES[:1])).slabs]
 
 
@@ -578,7 +585,7 @@ def test_slabs_have_so_many_cells_at_most(slab_cells: int, counts: list[int]) ->
 @pytest.mark.parametrize(
     ("slab_bytes", "counts"),
     [
-        (1, [1, 1, 1, 1]),  # a cell that is larger stands alone
+        (1, [1, 1, 1, 1]),  # a larger cell is a slab of its own
         (4 * PAYLOAD - 1, [1, 2, 1]),
         (4 * PAYLOAD, [2, 2]),  # headers do not count
         (5 * PAYLOAD, [3, 1]),
@@ -604,7 +611,8 @@ def test_slabs_by_span_have_the_layers_of_one(slab_cells: int, num_slabs: int) -
 
 
 def two_layer_groups(**limits: Any) -> Planner:
-    """Of layers with full attention, and of sliding ones whose rows are longer."""
+    """Return a planner of layers with full attention and of sliding layers, whose rows are
+    longer."""
     full = Topology(2, 1, ((0, 2),), layer_span=1, layer_group="full")
     sliding = replace(full, layer_group="sliding")
     layer_groups = [
@@ -635,7 +643,7 @@ def test_a_slab_has_cells_of_one_layer_group() -> None:
 
 
 def test_only_the_layer_group_that_a_load_needs_is_loaded() -> None:
-    """The first chunk is before the window."""
+    """The first chunk lies before the window."""
     mine = two_layer_groups()
     pages = JobPages(tuple(range(7, 13)), 0, 0, 3 * CHUNK), JobPages((9, 8, 7, 6), 32, 32, 96)
     slabs = mine.load(LoadPlan(JobId(1), "a", 0, HASHES[:3], pages, 0, 3 * CHUNK)).slabs
@@ -648,7 +656,7 @@ def test_only_the_layer_group_that_a_load_needs_is_loaded() -> None:
 def test_however_chunks_are_cut_their_cells_are_the_same(
     slab_cells: int, slab_bytes: int, by_span: bool, keeps_all: bool, end_tokens: int
 ) -> None:
-    """Each slab within its limits, all slabs of a chunk with one id each."""
+    """Each slab keeps its limits, and all slabs of a chunk share an id."""
     made = [
         planner(8, 2, keeps_all=keeps_all, **limits)
         for limits in (
@@ -681,7 +689,7 @@ def test_however_chunks_are_cut_their_cells_are_the_same(
 
 
 def two_tables(slab_cells: int = 64) -> Planner:
-    """Of two layers with a cell each, whose block tables are apart."""
+    """Return a planner of two layers with a cell each and separate block tables."""
     topology = Topology(1, 1, ((0, 2),), layer_span=1)
     cells = cells_of_rank([LayerGroup(topology, ROW_BYTES)], 0, 0, groups=(0, 1))
     return Planner(cells, KEYS, CHUNK, 5.0, block_sizes=(BLOCK, BLOCK), slab_cells=slab_cells)
@@ -689,7 +697,8 @@ def two_tables(slab_cells: int = 64) -> Planner:
 
 @pytest.mark.parametrize("gap", [0, 1])
 def test_a_slab_with_a_gap_in_any_of_its_groups_is_not_saved(gap: int) -> None:
-    """The second of three chunks; cells that are slabs of their own are saved without it."""
+    """The gap is in the second of three chunks. Cells in slabs of their own are saved without
+    it."""
     whole = JobPages((4, 5, 6, 7, 8, 9), 0, 0, 3 * CHUNK)
     pages = [whole, whole]
     pages[gap] = whole._replace(block_ids=(4, 5, 6, 0, 8, 9))

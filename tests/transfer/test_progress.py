@@ -1,4 +1,4 @@
-"""How far prompts are stored that are handed over: by saves, lost slabs and ends, in any order."""
+"""Progress of handed-over prompts: saves, lost slabs and ends, in any order."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,7 +54,7 @@ def job(
 
 
 class Saves:
-    """A progress, and what it has told last of each topic."""
+    """A progress, and its last report for each topic."""
 
     def __init__(self, verb: str = "saves") -> None:
         assert verb == "saves"
@@ -63,7 +63,7 @@ class Saves:
         self.named: dict[str, SaveJob] = {}  # by scripts
 
     def take(self, news: list[HandOverProgress]) -> list[str]:
-        """What is told last: the chunks stored, and where the prompt ends if that is known."""
+        """Take the news, and return the last: chunks stored "of" the prompt's end, or "of ?"."""
         check(self.progress)
         for topic, stored, ended in news:
             self.told[topic] = (stored, ended)
@@ -85,7 +85,8 @@ class Saves:
         return self.plan(saved)
 
     def record(self, name: str, chunk: str, *slabs: str, is_stored: bool) -> list[str]:
-        """All slabs of a chunk of a named save, or those of these numbers, are stored or lost."""
+        """Record slabs of a chunk of a named save as stored or lost: all slabs, or those with these
+        numbers."""
         said: list[str] = []
         saved = self.named[name]
         found = [each for each in saved.slabs if each.chunk.position == int(chunk)]
@@ -173,8 +174,8 @@ def test_topics_do_not_meet() -> None:
 
 @given(st.data())
 def test_last_word_is_the_first_chunk_that_is_not_stored(data: st.DataObject) -> None:
-    """Whatever the order of plans, slabs, losses and the end: what is told only grows, the end is
-    not before it, and at last both are what is really stored."""
+    """Plans, slabs, losses and the end come in any order. The reported progress only grows and
+    never exceeds the end. The last report is what is really stored."""
     found = data.draw(st.integers(0, 2))
     sizes = data.draw(st.lists(st.integers(1, 3), max_size=3))
     jobs, at = [], found

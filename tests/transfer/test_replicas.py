@@ -1,4 +1,4 @@
-"""The exchange between ranks of a host: messages, mapped memory, and what ends a connection."""
+"""The exchange between ranks of a host: messages, mapped memory, and the end of a connection."""
 
 import contextlib
 import ctypes
@@ -43,7 +43,7 @@ BORROWER, LENDER = 0, 1
 
 
 def slab_of(name: str, place: int, number: int) -> Slab:
-    """The slab of a chunk, of kind `number`, as a borrower knows it."""
+    """Return the slab of a chunk, of kind `number`, as a borrower knows it."""
     chunk = ChunkRef(name, "parent", place)
     slab = Slab.of(KINDS[number], chunk, name * 2)
     return slab._replace(fetcher=LENDER, pages=(JobPages((7,), 0, 0, 32),))
@@ -54,8 +54,8 @@ LENT = Lent(BORROWER, ((3, (Slot(5), Slot(9))), (4, ())))
 
 
 class End:
-    """A rank's exchange, its arena, whose slots are full of their number, and what its engine is
-    told."""
+    """A rank's exchange, its arena, and its engine's events. Each slot is full of its own
+    number."""
 
     def __init__(self, number: int) -> None:
         self.arena = Arena(1 << 20, CELL_BYTES, shared=True)
@@ -74,7 +74,7 @@ class End:
 
 
 class Pair:
-    """A borrower and a lender, which are alike."""
+    """A borrower and a lender with the same configuration."""
 
     def __init__(self, on_mapped: Callable[[Buffer], None] | None = None) -> None:
         self.ends = self.borrower, self.lender = End(BORROWER), End(LENDER)
@@ -105,7 +105,7 @@ def pair() -> Iterator[Pair]:
 
 
 def described(slabs: Iterable[Slab]) -> list[tuple[object, ...]]:
-    """Slabs with the keys of their cells in place of their kinds, which are equal to no others."""
+    """Return slabs with keys of their cells in place of their kinds, which compare by identity."""
     return [(*slab._replace(kind=None), slab.cell_keys(), slab.kind.part) for slab in slabs]
 
 
@@ -192,7 +192,7 @@ def test_lender_that_cannot_be_reached_is_gone() -> None:
 
 
 def test_message_is_cut_where_it_is_too_long(pair: Pair) -> None:
-    """Each part is a message that can be read by itself."""
+    """Each part is a complete message."""
     slabs = [slab_of(f"chunk{place}" * 20, place, place % 2) for place in range(400)]
     pair.borrower.exchange.send(Ask(LENDER, tuple(enumerate(slabs)), GENERATION))
     found: list[tuple[int, Slab]] = []
@@ -224,7 +224,7 @@ def test_prompt_end_is_asked_for_by_its_own_sizes(pair: Pair) -> None:
 def test_thread_that_fails_ends_the_lending_of_the_others(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise loads would wait for answers that nobody reads."""
+    """Otherwise loads would wait for answers that no thread reads."""
 
     def broken(exchange: ReplicaExchange, link: object) -> None:
         raise RuntimeError("it cannot be read")
@@ -234,7 +234,7 @@ def test_thread_that_fails_ends_the_lending_of_the_others(
     assert pair.lender.next_event() == LenderGone(BORROWER)
 
 
-# Strangers. The tests speak for the borrower, which has no connection of its own
+# Strangers. The tests act as the borrower, which has no connection of its own
 
 
 @pytest.fixture
@@ -262,14 +262,14 @@ def hello(lender: End, token: bytes | None = None, number: int = BORROWER) -> by
 
 
 def ask(*sizes: object, kinds: Sequence[object] = (("", ("x@",)),), number: object = 0) -> bytes:
-    """A message that asks for a slab."""
+    """Return a message that asks for a slab."""
     return msgspec.msgpack.encode(
         replicas._Ask(0, kinds, [(1, number, ChunkRef("a"), "aa", sizes)])
     )
 
 
 RETURNED = msgspec.msgpack.encode(replicas._Returned([1]))
-# A message with a field that nests more deeply than a parser goes.
+# A message with a field that nests deeper than a parser's limit.
 NESTED = b"\x83" + RETURNED[1:] + b"\xa1x" + b"\x91" * 50_000 + b"\xc0"
 TWO_CELLS = (("", ("x@", "y@")),)
 UNSOUND = (
@@ -317,12 +317,12 @@ def end_of(peer: socket.socket) -> list[bytes]:
 def test_message_that_may_not_come_ends_its_connection(
     lender: End, said: Callable[[End], list[bytes]], answers: int
 ) -> None:
-    """No engine hears of it, and loans of that borrower last as long as they would."""
+    """The engine gets no event, and the borrower's loans last as long as before."""
     with connected(lender) as peer:
         for message in said(lender):
             peer.send(message)
         assert len(end_of(peer)) == answers
-    with connected(lender) as peer:  # it serves others as before
+    with connected(lender) as peer:  # it serves other peers as before
         peer.send(hello(lender, bytes(16)))
         assert not end_of(peer)
     told = [lender.events.get_nowait() for _ in range(lender.events.qsize())]
@@ -330,7 +330,7 @@ def test_message_that_may_not_come_ends_its_connection(
 
 
 def test_second_connection_of_a_borrower_is_refused(lender: End) -> None:
-    """The end of one would end loans of the other."""
+    """The end of one connection would end loans of the other."""
     with connected(lender) as first, connected(lender) as second:
         first.send(hello(lender))
         assert first.recv(1 << 16)
@@ -341,7 +341,7 @@ def test_second_connection_of_a_borrower_is_refused(lender: End) -> None:
 
 
 def test_process_of_another_user_is_not_read(lender: End, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is let go as it connects, whatever it knows and sends."""
+    """The connection is closed at once, and nothing of it is read."""
     monkeypatch.setattr(replicas, "_is_own_user", lambda peer: False)
     was_read = threading.Event()
     monkeypatch.setattr(ReplicaExchange, "_read", lambda exchange, link: was_read.set())
@@ -353,7 +353,7 @@ def test_process_of_another_user_is_not_read(lender: End, monkeypatch: pytest.Mo
 
 
 def test_message_over_the_limit_ends_its_connection(lender: End) -> None:
-    """No more of a message than the limit is ever read."""
+    """The reader stops at the limit."""
     slabs = [(n, 0, ChunkRef(f"slab{n}"), "aa", (CELL_BYTES,)) for n in range(5_000)]
     large = msgspec.msgpack.encode(replicas._Ask(0, [("", ("x@",))], slabs))
     assert len(large) > replicas.MAX_MESSAGE
@@ -375,7 +375,7 @@ def test_a_card_is_as_long_as_any_other() -> None:
 
 
 def test_hosts_are_told_apart() -> None:
-    """Each host has a set of its own, whose members all know it."""
+    """Each host has its own set, which all its ranks know."""
     exchanges = [ReplicaExchange(ReplicaRank(rank, 0), 10 + rank) for rank in range(4)]
     cards = [Card.unpack(each.card.pack()) for each in exchanges]
     told = [

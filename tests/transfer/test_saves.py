@@ -1,4 +1,4 @@
-"""Saves through to tiers: when pages are free, when one is done, stores that take no puts."""
+"""Saves through to tiers: release of pages, ends of saves, and stores that take no puts."""
 
 import pytest
 
@@ -136,7 +136,7 @@ def test_loads_through_the_reserve_do_not_renew_the_patience() -> None:
 
 
 def test_copies_into_nearer_tiers_do_not_take_the_slots_of_loads() -> None:
-    """Tier 0 lacks every cell and takes no puts; each cell that comes from tier 1 is for it."""
+    """Tier 0 lacks every cell and takes no puts. Each cell from tier 1 is to be copied into it."""
     bench = Bench(DISK, FAR, slots=4, reserve=1)
     for job, key in enumerate("abcdefgh"):
         bench.load(job, key)
@@ -147,7 +147,7 @@ def test_copies_into_nearer_tiers_do_not_take_the_slots_of_loads() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "lrfu"])
 def test_cells_that_puts_hold_do_not_keep_others_from_leaving(policy: str) -> None:
-    """However many they are, and however cold."""
+    """The number and the age of these cells do not matter."""
     count = 1000
     bench = Bench(DISK, slots=count + 4, keep=4, policy=policy)
     bench.save(1, " ".join(f"a{i}" for i in range(count)))
@@ -182,7 +182,7 @@ def test_giving_up(example: Example) -> None:
     example.play()
 
 
-# Where cells are, and are not
+# Presence of cells
 
 
 @examples(
@@ -241,7 +241,7 @@ def test_a_cell_that_is_known_already_is_for_its_own_save_to_tell_of() -> None:
     ]
 
 
-# What the log is told of
+# Log lines
 
 
 @examples(

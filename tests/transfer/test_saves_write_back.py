@@ -1,4 +1,5 @@
-"""Write-back: cells stay in host memory until room is needed, and every store gets them before."""
+"""Write-back: cells stay in host memory until room is needed, and reach every store before they
+leave."""
 
 from tests.transfer.engine_bench import DISK, DONE, FAR, UNREACHABLE, Bench
 from tests.transfer.scripts import Example, examples
@@ -92,7 +93,7 @@ def test_a_copy_into_a_remote_tier_is_tried_again() -> None:
 
 
 def test_many_dirty_cells_do_not_keep_clean_ones_from_leaving() -> None:
-    """However many cells that may not leave are colder than one that may."""
+    """Dirty cells may be many and colder than the clean ones."""
     count = 1000
     bench = Bench(DISK, slots=4 * count, keep=3 * count, write_back=True, policy="lrfu")
     bench.save(1, " ".join(f"a{i}" for i in range(count)))

@@ -1,4 +1,4 @@
-"""The player of scripts: it takes every step, and finds what a step does not say."""
+"""The player of scripts: it plays every step, and fails on output that a step does not state."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A slab is one op of each lane; tiers may have a part of it; plans move before they are named."""
+"""Slabs: one op in each lane, tiers with a part of a slab, and plans named in parts."""
 
 from tests.transfer.scripts import Example, examples, play
 from vllm_kvpool.transfer.ops import JobId
@@ -143,7 +143,7 @@ def test_plans_that_are_named_part_by_part(example: Example) -> None:
 
 
 def test_scatters_are_in_the_order_of_chunks() -> None:
-    """A load that stops gives up those of later chunks, whatever waits for a fetch."""
+    """A load that stops early gives up its later chunks, even if a fetch still waits."""
     bench = play("on disk slots=16 keep=8; save 9 a0 a1 c0 c1; run; load 1 a0 a1 b0 b1 c0 c1")
     load = bench.engine.loads._loads[JobId(1)]
     assert [scatter.chunk for scatter in load.scatters] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""The trace: what Perfetto needs of each event, and a file that is whole whatever happens."""
+"""The trace: fields of each event for Perfetto, and a file that is complete after any end."""
 
 import errno
 import inspect
@@ -56,7 +56,7 @@ class Clock:
 
 
 class Gate:
-    """A file on a disk that does nothing until it is told to go on."""
+    """A file whose writes wait until the test opens the gate."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -79,7 +79,7 @@ class Gate:
 
 
 class FullDisk(io.BytesIO):
-    """Takes the head of the file and nothing more."""
+    """A disk that accepts the head of the file and nothing more."""
 
     def write(self, data: Any) -> int:
         if self.tell():
@@ -88,7 +88,7 @@ class FullDisk(io.BytesIO):
 
 
 class Recorder(TraceFile):
-    """A trace file with a method for each kind of record, of its own clock."""
+    """A trace file with a method for each kind of record, and its own clock."""
 
     def __init__(self, path: Path, name: str, pid: int, clock: Any = time.monotonic, **more: Any):
         super().__init__(path, name, pid, clock, **more)
@@ -116,7 +116,7 @@ def make(path: Path, clock: Clock | None = None, pid: int = PID, **options: Any)
 
 
 def closed(trace: TraceFile, path: Path) -> list[Event]:
-    """The events of a trace that ended in order: the file is JSON as it is."""
+    """Close the trace, and return its events. The file must be valid JSON."""
     trace.close(LIMIT_S)
     return list(json.loads(path.read_bytes()))
 
@@ -126,7 +126,7 @@ def of(events: list[Event], phase: str) -> list[Event]:
 
 
 def assert_nested(events: list[Event]) -> None:
-    """Batches of a track follow or enclose one another, to the microsecond."""
+    """Assert that batches of a track follow or enclose one another, to the microsecond."""
     tracks = defaultdict(list)
     for event in of(events, "X"):
         tracks[event["pid"], event["tid"]].append((event["ts"], -event["dur"]))
@@ -200,7 +200,7 @@ def test_batches_of_a_plan_are_joined_in_the_order_in_which_they_ended(path: Pat
     def record(name: str, start: float, stop: float, *jobs: int) -> None:
         trace.batch(name, start, stop, jobs=jobs)
 
-    # Told out of order, as threads may.
+    # Recorded out of order, as threads may do.
     record("scatter", 1005.0, 1006.0, 1)
     record("get b", 1002.0, 1004.0, 1, 2)
     record("get a", 1001.0, 1003.0, 1)
@@ -261,7 +261,7 @@ def test_reports_are_marks_of_the_process(path: Path) -> None:
 
 
 def test_processes_of_a_host_share_a_time_line(tmp_path: Path) -> None:
-    """Their clocks count from different beginnings."""
+    """The processes' clocks start at different times."""
     times = []
     for pid, begin in ((1, 10.0), (2, 5e6)):
         trace = make(tmp_path / str(pid), Clock(begin), pid)
@@ -391,7 +391,7 @@ def test_a_file_that_is_no_trace_stays(
     assert path.read_bytes() == content
     assert "something else is in" in caplog.text
     path.unlink()
-    for _ in range(2):  # that of an earlier process is replaced
+    for _ in range(2):  # replaces an earlier process's file
         TraceFile(path, "rank 0", 7).close(LIMIT_S)
     assert len(json.loads(path.read_bytes())) == 1
 
@@ -475,7 +475,8 @@ def test_a_process_killed_while_it_writes_leaves_a_file_that_opens(path: Path) -
 
 
 def test_the_command_that_joins_files(tmp_path: Path) -> None:
-    """Of three ranks: one ended, one killed between two lines, one killed in the middle of one."""
+    """The files are of three ranks: the first ended, the others were killed, between lines and
+    within a line."""
     (command,) = re.findall(r"^ *({ sed .*)$", DOCUMENT.read_text(), re.MULTILINE)
     for rank in range(3):
         path = tmp_path / f"trace.{rank}.json"

@@ -1,4 +1,4 @@
-"""Imports vLLM before the tests do: what it and torch warn of while being imported is not ours."""
+"""Imports vLLM before the tests: import warnings of vLLM and torch are not the pool's."""
 
 import importlib.util
 import warnings
@@ -17,7 +17,7 @@ with warnings.catch_warnings():
 
     HAS_LAYOUTS = importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None
 
-# Of what specs say in 0.32 alone, and of a model that 0.27.1 does not start.
+# Tests of spec fields that only 0.32 has, and of a model that 0.27.1 does not start.
 NEWER_FIELDS = {
     "test_algorithms_name_images_differently",  # an option in 0.32
     "test_sizes_that_differ_by_layer_count",
@@ -28,7 +28,7 @@ NEWER_FIELDS = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out, and say so, what asks for fields that this release's specs do not have."""
+    """Deselect tests that need fields which this release's specs lack, and report them."""
     newer = [item for item in items if getattr(item, "originalname", "") in NEWER_FIELDS]
     if newer and not HAS_LAYOUTS:
         items[:] = [item for item in items if item not in newer]
@@ -36,8 +36,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 # 0.27.1 has no `KVCacheLayout`, no views of pages by it, none of the newer page contents, no states
-# at boundaries, no sources of hits and no connector for embeddings that could be ours: there is
-# nothing that these could test there.
+# at boundaries, no sources of hits and no interface for the pool's embedding connector. These files
+# have nothing to test there.
 NEWER_FILES = left_out(
     __file__,
     *("test_embeds_end.py", "test_fingerprint.py", "test_kv_sharing.py"),

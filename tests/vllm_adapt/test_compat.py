@@ -1,4 +1,4 @@
-"""What differs between releases of vLLM: block tables from either kind of step, page sizes."""
+"""Differences between releases of vLLM: block tables from both kinds of steps, page sizes."""
 
 import inspect
 import math
@@ -36,7 +36,7 @@ def step(
     more: dict[str, list[int] | None] | None = None,
     resumed: set[str] | None = None,
 ) -> Any:
-    """What an older release says of a step: tables of new requests, what is added to others."""
+    """Return a step of an older release: tables of new requests, and blocks added to others."""
     more = more or {}
     return SimpleNamespace(
         scheduled_new_reqs=[
@@ -74,7 +74,7 @@ def test_a_request_that_has_ended_leaves_nothing() -> None:
 
 
 def test_a_release_that_has_tables_of_some_requests_alone_is_read_by_its_steps() -> None:
-    """vLLM 0.28 and 0.29 have those of requests that got blocks in the step."""
+    """vLLM 0.28 and 0.29 have tables only of requests that got blocks in the step."""
     tables = BlockTables()
     first, second = step(new={"a": [1, 2]}), step(more={"a": None})
     first.kv_connector_block_state = SimpleNamespace(block_ids={"a": ([1, 2],)})
@@ -118,7 +118,7 @@ def test_a_rows_bytes_are_the_same_by_either_releases_names(dtype: torch.dtype) 
     assert not compat.has_own_content(older)
 
 
-# Which of the releases that are tested can be told of failed loads by request.
+# Tested releases that accept failed loads by request.
 BY_REQUEST = {"0.23.0": False, "0.32.0": True}
 
 
@@ -178,7 +178,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
 
 
 def build_rope(kind: str, fields: dict[str, Any]) -> Any:
-    """The rotary embedding that this release builds."""
+    """Return the rotary embedding that this release builds."""
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
     read = {name: value for name, value in fields.items() if value is not None}
@@ -204,7 +204,10 @@ def test_yarn_is_what_this_release_reads(fields: dict[str, Any], factor: float) 
     "fields", [{}, {"mscale": 1.0}, {"attn_factor": 1.5}, {"extrapolation_factor": 0.5}], ids=str
 )
 def test_yarn_of_mla_is_deepseeks(fields: dict[str, Any]) -> None:
-    """All releases read `mscale` there; what one alone reads counts."""
+    """Every release reads `mscale` here.
+
+    `yarn_reading` tells only fields that change the values.
+    """
     whole = {"mscale": 0.707, "mscale_all_dim": 1.0, **fields, "factor": 40.0}
     others = {name: value for name, value in whole.items() if "mscale" in name or name == "factor"}
     built, usual = (build_rope("deepseek_yarn", each) for each in (whole, others))
@@ -258,7 +261,7 @@ FEATURES: Mapping[str, Callable[[], bool]] = {
 
 
 def test_what_a_release_lacks_is_in_the_documents() -> None:
-    """docs/support.md has a column for each release that is tested whole."""
+    """docs/support.md has a column for each release that is tested in full."""
     document = (Path(__file__).parents[2] / "docs" / "support.md").read_text()
     section = document.partition("## By release of vLLM")[2].partition("\n## ")[0]
     rows = [row.strip("| ").split(" | ") for row in section.splitlines() if row.startswith("| ")]
@@ -278,8 +281,10 @@ def test_the_package_admits_the_releases_that_are_tested() -> None:
 
 
 class EngineCore:
-    """An engine that makes its connector, as vLLM's does; in a process of its own it has a queue
-    by then."""
+    """A stand-in for vLLM's engine, which makes its connector when its queue exists.
+
+    Only an engine in a process of its own has a queue.
+    """
 
     def __init__(self, inbox: "queue.Queue[object] | None", on_arrival: Callable[[], None]) -> None:
         if inbox is not None:
@@ -310,7 +315,7 @@ def test_nothing_is_sent_to_an_engine_in_its_callers_process() -> None:
 
 
 def test_engine_has_its_queue_before_it_makes_the_scheduler() -> None:
-    """In this release of vLLM, too."""
+    """The installed release of vLLM keeps this order."""
     source = inspect.getsource(EngineCoreProc.__init__)
     assert source.index("self.input_queue = queue.Queue") < source.index("super().__init__(")
     assert "EngineCore" in {each.__name__ for each in EngineCoreProc.__mro__}

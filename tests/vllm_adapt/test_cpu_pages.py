@@ -1,4 +1,4 @@
-"""CPU attention's pages: what vLLM's own kernels write is what is read as rows."""
+"""Pages of CPU attention: the rows that vLLM's kernels write are the rows that the pool reads."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def config_of(model: Path, dtype: torch.dtype) -> VllmConfig:
 
 
 def rows_of(pages: LayerPages) -> torch.Tensor:
-    """All rows by the copier of hosts, `[H, B * N, R]`."""
+    """Return all rows `[H, B * N, R]`, read by the host copier."""
     tokens = BLOCKS * pages.tokens_per_block
     rows = torch.empty(HEADS, tokens, pages.row_bytes, dtype=torch.uint8)
     ids = list(range(BLOCKS))
@@ -47,7 +47,7 @@ def rows_of(pages: LayerPages) -> torch.Tensor:
 
 
 def halves_of(cache_bhnc: torch.Tensor) -> Sequence[torch.Tensor]:
-    """K and V as vLLM's CPU attention cuts them."""
+    """Return K and V as vLLM's CPU attention cuts them."""
     return cache_bhnc.view(*cache_bhnc.shape[:2], 2 * cache_bhnc.shape[2], -1).chunk(2, dim=2)
 
 
@@ -113,7 +113,7 @@ def test_bytes_of_fp8_are_read_as_rows(model: Path, cache_dtype: str, isa: str) 
 def write_as_bfmmla(
     k_thd: torch.Tensor, v_thd: torch.Tensor, halves: Sequence[torch.Tensor]
 ) -> None:
-    """By the source of vLLM's kernel for ARM, `cpu_attn_neon_bfmmla.hpp`, element by element."""
+    """Write as vLLM's kernel for ARM does, `cpu_attn_neon_bfmmla.hpp`, element by element."""
     keys, values = (half.flatten() for half in halves)
     tokens, _, dim = k_thd.shape
     for token, elem in itertools.product(range(tokens), range(dim)):
@@ -126,8 +126,10 @@ def write_as_bfmmla(
 
 
 def write_plainly(k_thd: torch.Tensor, v_thd: torch.Tensor, halves: Sequence[torch.Tensor]) -> None:
-    """By the sources of vLLM's kernels for "neon" without matrix instructions, "rvv", "vsx", "vxe"
-    and, of later releases, "nnpa"."""
+    """Write as vLLM's kernels for "neon" without matrix instructions, "rvv", "vsx" and "vxe" do.
+
+    Later releases also have such a kernel for "nnpa".
+    """
     keys, values = halves
     keys.view(k_thd.shape[2], len(k_thd)).copy_(k_thd[:, 0].T)
     values[0, 0] = v_thd[:, 0]
@@ -136,7 +138,7 @@ def write_plainly(k_thd: torch.Tensor, v_thd: torch.Tensor, halves: Sequence[tor
 def write_backwards(
     k_thd: torch.Tensor, v_thd: torch.Tensor, halves: Sequence[torch.Tensor]
 ) -> None:
-    """As no kernel does."""
+    """Write the elements of each row in reverse order, as no kernel does."""
     for half, rows in zip(halves, (k_thd, v_thd), strict=True):
         half[0, 0] = rows[:, 0].flip(1)
 

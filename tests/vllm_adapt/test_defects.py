@@ -1,4 +1,4 @@
-"""What vLLM is known to compute wrongly: each row is found, and its neighbours are not."""
+"""Known wrong results of vLLM: the pool finds each row's defect, and none in its neighbours."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -110,7 +110,7 @@ def videos(pruning_rate: float | None) -> Make:
 
 
 def of_images(architecture: str) -> Make:
-    """A Qwen2-VL that calls itself another model, whose processor is looked at."""
+    """Return a Qwen2-VL with another model's name, whose processor is looked at."""
     return lambda directory: _config(
         make_model(directory, Qwen2VLShape()),
         hf_overrides={"architectures": [architecture]},
@@ -155,8 +155,8 @@ ENGINES: list[tuple[Make, str, list[str], tuple[bool, bool, bool]]] = [
     (videos(0.5), "cuda", [PRUNING], (True, True, True)),
     (videos(0.0), "cuda", [], (True, True, True)),
     (videos(None), "cuda", [], (True, True, True)),
-    # Beside others an image is cut into fewer pieces, and vLLM's own prefix cache takes the first
-    # of these for those of the image alone.
+    # Beside other images an image is cut into fewer pieces. vLLM's own prefix cache confuses the
+    # first of them with pieces of the image alone.
     (of_images("H2OVLChatModel"), "cpu", [PREPARED], (True, True, True)),
     (of_images("DeepseekVLV2ForCausalLM"), "cpu", [PREPARED], (True, True, True)),
     (llama(enable_prompt_embeds=True), "cpu", [EMBEDDINGS], (True, True, True)),
@@ -179,7 +179,7 @@ if hasattr(VllmConfig, "aux_output_config"):  # vLLM 0.27.1 refuses it beside an
 
 
 def names(config: VllmConfig) -> list[str]:
-    """An engine's defects, without that of every engine of a release that caches prefixes."""
+    """Return an engine's defects, without the defect of every release that caches prefixes."""
     return [each.name for each in compat.known_defects(config) if each.name != SESSIONS]
 
 
@@ -246,7 +246,7 @@ def _trusts_all_hits(defect: compat.Defect) -> bool:
 def test_lora_kernels_that_leave_base_tokens_alone_are_no_defect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of a later release may."""
+    """The kernels of a later release may do so."""
     right = torch_ops.sgmv_expand
 
     def sgmv_expand(inputs: Any, weights: Any, output: Any, *rest: Any) -> None:

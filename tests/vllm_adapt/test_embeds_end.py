@@ -1,4 +1,4 @@
-"""The embedding connector's end, its idle steps and its metrics."""
+"""The shutdown of the embedding connector, its idle steps and its metrics."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ from vllm_kvpool.vllm_adapt import embeds as adapt
 
 
 def test_counters_that_cannot_be_written_keep_no_connection_open(tmp_path: Path) -> None:
-    """Sockets that are left open are found by whoever collects garbage next."""
+    """Open sockets would show up later, in an unrelated garbage collection."""
     ends: list[str] = []
     connector = object.__new__(KVPoolECConnector)
     connector._closed = False
@@ -51,7 +51,7 @@ def test_a_copy_of_an_engines_process_does_not_end_the_engines_pool(kind: Any) -
 
 
 def test_numbers_of_media_go_to_no_other_engine() -> None:
-    """Every engine numbers its media from the start: a number is another item there."""
+    """Every engine numbers its media from the start, so equal numbers name different items."""
     names = ["renderer0-mm-1-image-0", "named"]
     features = [
         MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=at, length=8))
@@ -79,7 +79,7 @@ def test_numbers_of_media_go_to_no_other_engine() -> None:
 
 @pytest.mark.parametrize(("engines", "rests"), [(1, True), (2, False)])
 def test_engines_that_step_together_never_rest(engines: int, rests: bool) -> None:
-    """One that waits for embeddings in an idle step holds up all data-parallel engines."""
+    """An engine that waits for embeddings in an idle step holds up all data-parallel engines."""
     idle: list[bool] = []
 
     def plan(freed: object, *, is_idle: bool, idle_wait_s: float) -> StepMeta:

@@ -1,4 +1,4 @@
-"""What is read of vLLM's configuration, with real configuration objects and no engine."""
+"""Facts read from vLLM's configuration, with real configuration objects and no engine."""
 
 import logging
 import shutil
@@ -133,7 +133,7 @@ def test_where_the_bytes_lie_may_differ(
 
 
 def test_contents_keep_engines_apart(vllm_config: Callable[..., VllmConfig]) -> None:
-    """Everything that makes rows of other bytes of the same KV, even of the same size."""
+    """Every content that gives the same KV other bytes counts, even with rows of equal size."""
     config = vllm_config()
     mode = KVQuantMode
     contents = [
@@ -208,7 +208,7 @@ def test_an_engine_of_random_weights_says_what_it_shares_with(
 def test_what_a_model_writes_into_its_configuration_keeps_no_engines_apart(
     vllm_config: Callable[..., VllmConfig], weights_id: str
 ) -> None:
-    """The scheduler sees it at TP 1 alone, where it is one process with the model."""
+    """The scheduler sees such a write only at TP 1, in one process with the model."""
     config = vllm_config()
     before = facts(config, weights_id=weights_id).shape.namespace
     text = config.model_config.hf_text_config
@@ -242,7 +242,7 @@ def test_formats_that_cannot_be_cut_are_refused_by_name(
 def test_layers_may_have_other_heads_than_the_model_says(
     vllm_config: Callable[..., VllmConfig],
 ) -> None:
-    """Some models have fewer in some layers; with one on each rank, how many cannot be told."""
+    """Some layers have fewer heads. With one head on each rank, the number is unknown."""
     config = vllm_config()
     assert (
         facts(config, replace(SPEC, num_kv_heads=2)).shape.layer_groups[0].topology.num_heads == 2
@@ -288,7 +288,7 @@ def test_tokens_that_cannot_be_dealt_out_are_refused(
 def test_both_options_of_interleaving_mean_the_same_on_either_side(
     vllm_config: Callable[..., VllmConfig],
 ) -> None:
-    """vLLM 0.32 settles the older one in its workers, as they make their connector."""
+    """vLLM 0.32 applies the older option in its workers, when they make their connector."""
     cache = cache_config(replace(SPEC, num_kv_heads=1))
     interleaves = []
     for older, newer, in_worker in ((1, 1, False), (16, 1, False), (16, 1, True), (1, 16, False)):
@@ -329,7 +329,7 @@ def test_beside_nixl_tokens_are_dealt_out_as_was_told(
 def test_pipeline_stages_are_known_to_the_scheduler(
     vllm_config: Callable[..., VllmConfig],
 ) -> None:
-    """Its KV cache configuration carries the layer names of one stage only."""
+    """The scheduler's KV cache configuration has the layer names of one stage only."""
     config = vllm_config()
     config.parallel_config.pipeline_parallel_size = 2
     read = engine_config.read_engine(config, cache_config(SPEC, layers=2), read_config({}, env={}))
@@ -380,7 +380,7 @@ def test_failed_loads_are_computed_unless_asked_otherwise(
     policy: str,
     is_told: bool,
 ) -> None:
-    """What a user has written cannot be told from vLLM's default, so one is told what to do."""
+    """A user's value cannot be told from vLLM's default, so the log says which option to set."""
     transfer = {"kv_connector": "KVPoolConnector", "kv_role": "kv_both", **written}
     config = vllm_config(kv_transfer_config=transfer)
     assert config.kv_transfer_config is not None
@@ -396,7 +396,7 @@ def test_failed_loads_are_computed_unless_asked_otherwise(
 
 
 class FakeBlockPool:
-    """Holds blocks as long as the test says."""
+    """A block pool whose resets give the answers that the test sets."""
 
     def __init__(self) -> None:
         self.answers: list[bool] = []
@@ -472,13 +472,13 @@ def test_the_first_epoch_is_what_a_reload_of_the_same_files_is_called(
 
 
 def reads() -> int:
-    """How often this process has read from files."""
+    """Return the number of this process's read calls."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("syscr")).split()[1])
 
 
 class Watcher:
-    """Is told of nothing here."""
+    """A watcher that ignores every report."""
 
     def weights_changed(self, weights_version: str) -> None:
         raise AssertionError(weights_version)
@@ -487,7 +487,7 @@ class Watcher:
 def test_an_engine_reads_its_weights_once_and_its_ranks_never(
     vllm_config: Callable[..., VllmConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The namespace, the first epoch and whoever watches over weights: of one process."""
+    """The namespace, the first epoch and the watchers of weights share one process's reads."""
     monkeypatch.setattr(weights, "SETTLED_NS", -(10**12))  # as if written long ago
     config = vllm_config()
     copy = shutil.copytree(config.model_config.model, tmp_path / "model")
@@ -520,7 +520,7 @@ def adapt_directory(name: str) -> Path | None:
 
 
 def test_without_triton_there_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """Beside vLLM's CPU build there is never Triton: vLLM would believe that there is a GPU."""
+    """Triton is never installed beside vLLM's CPU build: vLLM would then assume a GPU."""
     engine_config.triton_is_here.cache_clear()
     assert not engine_config.triton_is_here()
     assert not engine_config.triton_is_here()
@@ -530,8 +530,10 @@ def test_without_triton_there_is_one_warning(caplog: pytest.LogCaptureFixture) -
 def test_workers_of_data_parallel_engines_are_numbered_through(
     vllm_config: Callable[..., VllmConfig],
 ) -> None:
-    """As vLLM tells them: each engine counts its own ranks, and without experts all say that they
-    are the first engine."""
+    """vLLM numbers ranks within each engine.
+
+    Without experts, every engine calls itself the first.
+    """
     config = vllm_config()
     parallel = config.parallel_config
     parallel.tensor_parallel_size = 2
@@ -584,7 +586,7 @@ def test_rank_tells_notices_at_its_own_port_where_others_reach_the_host(
     address: str,
     expected: NoticePlace | None,
 ) -> None:
-    """Of the second data-parallel engine of two ranks, the second rank."""
+    """The rank is the second of the second data-parallel engine. Engines have two ranks."""
     monkeypatch.setenv("VLLM_HOST_IP", address)
     config = vllm_config()
     config.parallel_config.data_parallel_index = 1
@@ -633,6 +635,6 @@ def test_peers_that_cannot_be_hosts_are_refused_before_the_engine_starts(
 def test_an_engine_that_may_make_no_further_step_ends_gathers_in_theirs(
     monkeypatch: pytest.MonkeyPatch, device: Device, in_process: bool
 ) -> None:
-    """Or `reset_prefix_cache` fails after the last answer, and `sleep` raises."""
+    """Otherwise, `reset_prefix_cache` fails after the last answer, and `sleep` raises."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(not in_process)))
     assert engine_config.gathers_in_step(device) == (device.is_host or in_process)

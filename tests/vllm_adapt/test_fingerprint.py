@@ -1,4 +1,4 @@
-"""Which engines exchange embeddings: those that compute the same ones."""
+"""Fingerprints of embeddings: engines exchange them only if they compute equal embeddings."""
 
 import json
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ LORA = {"enable_lora": True}
 
 
 def test_adapters_of_an_encoder_are_refused(directory: Path) -> None:
-    """Their content is in no name of what they encode."""
+    """No name of an encoded item contains the adapter's content."""
     model = str(make_model(directory, LlavaShape()))
     values = {"model": model, "dtype": "float32", "skip_tokenizer_init": True, **LORA}
     embeds.check_model(EngineArgs(**values).create_engine_config())
@@ -70,7 +70,7 @@ def test_that_media_have_numbers_for_names_is_logged(
 
 
 def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:
-    """vLLM takes the input of cross attention from its own encoder alone."""
+    """vLLM feeds cross attention from its own encoder only."""
     values = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}
     values |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 1)
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -104,7 +104,7 @@ def test_engines_that_encode_otherwise_are_no_peers(
 def test_engines_of_two_releases_are_no_peers(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where they share the KV of text: they may encode one image differently."""
+    """Releases may share the KV of text and still encode an image differently."""
     seen = set()
     for release in ("0.32.0", "0.33.0"):
         monkeypatch.setattr(vllm, "__version__", release)

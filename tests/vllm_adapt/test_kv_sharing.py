@@ -1,4 +1,4 @@
-"""Layers that attend to the KV of others: stored once, counted once, the same on both sides."""
+"""Layers that attend to another layer's KV: stored once, counted once, on both sides alike."""
 
 import copy
 from dataclasses import replace

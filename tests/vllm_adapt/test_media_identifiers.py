@@ -1,4 +1,4 @@
-"""What vLLM calls an image, which keys rest on, as docs/configuration.md says it."""
+"""vLLM's identifiers of images, on which keys rest, as docs/configuration.md describes them."""
 
 import inspect
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ def identifier(
 
 
 def test_an_image_is_named_by_its_content_and_the_models_name() -> None:
-    """As the engine was given it, so that engines of one path or hub name share."""
+    """The name is the path or hub name that the engine was given. Engines share by equal names."""
     assert identifier("/models/one") == identifier("/models/one")
     assert identifier("/models/one") != identifier("/models/one", seed=1)
     assert identifier("/models/one") != identifier("/mnt/one")

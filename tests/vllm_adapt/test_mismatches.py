@@ -32,7 +32,7 @@ OTHER_TEMPLATE = [7, *PROMPT]  # one token more before the same text
 
 
 class Place:
-    """A model, and a store with a prompt that an engine of it has saved."""
+    """A model, and a store with a prompt that an engine of this model has saved."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -1,4 +1,4 @@
-"""Which engines take media without pixels and embeddings, without which a step ends the engine."""
+"""Engines that accept media without pixels. A step that also lacks embeddings ends an engine."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""What the hashes of vLLM's own prefix cache tell apart, of all that the pool's chain does.
+"""Hashes of vLLM's own prefix cache: the parts of a request's identity that they contain.
 
-vLLM hands a request every block of an equal hash. What its hashes leave out, the pool would save
-under the right name of a request that did not compute it. So each part of an identity is either in
-vLLM's hashes, in this release, or a rule of `compat` and `requests.py` keeps such hits from being
-saved. A release that changes the hashes fails a row.
+vLLM gives a request every block with an equal hash. If the hashes omit a part, the pool would save
+KV of another request under this request's name. Each part of an identity is therefore in the hashes
+of this release, or a rule keeps such hits from being saved. The rules are in `compat` and
+`requests.py`. A release that changes the hashes fails a row.
 """
 
 from collections.abc import Callable
@@ -45,9 +45,9 @@ class Part(NamedTuple):
     one: dict[str, Any]
     other: dict[str, Any]
     in_hashes: tuple[bool, bool]
-    """Whether vLLM's hashes have it: before 0.32, in 0.32."""
+    """True if vLLM's hashes contain the part: (before 0.32, in 0.32)."""
     rule: str = ""
-    """What keeps hits from being saved where they do not."""
+    """Rule that keeps hits from being saved where the hashes lack the part."""
 
 
 def medium(identifier: str = "cat", offset: int = 2, length: int = 6) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def lora(name: str, path: str = "/a", number: int = 1) -> dict[str, Any]:
 
 
 def embeds(rows: torch.Tensor = ROWS, *, tokens: int | None = None) -> dict[str, Any]:
-    """Rows of which the first `tokens` are tokens; None: a prompt of embeddings alone."""
+    """Return embeddings whose first `tokens` rows are tokens; None: embeddings alone."""
     if tokens is None:
         return {"prompt_token_ids": None, "prompt_embeds": rows}
     return {"prompt_embeds": rows, "prompt_is_token_ids": [i < tokens for i in range(COUNT)]}
@@ -93,14 +93,14 @@ PARTS = {
 
 
 def asked(**said: Any) -> Request:
-    """A request with vLLM's own hashes."""
+    """Return a request with vLLM's own hashes."""
     values: dict[str, Any] = {"prompt_token_ids": [0] * COUNT, "pooling_params": None} | said
     hasher = get_request_block_hasher(BLOCK, sha256)
     return Request("r", sampling_params=SamplingParams(max_tokens=4), block_hasher=hasher, **values)
 
 
 def chain(request: Request) -> list[bytes]:
-    """The pool's hashes; an adapter counts by its id here, where there are no files."""
+    """Return the pool's hashes. Without files, an adapter counts by its id here."""
     lora_request, request.lora_request = request.lora_request, None
     reader = RequestReader(MetricsRegistry(), media_are_named=True)
     seen = reader.read(request)
@@ -147,7 +147,7 @@ def test_what_compat_tries_is_what_the_hashes_do(
 
 
 def test_a_block_whose_token_a_session_has_replaced_is_known_by_its_old_hash_or_not() -> None:
-    """vLLM's own update of a session: its last token, which has no KV yet, leaves."""
+    """vLLM's own update of a session removes its last token, which has no KV yet."""
     session = asked(prompt_token_ids=[5] * (BLOCK - 1), resumable=True)
     session.append_output_token_ids([6])  # fills the block
     session.num_computed_tokens = BLOCK - 1

@@ -1,8 +1,8 @@
-"""Packed pages of GPUs in worker parts, in host memory: what one engine has written, engines of
-every other tensor parallelism read, in their own form. What kernels write where is in
-`tests/layout/test_packed_formats.py`.
+"""Packed GPU pages in worker parts, in host memory.
 
-Legend: L layers, B blocks, H heads, N tokens per block, C bytes by size.
+Engines of every tensor parallelism read, in their own form, the cells that another engine has
+written. `tests/layout/test_packed_formats.py` tests where kernels write. Legend: L layers, B
+blocks, H heads, N tokens per block, C bytes by size.
 """
 
 import itertools
@@ -53,7 +53,7 @@ from vllm_kvpool.worker.worker_part import WorkerPart
 
 LAYERS, SPAN, HEADS, DIM = 2, 1, 4, 128
 CHUNK, TOKENS = 64, 256
-# What the first has written the second reads, and the other way round.
+# Tensor parallelism of two engines. Each reads the cells that the other has written.
 TP_SIZES = [(1, 2), (2, 4), (4, 1), (2, 2)]
 MODEL = make_namespace("packed", "0" * 12)
 STORES = itertools.count()
@@ -70,7 +70,7 @@ INDEXER = MLAAttentionSpec(
 
 @dataclass(frozen=True)
 class Form:
-    """How a backend has a rank's pages: the spec by its own rule, blocks, and where bytes lie."""
+    """A backend's form of a rank's pages: the spec by its own rule, blocks, placement of bytes."""
 
     name: str
     block: int = 64
@@ -102,7 +102,7 @@ class Form:
 
 
 class Engine:
-    """All ranks of an engine."""
+    """An engine with all its ranks."""
 
     def __init__(self, form: Form, tp_size: int, store: str) -> None:
         is_indexer = form.name.startswith("indexer")
@@ -198,7 +198,7 @@ INDEXERS = (
 def test_any_form_and_number_of_ranks_reads_what_any_has_written(
     forms: Sequence[Form], writers_tp: int, readers_tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There and back: the first engine has its bytes again, all of which are rows."""
+    """On the way back, the first engine finds its own bytes, all of which are rows."""
     hashes = prompt_hashes(range(TOKENS), CHUNK)
     for written, read in zip(forms, (*forms[1:], forms[0]), strict=True):
         names = [f"packed{next(STORES)}" for _ in range(2)]
@@ -234,7 +234,7 @@ def test_any_form_and_number_of_ranks_reads_what_any_has_written(
 
 
 def test_planes_are_read_as_plain_rows() -> None:
-    """So engines with planes share with those that have K and V of a head side by side."""
+    """Engines with planes share with engines that keep K and V of a head side by side."""
     hashes, name = prompt_hashes(range(TOKENS), CHUNK), f"packed{next(STORES)}"
     store = MemoryStore(name, 1 << 30)
     writer = Engine(Form("B12X"), 2, f"memory://{name}")
@@ -243,7 +243,8 @@ def test_planes_are_read_as_plain_rows() -> None:
     writer.close()
     reader = Engine(Form("FLASH_ATTN"), 1, f"memory://{name}")
     reader.load(hashes)
-    # [TP, L, B, K and V, N, H of a rank, row of K or V] and [1, L, B, H, N, K and V, row]
+    # Written: [TP, L, B, K and V, N, H of a rank, row of K or V].
+    # Read: [1, L, B, H, N, K and V, row of K or V].
     written = writer.used.unflatten(-1, (HEADS // 2, -1)).permute(1, 2, 0, 5, 4, 3, 6)
     read = reader.used[0].unflatten(-1, (2, -1)).unflatten(2, (2, HEADS // 2))
     assert torch.equal(read, written)
@@ -259,7 +260,7 @@ LATENTS |= {"fp8_ds_mla": (torch.uint8, 656), "nvfp4_ds_mla": (torch.uint8, 352)
 
 @pytest.fixture(scope="module")
 def sparse_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    """A DeepSeek V2 that says the sizes of V3.2's indexer."""
+    """Return a DeepSeek V2 with the sizes of V3.2's indexer."""
     model = make_model(tmp_path_factory.mktemp("models"), DeepseekShape())
     arguments = EngineArgs(model=str(model), dtype="bfloat16", skip_tokenizer_init=True)
     config = arguments.create_engine_config()
@@ -270,7 +271,7 @@ def sparse_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 def sparse_groups(
     config: VllmConfig, latents: str, layout: str, indexers: Sequence[int] = (0, 1, 2)
 ) -> KVCacheConfig:
-    """By vLLM's own rules; specs as its layers have them, an indexer's before its latents'."""
+    """Return groups by vLLM's own rules. In each layer, the indexer comes before the latents."""
     dtype, content = LATENTS[latents]
     latent = replace(
         INDEXER,
@@ -297,7 +298,7 @@ def sparse_groups(
 def test_an_indexer_beside_latents_is_a_layer_group(
     sparse_config: VllmConfig, latents: str, indexers: Sequence[int], layout: str
 ) -> None:
-    """And the scheduler, which is told of the first layer's form, finds the same."""
+    """The scheduler knows only the first layer's form, and finds the same layer groups."""
     cache = sparse_groups(sparse_config, latents, layout, indexers)
     facts = engine_config.read_engine(sparse_config, cache, read_config({}, env={}))
     dtype, content = LATENTS[latents]
@@ -314,8 +315,10 @@ def test_an_indexer_beside_latents_is_a_layer_group(
 def test_the_form_that_a_backend_chooses_for_sparse_latents_counts_with_their_rows(
     sparse_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's layer writes it into the configuration when it is built, which the scheduler sees at
-    TP 1 alone: there the same KV had another namespace."""
+    """vLLM's layer writes the form into the configuration when it is built.
+
+    The scheduler sees this at TP 1 only. There, the same KV had another namespace.
+    """
     monkeypatch.setattr(sparse_config.cache_config, "kv_cache_layout", "LBHNC")
 
     def namespaces(latents: str, *cache_dtypes: str) -> set[str]:
@@ -327,7 +330,7 @@ def test_the_form_that_a_backend_chooses_for_sparse_latents_counts_with_their_ro
         return found
 
     told = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
-    # Of other models it counts; the first two of FP8 are one.
+    # For other models the cache dtype counts. "fp8" and "fp8_e4m3" are equal.
     assert len(namespaces("fp8_ds_mla", *told)) == len(told) - 1
     text = sparse_config.model_config.hf_text_config
     monkeypatch.setattr(text, "index_topk", 2048, raising=False)
@@ -359,7 +362,7 @@ RING = CircularBufferSpec(
 def test_an_indexer_with_one_key_for_several_tokens_beside_states(
     sparse_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in GLM 5 Next. What vLLM keeps for one request alone is no group of the pool."""
+    """GLM 5 Next has such layers. A cache that vLLM keeps for one request alone is not shared."""
     text, cache_config = sparse_config.model_config.hf_text_config, sparse_config.cache_config
     monkeypatch.setattr(text, "index_kpool", KPOOL, raising=False)
     monkeypatch.setattr(text, "num_attention_heads", 4)

@@ -1,6 +1,7 @@
-"""Written in one page format, read in another, byte for byte: vLLM's own pages, whole worker parts.
+"""Cells written in one page format and read in another, with vLLM's own pages and worker parts.
 
-All of a reader's memory is compared, so that a byte beside the tokens is found as well as one lost.
+All memory of a reader is compared. The test finds a wrong byte beside the tokens as well as a lost
+byte.
 """
 
 import itertools
@@ -57,7 +58,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors this small are filled faster by one."""
+    """Use one thread, which fills such small tensors faster."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

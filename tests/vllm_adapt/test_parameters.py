@@ -1,4 +1,4 @@
-"""Parameters that somebody writes into: every way of doing so is seen, and nothing else is."""
+"""Parameters that are written into: every way of writing is seen, and no other change is."""
 
 import gc
 import time
@@ -32,7 +32,7 @@ class Small(torch.nn.Module):
             self.register_parameter(f"p{number}", parameter)
 
     def load_weights(self, weights: Any) -> set[str]:
-        """Like vLLM's: by name, in place."""
+        """Load weights as vLLM does: by name, in place."""
         mine = dict(self.named_parameters())
         names = set()
         for name, data in weights:
@@ -42,7 +42,7 @@ class Small(torch.nn.Module):
 
 
 class Runner:
-    """Who registers pages: its frame is on the stack, and it knows the model."""
+    """A model runner that registers pages: it knows the model, and its frame is on the stack."""
 
     def __init__(self, model: object) -> None:
         self.model = model
@@ -61,7 +61,7 @@ class Connector:
 
 @dataclass
 class Watched:
-    """What `models` has told, and is told."""
+    """The engine's side of `models`: counts reported loads, and says whether it sleeps."""
 
     loads: int = 0
     asleep: bool = False
@@ -167,7 +167,7 @@ def test_every_type_is_looked_at(
 
 
 def test_small_updates_of_half_floats_are_seen(watched: Watched) -> None:
-    """A step of training changes the low bytes alone, which are every second one."""
+    """A training step changes only the low bytes, which are every second byte."""
     model = Small(torch.ones(256, 256, dtype=torch.bfloat16))
     watched.add(model)
     model.p0.data.mul_(1.0 + 1 / 64)
@@ -205,7 +205,7 @@ def test_a_write_into_any_form_is_seen(watched: Watched, form: Callable[[], torc
 
 
 def test_parameters_that_share_a_storage_are_looked_at_one_by_one(watched: Watched) -> None:
-    """All of a model may be views of one flat tensor."""
+    """Every parameter of a model may be a view of one flat tensor."""
     flat = torch.zeros(1 << 22)
     parts = flat.split(1 << 12)
     model = Small(*parts)
@@ -309,7 +309,7 @@ def test_models_are_not_kept_alive(watched: Watched) -> None:
 
 
 class Untouchable(Small):
-    """Its memory is away: to look at it is an error."""
+    """A model whose memory can be away: looking at it then is an error."""
 
     is_away = False
 
@@ -330,7 +330,7 @@ def test_nothing_is_touched_while_it_is_asleep(watched: Watched) -> None:
 
 
 def test_the_stack_may_hold_anything(watched: Watched) -> None:
-    """Who has no model, or something else that is called so, is passed over."""
+    """Frames without a model, or with another kind of `get_model`, are skipped."""
     model = linear()
     outer = Runner(model)
 

@@ -1,6 +1,6 @@
-"""What cannot be shared correctly is refused at start, by name: each such row of docs/support.md.
+"""Setups that cannot be shared correctly are refused at start: each such row of docs/support.md.
 
-Specs are vLLM's own, changed by its own backends wherever those can be imported without a GPU.
+Specs are vLLM's own, changed by its own backends wherever these can be imported without a GPU.
 """
 
 import re
@@ -71,7 +71,7 @@ def cache_config(spec: KVCacheSpec, names: list[str] = LAYERS) -> KVCacheConfig:
 
 
 def start(spec: KVCacheSpec) -> Callable[[VllmConfig], object]:
-    """What both sides do first."""
+    """Return the first act of both sides: reading the engine's configuration."""
     return lambda config: engine_config.read_engine(
         config, cache_config(spec), read_config({}, env={})
     )
@@ -100,7 +100,7 @@ def ranks_that_plan_by_themselves(config: VllmConfig) -> None:
 
 
 def sharing_over_stages(config: VllmConfig) -> None:
-    """The worker of the first of two stages, one of whose layers has no pages."""
+    """Return the worker of the first of two stages; one of its layers has no pages."""
     config.parallel_config.pipeline_parallel_size = 2
     plain = replace(SPEC, dtype=torch.float32)
     kv_cache_config = cache_config(plain, LAYERS[:1])

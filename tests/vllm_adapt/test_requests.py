@@ -1,4 +1,4 @@
-"""vLLM's own Request objects as the pool sees them: what keeps requests apart."""
+"""vLLM's own Request objects as the pool sees them: the parts that keep requests apart."""
 
 import re
 import shutil
@@ -108,7 +108,7 @@ def test_everything_that_shapes_kv_keeps_requests_apart(tmp_path: Path) -> None:
 
 
 def test_chunks_have_the_same_names_in_every_release(tmp_path: Path) -> None:
-    """Whatever a release makes of adapters, salts and embeddings itself."""
+    """Releases differ in their own handling of adapters, salts and embeddings."""
     seen = view(
         lora_request=LoRARequest("x", 1, adapter(tmp_path / "one", b"1" * 64)),
         cache_salt="a",
@@ -121,7 +121,7 @@ def test_chunks_have_the_same_names_in_every_release(tmp_path: Path) -> None:
 def test_chunks_from_an_image_on_have_names_of_their_own_in_every_release(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The image has the same identifier in all of them, which a client has given."""
+    """A client has given the identifier of the image, so all releases have the same."""
     seen = []
     for release in ("0.23.0", "0.32.0"):
         monkeypatch.setattr(vllm, "__version__", release)
@@ -161,7 +161,7 @@ SHAPE_NO_KV = {
 
 
 def test_everything_that_a_request_has_is_known_to_shape_kv_or_not() -> None:
-    """A release that adds something to it has to be looked at."""
+    """A new part of a request in a later release must be classified."""
     assert vars(request()).keys() <= SHAPE_KV | SHAPE_NO_KV
 
 
@@ -188,8 +188,10 @@ def test_an_adapters_name_and_place_do_not_matter(tmp_path: Path) -> None:
 def test_an_adapter_whose_files_change_has_no_digest_until_it_is_loaded_again(
     tmp_path: Path,
 ) -> None:
-    """The engine keeps the weights it has loaded, but reads the files again once it has let them
-    go: nobody knows which of them it has."""
+    """The engine keeps loaded weights, and reads the files again after it has dropped them.
+
+    The pool cannot know which content the engine has.
+    """
     path = adapter(tmp_path / "one", b"1" * 64)
     digests = AdapterDigests()
     before = digests.of(1, path, reload=False)
@@ -204,7 +206,7 @@ def test_an_adapter_whose_files_change_has_no_digest_until_it_is_loaded_again(
 
 
 def test_an_adapter_with_an_id_that_another_has_has_no_digest(tmp_path: Path) -> None:
-    """vLLM knows adapters by their ids: it computes with the one that it has loaded."""
+    """vLLM finds adapters by id: it computes with the adapter that it has loaded."""
     one, two = (adapter(tmp_path / name, name.encode() * 20) for name in ("one", "two"))
     digests = AdapterDigests()
     digests.loaded(1, one, in_place=False)
@@ -236,11 +238,11 @@ def test_what_an_engine_has_under_an_id_is_known_however_it_came(
     assert reader.read(request(lora_request=LoRARequest("a", 1, one))).identity()
 
 
-# What an engine's own caches call by an adapter's name may be another adapter's
+# Entries of the engine's own caches under an adapter's name may be another adapter's
 
 
 class Admitted:
-    """Admits requests as vLLM does: their identity is read by then, unless it takes too long."""
+    """Admits requests as vLLM does. Their identity has been read, except with `is_read=False`."""
 
     def __init__(self, **engine: Any) -> None:
         self.reader = RequestReader(MetricsRegistry(), media_are_named=True, **engine)
@@ -261,7 +263,7 @@ OWN, OTHERS = OwnKV(), OwnKV(blocks=False)
 def test_an_adapter_under_the_name_of_another_is_not_saved_behind_its_blocks(
     tmp_path: Path,
 ) -> None:
-    """Whether the other was shared or not: vLLM has its blocks either way."""
+    """The other adapter's requests may opt out of sharing. vLLM has their blocks either way."""
     path = adapter(tmp_path / "a", b"one")
     for params in (None, {"kvpool": {"load": False, "save": False}}):
         admitted = Admitted()
@@ -286,8 +288,10 @@ def test_blocks_of_an_adapter_that_is_not_read_yet_are_trusted_once_it_is(tmp_pa
 def test_an_adapter_loaded_in_place_is_not_saved_behind_own_blocks(
     tmp_path: Path, how: str
 ) -> None:
-    """Requests that run go on with the new content under the old name; other names are their own.
-    With requests that load in place vLLM reads the files at every step."""
+    """Running requests go on with the new content under the old name. Other names are unaffected.
+
+    With requests that load in place, vLLM reads the files at every step.
+    """
     path = adapter(tmp_path / "a", b"one")
     beside = adapter(tmp_path / "b", b"two")
     admitted = Admitted()
@@ -333,8 +337,10 @@ def test_hits_that_an_engine_mistakes_are_not_trusted() -> None:
 def test_what_is_computed_while_an_adapter_is_read_at_every_step_is_not_saved(
     tmp_path: Path,
 ) -> None:
-    """vLLM reads the files again in each step that has a request with `load_inplace`, so they may
-    change while a request runs, and while others with the same adapter do."""
+    """vLLM reads the files again in each step that has a request with `load_inplace`.
+
+    The files may change while the request runs, or while other requests with the adapter run.
+    """
     begun: list[None] = []
     reader = RequestReader(
         MetricsRegistry(), media_are_named=True, on_replaced=lambda: begun.append(None)
@@ -381,7 +387,7 @@ def test_adapters_that_are_read_at_every_step_are_remembered_up_to_a_number(
 def of_tower(
     reader: RequestReader, name: str, path: str, *, features: bool = True, number: int = 1
 ) -> list[bytes]:
-    """The names of the chunks of a request with an adapter that changes encoders, too."""
+    """Return the chunk names of a request with an adapter that also changes encoders."""
     media = [image(f"{name}:cat")] if features else []
     lora = LoRARequest(name, number, path)
     return hashes(reader.read(request(lora_request=lora, mm_features=media)))
@@ -508,7 +514,7 @@ def test_an_image_matters_from_where_it_begins() -> None:
 
 
 def test_placeholder_ids_of_embeddings_do_not_matter() -> None:
-    """Releases put different token ids where an embedding stands in."""
+    """Releases put different token ids in the places of embeddings."""
     embeds = torch.randn(len(IDS), 4)
     is_token = [i % 2 == 0 for i in range(len(IDS))]
     other = [t if tok else 7 for t, tok in zip(IDS, is_token, strict=True)]
@@ -575,7 +581,7 @@ def test_the_options_of_a_request() -> None:
 def test_a_request_whose_options_are_not_understood_is_not_saved(
     caplog: pytest.LogCaptureFixture, ours: object, message: str
 ) -> None:
-    """It goes on, and may load; but it may have asked for privacy."""
+    """The request goes on and may load. It is not saved because it may have asked for privacy."""
     registry = MetricsRegistry()
     options = read(request({"kvpool": ours}), registry=registry).options
     assert (options.save, options.load) == (False, True)

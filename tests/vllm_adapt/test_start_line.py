@@ -1,4 +1,4 @@
-"""What a start line says of sharing: the same values as the engine's own, without the engine."""
+"""Sharing values read from a start line, without an engine, equal the engine's own."""
 
 import json
 from pathlib import Path

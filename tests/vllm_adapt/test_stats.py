@@ -1,4 +1,4 @@
-"""What Prometheus shows after steps of ours, through the classes vLLM hands over."""
+"""Prometheus output after steps of the pool, through the classes that vLLM hands over."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ OP = "vllm:kvpool_op_seconds"
 
 
 class Bench:
-    """Prometheus collectors of its own, and a registry whose steps are reported to them."""
+    """Prometheus collectors, and a registry whose steps are reported to them."""
 
     def __init__(self) -> None:
         self.collectors = CollectorRegistry()
@@ -40,7 +40,7 @@ class Bench:
         return Counted(**options, registry=self.collectors)
 
     def step(self, engine: int = 0) -> None:
-        """What vLLM does with a step's numbers."""
+        """Report a step's numbers as vLLM does."""
         self.told = 0
         stats = KVPoolStats.since_last(self.registry)
         self.prom.observe({} if stats is None else stats.data, engine)
@@ -55,7 +55,7 @@ class Bench:
         return 0.0 if value is None else value
 
     def buckets(self, **labels: str) -> list[float]:
-        """Values in each bucket, not cumulative."""
+        """Return the count of each bucket, not cumulative."""
         bounds = [*map(str, SECONDS), "+Inf"]
         bounds[0] = "5e-05"
         reached = [self.value(f"{OP}_bucket", le=le, **labels) for le in bounds]
@@ -124,7 +124,7 @@ def test_a_burst_is_told_over_several_steps_and_all_of_it() -> None:
         bench.registry.observe("kvpool_op_seconds", 0.002 if i % 2 else 0.0021, **LABELS)
     bench.step()
     assert bench.told == REPLAYS_PER_STEP
-    # What comes after a burst is not held up until all of it is told.
+    # Values after a burst do not wait until the whole burst has been reported.
     bench.registry.observe("kvpool_op_seconds", 7.0, **LABELS)
     bench.step()
     assert bench.told == REPLAYS_PER_STEP

@@ -1,4 +1,4 @@
-"""Which layers of a model a kind consists of, and groups whose layers are of several forms."""
+"""Kinds of layers: the layers that belong to a kind, and groups whose layers differ in form."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ def name_of(layer: int) -> str:
 
 
 def quantised(config: VllmConfig, spec: Any) -> Any:
-    """As vLLM's attention layers have it."""
+    """Return the spec with fp8 KV, as vLLM's attention layers make it."""
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
     from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
@@ -90,7 +90,7 @@ def specs_of(config: VllmConfig, block_size: int = 32) -> dict[str, KVCacheSpec]
 
 
 def grouped(config: VllmConfig, block_size: int = 32) -> KVCacheConfig:
-    """What vLLM makes of them."""
+    """Return vLLM's KV cache configuration of the layers."""
     groups = get_kv_cache_groups(config, specs_of(config, block_size))
     return get_kv_cache_config_from_groups(config, groups, available_memory=64 << 20)
 
@@ -109,12 +109,12 @@ def namespace(config: VllmConfig, cache: KVCacheConfig) -> str:
     return read(config, cache).shape.namespace
 
 
-# Which layers a kind consists of
+# Layers of a kind
 
 
 @pytest.mark.parametrize("other", ["fp8", "window", "local"])
 def test_equally_many_other_layers_are_another_namespace(make_config: Make, other: str) -> None:
-    """Keys count layers within their kind, so equal ones would name different layers."""
+    """Keys count layers within their kind, so equal keys would name different layers."""
     config = make_config()
     specs = {"fp8": quantised(config, FULL), "window": WINDOW, "local": LOCAL}
     found = set()
@@ -135,7 +135,7 @@ def test_skipped_layers_are_in_the_namespace(make_config: Make) -> None:
 
 
 def test_layers_of_all_stages_are_in_the_namespace(make_config: Make) -> None:
-    """Although the scheduler sees those of one stage only; and stages do not matter."""
+    """The scheduler sees the layers of one stage only. Stages do not change the namespace."""
     config, two = make_config(), make_config(pp=2)
     types = {"f": "full_attention", "w": "sliding_attention"}
     specs = {"f": FULL, "w": WINDOW}
@@ -184,7 +184,7 @@ def test_rows_of_equal_size_and_other_form_are_kinds_of_their_own(make_config: M
 def test_a_group_of_unequal_layers_is_split_into_kinds(
     make_config: Make, skipped: tuple[int, ...]
 ) -> None:
-    """And the scheduler, which is told of one layer's form, splits it alike."""
+    """The scheduler knows only one layer's form, and splits the group alike."""
     config = make_config(*skipped)
     cache = grouped(config)
     [group] = cache.kv_cache_groups
@@ -203,7 +203,10 @@ def test_a_group_of_unequal_layers_is_split_into_kinds(
 
 
 def test_a_group_that_is_unequal_otherwise_is_refused_on_both_sides(make_config: Make) -> None:
-    """By the workers, who know each layer's form; where the scheduler can see it, there too."""
+    """Workers know each layer's form and refuse.
+
+    The scheduler refuses where it can see the form.
+    """
     config = make_config()
     wide = replace(FULL, head_size=2 * HEAD_SIZE, head_size_v=2 * HEAD_SIZE)
     specs = {name_of(i): wide if i == 2 else FULL for i in range(LAYERS)}
@@ -240,7 +243,7 @@ class Rank:
 
     @property
     def used(self) -> list[torch.Tensor]:
-        """The bytes of the request's blocks, layer by layer."""
+        """Return the bytes of the request's blocks, layer by layer."""
         return [cache.view(torch.uint8)[list(self.ids)] for cache in self.caches.values()]
 
     def fill(self) -> None:
@@ -278,7 +281,7 @@ class Rank:
 def test_unequal_layers_pass_through_pages_of_another_block_size(
     make_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What vLLM says on CPUs that its kernels of fp8 run on.
+    # vLLM's fp8 kernels for CPUs run on this instruction set.
     monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "vec")
     names = [f"unequal{next(STORES)}" for _ in range(2)]
     kept = [MemoryStore(name, 1 << 30) for name in names]

@@ -1,10 +1,9 @@
-"""Pages of one rank as vLLM itself allocates and cuts them, and a worker side of the pool on them.
+"""Pages of one rank as vLLM itself allocates and cuts them, with a worker side of the pool.
 
 Every tensor comes from vLLM's own `get_kv_cache_config_from_groups` and `allocate_kv_cache`, every
-K and V of CPU attention from its own kernel. What differs between two engines is a `PageFormat`,
-what they must agree in a `Content`.
-
-Legend: L layers, B blocks, H heads, T tokens, N tokens per block, R bytes of a row.
+K and V of CPU attention from its own kernel. Two engines may differ in their `PageFormat`. They
+must agree in their `Content`. Legend: L layers, B blocks, H heads, T tokens, N tokens per block, R
+bytes of a row.
 """
 
 import itertools
@@ -48,7 +47,7 @@ MODEL = make_namespace("formats", "0" * 12)
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What the bytes of a row are: the same for all engines that share."""
+    """Meaning of the bytes of a row, equal for all engines that share."""
 
     dtype: torch.dtype
     key_dim: int = 32
@@ -61,12 +60,12 @@ class Content:
 
     @property
     def on_cpus(self) -> bool:
-        """Whether vLLM's CPU attention can hold it."""
+        """True if vLLM's CPU attention can hold the content."""
         is_packed = self.backend is not None or self.slot_bytes is not None
         return not is_packed and not self.latent and self.key_dim == self.value_dim
 
     def spec(self, page_format: "PageFormat") -> AttentionSpec:
-        """vLLM's own description, after the backend's changes."""
+        """Return vLLM's own spec, after the backend's changes."""
         if self.latent:
             return MLAAttentionSpec(
                 block_size=page_format.block,
@@ -91,7 +90,7 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True)
 class PageFormat:
-    """Where the bytes lie: each engine as it likes."""
+    """Placement of the bytes; each engine has its own."""
 
     layout: str = "LBHNC"
     block: int = 64
@@ -115,7 +114,7 @@ FORMATS = {
 
 
 class Rank:
-    """One rank's pages, poisoned, and its side of the pool over `store`."""
+    """A rank's poisoned pages, and its side of the pool over `store`."""
 
     def __init__(
         self, store: str, content: Content, page_format: PageFormat, vllm_config: VllmConfig
@@ -189,7 +188,7 @@ class Rank:
         return key_bytes, self.row_bytes - key_bytes
 
     def fill(self, rows_lhtr: torch.Tensor) -> None:
-        """What the model would do: put all rows into the pages."""
+        """Put all rows into the pages, as the model would."""
         fill = self._fill_by_kernel if self.format.isa else self._fill_by_index
         for cache, rows_htr in zip(self.caches.values(), rows_lhtr, strict=True):
             fill(cache, rows_htr)
@@ -213,19 +212,19 @@ class Rank:
         ops.cpu_attn_reshape_and_cache(k, v, *halves, slots, self.format.isa)
 
     def save(self, hashes: tuple[bytes, ...]) -> None:
-        """Returns when the pages are free, as at the end of a step."""
+        """Save, and return when the pages are free, as at the end of a step."""
         plan = SavePlan(JobId(next(self.jobs)), "r", 0, hashes, (JobPages(self.ids, 0, 0, TOKENS),))
         self.part.worker.start_saves(StepPlan(saves=(plan,)))
 
     def load(self, hashes: tuple[bytes, ...]) -> None:
-        """Into poisoned pages."""
+        """Load into poisoned pages."""
         self.memory.fill_(POISON)
         pages = (JobPages(self.ids, 0, 0, TOKENS),)
         load = LoadPlan(JobId(next(self.jobs)), "r", 0, hashes, pages, 0, TOKENS)
         assert not load_all([self.part], load)
 
     def bytes_after(self, rows_lhtr: torch.Tensor) -> torch.Tensor:
-        """What all of this rank's memory looks like after it has computed the rows itself."""
+        """Return this rank's memory as it is after the rank has computed the rows itself."""
         self.memory.fill_(POISON)
         self.fill(rows_lhtr)
         return self.memory.clone()

@@ -1,7 +1,7 @@
-"""Layers with recurrent states as vLLM makes them: shapes, views and what each rank has of them.
+"""Layers with recurrent states as vLLM makes them: shapes, views and each rank's part.
 
-Shapes come from vLLM's `MambaStateShapeCalculator`, views from its `MambaBase.bind_kv_cache`, and
-the channels of a convolution that a rank has from the loaders that deal out its weights.
+Shapes come from vLLM's `MambaStateShapeCalculator`, views from its `MambaBase.bind_kv_cache`. A
+rank's channels of a convolution come from the loaders that distribute its weights.
 
 Legend: B blocks, C bytes of a block, W channels of the convolution, R rows of its window.
 """
@@ -26,10 +26,11 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of state, of a whole model.
+    """A kind of state of a whole model.
 
-    `shapes(tp_size, drafts)` are vLLM's for a rank; `shards` those of its convolution, each as
-    `mamba_v2_sharded_weight_loader` takes it for a number of ranks: channels, added ones, shared.
+    `shapes(tp_size, drafts)` are vLLM's shapes for a rank. `shards(tp_size)` are the shards of the
+    convolution for a number of ranks, each as `mamba_v2_sharded_weight_loader` takes it: (channels,
+    extra channels, is shared).
     """
 
     type: MambaAttentionBackendEnum
@@ -41,7 +42,7 @@ class Kind:
     most_ranks: int = 8
 
     def spec(self, tp_size: int, drafts: int = 0, padded: int | None = None) -> MambaSpec:
-        """vLLM's, of one rank."""
+        """Return vLLM's spec of one rank."""
         return MambaSpec(
             block_size=BLOCK_TOKENS,
             shapes=self.shapes(1 if self.replicated else tp_size, drafts),
@@ -121,7 +122,7 @@ KINDS = {
 
 
 def engine_of(kind: Kind, tp_size: int, drafts: int = 0) -> Any:
-    """What is read of vLLM's configuration for an engine of the model."""
+    """Return the part of vLLM's configuration that the pool reads for an engine of the model."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
         num_speculative_tokens=drafts,
@@ -151,7 +152,7 @@ class Layer(MambaBase):
 
 @dataclass(frozen=True)
 class WholeState:
-    """A state of a whole model in one layer; the window in rows, without those for drafts."""
+    """A whole model's state in one layer. The window has rows, without the rows for drafts."""
 
     window_wr: torch.Tensor | None
     recurrent: torch.Tensor | None
@@ -176,7 +177,7 @@ class WholeState:
     def put(
         self, kind: Kind, layer: Layer, block: int, place: tuple[int, int], dim_first: bool
     ) -> None:
-        """Put a rank's part into a block of its layer; `place`: the rank, of how many."""
+        """Put a rank's part into a block of its layer; `place` is (rank, number of ranks)."""
         tp_rank, tp_size = (0, 1) if kind.replicated else place
         states = list(layer.kv_cache)
         if self.window_wr is not None:

@@ -1,6 +1,6 @@
-"""Ranks of one engine on one host that hold the same KV, in threads or in processes of their own.
+"""Ranks of one engine on one host that hold the same KV, in threads or in separate processes.
 
-A model of one KV head; its prompts are three chunks of two cells.
+The model has one KV head. Its prompts are three chunks of two cells.
 """
 
 import itertools
@@ -50,14 +50,14 @@ def hashes_of(prompt: int) -> tuple[bytes, ...]:
 
 
 def kv_of(prompt: int) -> torch.Tensor:
-    """`[L, 1, T, C]`, the same in every process."""
+    """Return a prompt's KV, `[L, 1, T, C]`, which is equal in every process."""
     generator = torch.Generator().manual_seed(prompt)
     shape = (LAYERS, 1, TOKENS, CONTENT)
     return torch.randint(-30000, 30000, shape, dtype=torch.int16, generator=generator)
 
 
 class ReplicaRank:
-    """One of `size` ranks; `gather` None: it knows of no other."""
+    """A rank of `size` ranks. Without `gather` it knows of no other rank."""
 
     def __init__(
         self, rank: int, size: int, store: object, gather: Gather | None, **options: object
@@ -112,20 +112,20 @@ class ReplicaRank:
         self.part.worker.start_loads(self.plan)
 
     def finish_load(self) -> StepResults:
-        """Its end; whatever it says is loaded lies in the pages."""
+        """Wait for the load's end, and return its results. Loaded tokens must lie in the pages."""
         deadline = time.monotonic() + LIMIT_S
         while not (results := self.part.worker.finish_step(self.plan, set())).loaded:
             assert time.monotonic() < deadline, "the load did not end"
         return results
 
     def has_loaded(self, prompt: int) -> bool:
-        """Whether the prompt's KV is in the pages, after `start_load`, and all of it."""
+        """Finish the load, and return True if the pages hold the prompt's whole KV."""
         results = self.finish_load()
         loaded = self.pages.transpose(1, 2).flatten(2, 3)
         return not results.invalid_blocks and torch.equal(loaded, kv_of(prompt))
 
     def count(self, name: str, **labels: str) -> float:
-        """A counter's sum over the labels that are not named."""
+        """Return a counter's sum over the labels that are not given."""
         samples = self.part.registry.snapshot()
         return sum(
             value
@@ -136,11 +136,11 @@ class ReplicaRank:
 
     @property
     def gets(self) -> float:
-        """Cells that came from a store."""
+        """Number of cells that came from a store."""
         return self.count("kvpool_cells", direction="load", store="file")
 
     def borrowed(self, outcome: str = "done") -> float:
-        """Cells asked of a replica, by outcome."""
+        """Return the number of cells asked of a replica that ended with `outcome`."""
         deadline = time.monotonic() + LIMIT_S
         while self.part._executor._engine.context.counts:  # not in the registry yet
             assert time.monotonic() < deadline, "the engine thread does not wake"
@@ -149,14 +149,14 @@ class ReplicaRank:
 
     @property
     def num_kept(self) -> int:
-        """Cells in its host tier at the end."""
-        self.close()  # says how things stand
+        """Close the rank, and return the number of cells in its host tier."""
+        self.close()  # updates the metrics
         cell = HEADER_BYTES + SPAN * CHUNK * CONTENT * 2
         slot_bytes = -(-cell // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         return round(self.count("kvpool_host_bytes") / slot_bytes)
 
     def host_told(self) -> dict[int, set[str]]:
-        """What the scheduler side has been told: by rank, the chunks it has in host memory."""
+        """Take the next report, and return the chunks that it adds to host memory, by rank."""
         report = self.part.worker.take_report()
         host = {} if report is None else report.host
         return {rank: set(change.added) - set(change.removed) for rank, change in host.items()}
@@ -169,7 +169,8 @@ class ReplicaRank:
 
 @dataclass
 class Meeting:
-    """`gather` for ranks in threads: each waits for all. Ranks of one host follow each other."""
+    """`gather` for ranks in threads: each rank waits for all. Ranks of one host have consecutive
+    numbers."""
 
     size: int
     per_host: int
@@ -192,14 +193,14 @@ class Meeting:
 
 
 def elsewhere(card: Card) -> Card:
-    """As if it were on another host."""
+    """Return the card as if its rank were on another host."""
     return msgspec.structs.replace(card, host=bytes(len(card.host)))
 
 
 def ranks_in_threads(
     size: int, store: object, *, per_host: int = 0, **options: object
 ) -> list[ReplicaRank]:
-    """Ranks that have met; each has an engine of its own."""
+    """Return ranks that have exchanged their cards. Each has an engine of its own."""
     meeting = Meeting(size, per_host or size)
     made: dict[int, ReplicaRank] = {}
 

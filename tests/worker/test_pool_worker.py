@@ -1,4 +1,4 @@
-"""The worker side: what the engine is told of loads and saves, each once."""
+"""The worker side: the engine gets each result of loads and saves once."""
 
 from dataclasses import replace
 
@@ -44,7 +44,8 @@ class Bench:
         )
 
     def step(self, plan: StepPlan | None, *finished: str) -> StepResults:
-        """One engine step, with every hook called as often as any release calls it."""
+        """Run one engine step. Each hook is called as often as in the release that calls it
+        most."""
         if plan is not None:
             self.worker.start_loads(plan)
             self.worker.start_loads(plan)
@@ -56,7 +57,7 @@ class Bench:
 def load_plan(
     start: int = 0, stop: int = 4 * CHUNK, block: int = 16, job: int = 1, request: str = "a"
 ) -> LoadPlan:
-    """Tokens [start, stop) of a table whose block ids begin at 100."""
+    """Return a load of tokens [start, stop), with a table whose block ids begin at 100."""
     first, last = start // CHUNK, -(-stop // CHUNK)
     hashes = tuple(bytes([i]) for i in range(first, last))
     blocks = tuple(range(100 + start // block, 100 - (-stop // block)))
@@ -93,7 +94,7 @@ def test_a_load_that_stops_invalidates_every_block_not_filled(
         kept = min(stop, max(start, ok_stop * CHUNK))
         missing = {100 + token // block for token in range(kept, stop)}
         assert bench.step(None) == StepResults(frozenset({"a"}), frozenset(missing))
-        # Blocks before the load are others' and never invalid.
+        # Blocks before the load are not part of it and never invalid.
         assert min(missing, default=100 + first_block) >= 100 + first_block
         report = bench.worker.take_report()
         assert report is not None
@@ -117,7 +118,8 @@ def test_invalid_blocks_for_any_sizes(
 
 @pytest.mark.parametrize("ok_stop", range(5))
 def test_where_nothing_goes_on_from_a_block_the_request_has_failed(ok_stop: int) -> None:
-    """Pages of a group that reads only the last tokens begin behind where the load may stop."""
+    """A group that reads only the last tokens has pages that begin after the point where the load
+    may stop."""
     plan = load_plan()
     window = JobPages((107,), 7 * 16, 7 * 16, plan.token_stop)
     plan = replace(plan, pages=(window,))
@@ -157,7 +159,7 @@ def test_the_load_of_a_request_that_has_ended_is_cancelled() -> None:
     assert bench.step(None, "a", "c") == NOTHING
     assert bench.executor.posted == [plan, other, CancelRequest("a")]
     bench.executor.reports.append(loaded(plan, 0, CellOutcome.CANCELLED))
-    # vLLM frees the request's blocks when it is told; the blocks are nobody else's until then.
+    # vLLM frees the request's blocks after the report; until then no other request gets them.
     assert bench.step(None).loaded == {"a"}
 
 
@@ -290,7 +292,7 @@ def test_a_new_generation_drops_saves_before_its_own() -> None:
         save_plan(2),
         save_plan(3),
     ]
-    assert bench.worker.take_report() is None  # what was begun before may still be on its way
+    assert bench.worker.take_report() is None  # earlier transfers may still be in flight
     bench.executor.reports.append(SavesDropped(1))
     bench.step(None)
     assert bench.worker.take_report() == StepReport(dropped={1: 1})
@@ -317,8 +319,8 @@ def with_drafts() -> Bench:
 
 
 def test_saves_that_a_drafter_delays_are_reported_with_their_own_step() -> None:
-    """vLLM's first runner asks for results and report, then drafts, then waits for the saves; an
-    in-process engine may make no further step."""
+    """vLLM's first runner asks for results and report, then drafts, then waits for the saves. An
+    in-process engine may run no further step."""
     bench, save = with_drafts(), save_plan()
     plan = StepPlan(saves=(save,))
     bench.worker.start_loads(plan)
@@ -334,7 +336,7 @@ def test_saves_that_a_drafter_delays_are_reported_with_their_own_step() -> None:
     assert report is not None
     assert report.gathered == {save.job_id: 1}
     assert bench.worker.take_gathered() is None
-    # Nothing else is lost.
+    # No other chunk is lost.
     bench.step(StepPlan(loads=(load_plan(job=3, request="b"),)))
     later = bench.worker.take_report()
     assert later is not None
@@ -345,7 +347,7 @@ def test_saves_that_a_drafter_delays_are_reported_with_their_own_step() -> None:
 
 
 def test_saves_of_a_step_that_told_no_end_start_with_the_next() -> None:
-    """Some releases wait for no saves in steps without tokens."""
+    """Some releases do not wait for saves in steps without tokens."""
     bench, save = with_drafts(), save_plan()
     bench.worker.start_loads(StepPlan(saves=(save,)))
     bench.worker.finish_step(None, set())
@@ -355,7 +357,7 @@ def test_saves_of_a_step_that_told_no_end_start_with_the_next() -> None:
 
 
 def test_saves_of_steps_after_one_without_results_are_lost() -> None:
-    """vLLM's second runner ends no step whose forward pass has failed."""
+    """vLLM's second runner does not end a step whose forward pass has failed."""
     bench, end = Bench(in_step=True), HandOverEnd("a", b"t" * 20, 0, 0)
     bench.worker.start_loads(StepPlan(saves=(save_plan(),), hand_over_ends=(end,)))
     bench.step(StepPlan(saves=(save_plan(2, "b"),)))
@@ -369,7 +371,7 @@ def test_saves_of_steps_after_one_without_results_are_lost() -> None:
 
 
 def test_a_load_that_stops_invalidates_the_block_of_the_row_before_it() -> None:
-    """That row of the drafter is in the cell of the chunk that is missing."""
+    """The drafter's row before the missing chunk is stored in the missing chunk's cell."""
     bench, plan = with_drafts(), load_plan()
     bench.step(StepPlan(loads=(plan,)))
     bench.executor.reports.append(loaded(plan, 2))
@@ -388,7 +390,8 @@ def test_cleared_chunks_are_reported_for_their_request() -> None:
 
 
 def test_pages_are_free_once_their_copies_have_ended() -> None:
-    """vLLM 0.33 asks for that before it sleeps, also in the midst of loads that it has aborted."""
+    """vLLM 0.33 asks whether pages are free before it sleeps, even while aborted loads still
+    run."""
     bench, load, save = Bench(), load_plan(), save_plan(2, "b")
     bench.step(StepPlan(loads=(load,), saves=(save,)))
     ends = [SaveGathered(save.job_id, "b"), loaded(load, 4, DONE)]
@@ -397,7 +400,7 @@ def test_pages_are_free_once_their_copies_have_ended() -> None:
     assert not ends
     bench.worker.wait_for_copies()
     assert len(bench.executor.waited) == 2
-    # The next step tells what has ended.
+    # The next step reports the ended jobs.
     assert bench.step(None).loaded == {"a"}
     report = bench.worker.take_report()
     assert report is not None

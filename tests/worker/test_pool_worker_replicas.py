@@ -1,4 +1,4 @@
-"""One fetch per host: replicas take cells out of each other's host memory."""
+"""Replicas on one host share fetches: each reads cells out of the others' host memory."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,13 +27,13 @@ def make(tmp_path: Path) -> Iterator[Maker]:
 
 
 def have_loaded(ranks: list[ReplicaRank], prompt: int) -> bool:
-    """Whether each has all of it; all of them end."""
+    """Finish the load of every rank, and return True if each has the whole prompt."""
     loaded = [rank.has_loaded(prompt) for rank in ranks]
     return all(loaded)
 
 
 def stored(make: Maker, *prompts: int) -> None:
-    """Prompts that another engine has stored."""
+    """Store prompts through another engine."""
     [writer] = make(1)
     for prompt in prompts:
         writer.save(prompt)
@@ -55,7 +55,7 @@ def test_a_load_asks_the_store_once_for_each_cell(make: Maker, size: int, host: 
 
 @pytest.mark.parametrize("host", ["", "host://1MiB"])
 def test_each_host_has_a_set_of_its_own(make: Maker, host: str) -> None:
-    """Each cell is written once in all, and fetched once for each host."""
+    """Each cell is written once overall, and fetched once per host."""
     writers = make(4, host=host, per_host=2)
     for rank in writers:
         rank.save(1)
@@ -70,7 +70,7 @@ def test_each_host_has_a_set_of_its_own(make: Maker, host: str) -> None:
 
 
 def test_a_replica_that_comes_much_later_still_asks_no_store(make: Maker) -> None:
-    """Without a host tier cells stay for those who have not asked."""
+    """Without a host tier, cells stay for replicas that have not asked yet."""
     stored(make, 1)
     ranks = make(3)
     for rank in ranks[:2]:
@@ -81,7 +81,7 @@ def test_a_replica_that_comes_much_later_still_asks_no_store(make: Maker) -> Non
 
 
 def test_a_replica_lends_what_it_has_no_load_for(make: Maker) -> None:
-    """Its own plan may be late, or may never come."""
+    """The lender's own plan may be late, or may never come."""
     stored(make, 1)
     first, second = make(2)
     first.start_load(1)
@@ -91,7 +91,7 @@ def test_a_replica_lends_what_it_has_no_load_for(make: Maker) -> None:
 
 
 def test_each_keeps_its_part_in_host_memory(make: Maker) -> None:
-    """What one has saved or loaded all have: in half the memory, and without a store."""
+    """Each replica keeps half of the cells, and both can load all of them without a store."""
     ranks = make(2, host="host://1MiB")
     for rank in ranks:
         rank.save(1)
@@ -138,7 +138,8 @@ def test_each_prefetches_its_part(make: Maker) -> None:
 
 
 def test_after_a_reset_nothing_of_before_is_lent(make: Maker) -> None:
-    """The lender has not heard of it yet: the borrower asks the store, where others have saved."""
+    """The lender does not know of the reset yet, so the borrower asks the store. Other engines have
+    saved there."""
     stored(make, 1)
     first, second = make(2, host="host://1MiB")
     for rank in (first, second):
@@ -162,7 +163,7 @@ def test_what_no_store_has_ends_the_load_of_each(make: Maker) -> None:
 
 @pytest.mark.parametrize("staging", ["64KiB"])
 def test_few_slots_are_enough(make: Maker, staging: str) -> None:
-    """Each waits for the others' slots, and none for ever."""
+    """Replicas wait for slots of each other, but never deadlock."""
     stored(make, 1, 2, 3)
     ranks = make(3, staging_bytes=staging)
     for prompt in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Replicas in processes of their own, some of which are killed or hang at bad moments."""
+"""Replicas in separate processes, some of which are killed or hang at bad moments."""
 
 import multiprocessing
 import os
@@ -33,13 +33,13 @@ assert CHUNKS % SIZE == 0
 
 
 def hang(*args: object, **more: object) -> Any:
-    """For as long as the process lives."""
+    """Sleep until the process ends."""
     while True:
         time.sleep(LIMIT_S)
 
 
 def hang_at(moment: str) -> None:
-    """From now on the process hangs, or is slow, at a moment of a loan."""
+    """Make this process hang, or be slow, at a moment of a loan."""
     if moment == "fetching":
         FileStore.get = hang  # type: ignore[method-assign]
     elif moment == "asked":
@@ -66,7 +66,7 @@ def hang_at(moment: str) -> None:
 
 
 def serve(pipe: Connection, rank: int, store: str, options: dict[str, object]) -> None:
-    """One rank, which does what it is told."""
+    """Run one rank, and carry out the commands that arrive through the pipe."""
 
     def gather(card: bytes) -> list[bytes]:
         pipe.send(card)
@@ -98,7 +98,7 @@ def serve(pipe: Connection, rank: int, store: str, options: dict[str, object]) -
 
 
 class Child:
-    """The other half of `serve`."""
+    """A process that runs `serve`, and the parent's end of its pipe."""
 
     def __init__(self, rank: int, store: str, options: dict[str, object]) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -134,7 +134,7 @@ class Child:
 Start = Callable[..., list[Child]]
 
 
-# Files of embeddings, and directories that tests make: other tests may have some meanwhile.
+# Prefixes of files that other tests may make at the same time.
 OF_OTHER_TESTS = ("kvpool-ec-", "kvpool-test-", "kvpool-fuzz-")
 
 
@@ -145,7 +145,8 @@ def files_of_ours() -> set[str]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Ranks over a store that has prompt 1; when they have ended they have left nothing."""
+    """Start ranks over a store with prompt 1. After the test, assert that the ranks have left no
+    file or socket."""
     store = f"file://{tmp_path / 'pool'}?size=64MiB"
     [writer] = ranks_in_threads(1, store)
     writer.save(1)
@@ -182,7 +183,7 @@ def test_a_load_asks_the_store_once_for_each_cell(start: Start) -> None:
 
 @pytest.mark.parametrize("moment", ["before", "fetching"])
 def test_a_lender_that_is_killed_costs_its_part(start: Start, moment: str) -> None:
-    """The others fetch that part themselves, each once, and at once."""
+    """The other replicas fetch that part themselves at once, each cell once per replica."""
     lender, *others = start()
     assert lender.ask("hang at", moment) == "will hang"
     if moment == "before":
@@ -190,7 +191,7 @@ def test_a_lender_that_is_killed_costs_its_part(start: Start, moment: str) -> No
     for rank in others:
         rank.tell("start load", 1)
     if moment != "before":
-        time.sleep(PATIENCE_S / 4)  # whatever has come of it by then
+        time.sleep(PATIENCE_S / 4)  # in any state of the loan
         lender.signal(signal.SIGKILL)
     assert [rank.ask("has loaded", 1) for rank in others] == [True] * 2
     for gets, outcomes in [rank.ask("count") for rank in others]:
@@ -199,7 +200,7 @@ def test_a_lender_that_is_killed_costs_its_part(start: Start, moment: str) -> No
 
 
 def test_a_lender_that_is_killed_after_it_has_lent_costs_nothing(start: Start) -> None:
-    """Nobody hands its slots out any more, so they keep the bytes that were lent."""
+    """No rank reuses the dead lender's slots, so they keep the lent bytes."""
     lender, *others = start()
     assert lender.ask("hang at", "lent") == "will hang"
     for rank in others:
@@ -212,7 +213,7 @@ def test_a_lender_that_is_killed_after_it_has_lent_costs_nothing(start: Start) -
 
 @pytest.mark.parametrize("moment", ["stopped", "asked"])
 def test_a_lender_that_hangs_is_waited_for_a_while(start: Start, moment: str) -> None:
-    """Less than a load may take, so that there is time for the tiers."""
+    """The wait is shorter than a load's timeout, so that there is time for the tiers."""
     lender, *others = start()
     assert lender.ask("hang at", moment) == "will hang"
     if moment == "stopped":
@@ -229,7 +230,7 @@ def test_a_lender_that_hangs_is_waited_for_a_while(start: Start, moment: str) ->
 
 
 def test_a_borrower_that_is_killed_holds_nothing(start: Start) -> None:
-    """The end of its connection says so, long before its loan runs out."""
+    """The end of its connection frees the loan long before the loan's timeout."""
     lender, other, victim = start(load_timeout_s=4 * LIMIT_S, call_timeout_s=4 * LIMIT_S)
     free = lender.ask("free slots")
     assert victim.ask("hang at", "scattering") == "will hang"

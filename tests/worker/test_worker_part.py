@@ -1,6 +1,6 @@
-"""Whole worker parts over one store: ranks of any TP and PP write, ranks of any other read.
+"""Whole worker parts over one store: ranks of one TP and PP size write, ranks of another read.
 
-Everything is the package's own but the engine: topology, planner, keys, lanes, copiers, store.
+Only the engine is missing: topology, planner, keys, lanes, copiers and store are the package's own.
 """
 
 import base64
@@ -54,7 +54,7 @@ LIMIT_S = 30.0
 SMALL_BYTES = 4 << 20
 SLOW_S = 0.1
 SHUTDOWN_S = 1.0
-CLOSING_S = 4.0  # joins of threads that hang, on a busy machine
+CLOSING_S = 4.0  # for joins of hung threads, on a busy machine
 EXPIRES_NS = 3 * 10**9  # longer than a busy machine takes for a save and a load
 MOST_PROMPTS = 40  # more than the small directory has room for
 NAMES = itertools.count()
@@ -63,7 +63,7 @@ GPU = AcceleratorDevice(torch.device("cuda", 0))
 
 
 class Rank:
-    """One rank of an engine: its side of the pool and its pages."""
+    """A rank of an engine: its worker part and its pages."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Rank:
         retention: Retention = NO_RETENTION,
         tenant: str = "",
     ) -> None:
-        """Returns when the pages are free, as at the end of a step."""
+        """Save a prompt. Return when its pages are free, as at the end of a step."""
         blocks = kv_lhtc[self.part].unflatten(2, (-1, self.block)).transpose(1, 2)
         self.pages_lbhnc.copy_(blocks)
         job, hashes = JobId(next(self.jobs)), hashes_of(prompt)
@@ -115,7 +115,8 @@ class Rank:
         self.pool.worker.start_saves(StepPlan(saves=(plan,)))
 
     def load(self, prompt: int = 0, *, misses: bool = False) -> torch.Tensor:
-        """The loaded tokens, `[L, H, T, C]`; -1 where a token `misses`."""
+        """Load a prompt and return its tokens, `[L, H, T, C]`. With `misses`, the load must miss
+        tokens; these are -1."""
         self.pages_lbhnc.fill_(-1)
         job = JobId(next(self.jobs))
         load = LoadPlan(job, "r", 0, hashes_of(prompt), self.pages, 0, TOKENS)
@@ -123,7 +124,7 @@ class Rank:
         return self.pages_lbhnc.transpose(1, 2).flatten(2, 3)
 
     def close(self) -> dict[str, float]:
-        """Waits for the puts; what was counted."""
+        """Close the rank after its puts, and return its metrics."""
         self.pool.close()
         return self.pool.registry.snapshot()
 
@@ -167,12 +168,12 @@ def test_any_parallelism_reads_any_other(
     num_heads: int, writer: tuple[int, int, int], reader: tuple[int, int, int]
 ) -> None:
     store = f"memory://sides{next(NAMES)}"
-    shared = MemoryStore(store.removeprefix("memory://"), 1 << 30)  # keeps what writers leave
+    shared = MemoryStore(store.removeprefix("memory://"), 1 << 30)  # keeps the writers' cells
     kv = random_kv(num_heads)
     for rank in ranks(store, num_heads, writer):
         rank.save(kv)
         rank.close()
-    # Nothing is missing, and replicas have stored nothing twice.
+    # All cells are there, and replicas have stored none twice.
     assert len(shared._table.list_keys()) == num_heads * (LAYERS // 2) * (TOKENS // CHUNK)
     for rank in ranks(store, num_heads, reader):
         assert torch.equal(rank.load(), kv[rank.part])
@@ -231,7 +232,8 @@ def test_a_pinned_prompt_survives_others_wherever_it_was_saved(
 def test_memory_that_this_host_does_not_have_is_refused_by_its_option(
     store: str, options: dict[str, str], named: str
 ) -> None:
-    """A public report: the engine was up, then killed without a line. No store is opened."""
+    """A public report shows this case: the engine started, then was killed without a log line. No
+    store is opened."""
     of_mooncake = {each.name for each in fields(MooncakeOptions) if each.name.endswith("_bytes")}
     of_engine = {each.name for each in fields(KVPoolConfig) if each.name.endswith("_bytes")}
     assert of_mooncake | of_engine == {"segment_bytes", "local_buffer_bytes", "staging_bytes"}
@@ -303,7 +305,7 @@ def test_encrypted_cells_are_read_with_their_key_alone(
     rank = one_rank(stores, encryption_key_file=ours, write_policy=policy)
     rank.save(kv)
     if host:
-        assert torch.equal(rank.load(), kv)  # from host memory, which is plain
+        assert torch.equal(rank.load(), kv)  # from host memory, which is not encrypted
     rank.close()
     row = kv[0, 0, 0].numpy().tobytes()
     files = [path for path in tiers.path.rglob("*") if path.is_file()]
@@ -341,7 +343,7 @@ def test_an_encrypted_cell_that_was_changed_is_removed(tiers: "Tiers", tmp_path:
 def test_a_manifest_on_its_way_is_waited_for_as_saves_are(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """So that stores are closed, and what they have is not left to the process's end."""
+    """The wait lets the stores close, instead of leaving their memory to the process's end."""
     put, is_putting = MemoryStore.put, threading.Event()
 
     def slow(self: MemoryStore, keys: list[str], *rest: Any) -> list[PutOutcome]:
@@ -367,7 +369,7 @@ HOST = "host://16MiB"
 
 @dataclass
 class Tiers:
-    """A memory store and a directory of files, whose content the test looks at."""
+    """A memory store and a directory of files, with content that tests can inspect."""
 
     name: str
     path: Path
@@ -407,14 +409,15 @@ def one_rank(store: list[str], **options: Any) -> Rank:
 
 
 def check_others_read(store: str, kv: torch.Tensor, prompt: int = 0) -> None:
-    """Ranks of another TP and PP, without host memory, find the prompt in that store alone."""
+    """Assert that ranks of another TP and PP size find the prompt in this store alone, without host
+    memory."""
     for rank in ranks(store, HEADS, (2, 2, 32)):
         assert torch.equal(rank.load(prompt), kv[rank.part])
         rank.close()
 
 
 def num_gets(counted: dict[str, float]) -> float:
-    """Cells that any store was asked for."""
+    """Return the number of cells that were asked of any store."""
     return sum(v for k, v in counted.items() if k.startswith("kvpool_cells{direction=load"))
 
 
@@ -442,7 +445,7 @@ def test_what_is_in_host_memory_is_loaded_without_a_store(
 def test_replicas_keep_in_host_memory_what_another_of_them_stores(
     tiers: Tiers, policy: str
 ) -> None:
-    """They take turns in storing chunks, but each of them loads all."""
+    """Replicas take turns in storing chunks, but each replica loads all of them."""
     kv = random_kv(1)
     topology = Topology(1, 2, stages(1), 2)
     both = [
@@ -460,7 +463,7 @@ def test_replicas_keep_in_host_memory_what_another_of_them_stores(
 def test_write_back_stores_nothing_before_the_end(
     tiers: Tiers, tmp_path: Path, num_files: int
 ) -> None:
-    """At the end it goes to every tier that outlives the process, or to all if none does."""
+    """At the end cells go to every tier that outlives the process, or to all tiers if none does."""
     kv = random_kv(HEADS)
     files = [tiers.file, f"file://{tmp_path / 'second'}?size=1GiB"][:num_files]
     rank = one_rank([HOST, tiers.memory, *files], write_policy="back")
@@ -477,7 +480,7 @@ def test_write_back_stores_nothing_before_the_end(
 def test_write_back_ends_in_time_though_one_store_hangs(
     tiers: Tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other store has every cell by then, although it is the further one."""
+    """The other store has every cell by then, although it is the farther store."""
     kv, slow = random_kv(HEADS), tmp_path / "slow"
     put, go_on = FileStore.put, threading.Event()
 
@@ -499,7 +502,7 @@ def test_write_back_ends_in_time_though_one_store_hangs(
 
 @pytest.mark.parametrize("policy", ["through", "back"])
 def test_what_has_left_host_memory_is_read_from_a_store(tiers: Tiers, policy: str) -> None:
-    """More prompts than the host tier has room for."""
+    """There are more prompts than the host tier has room for."""
     prompts = 8
     kvs = [random_kv(HEADS) for _ in range(prompts)]
     assert prompts * NUM_CELLS * 4096 > 1 << 20
@@ -530,11 +533,11 @@ def test_what_is_found_further_away_is_copied_nearer(tiers: Tiers) -> None:
     check_others_read(tiers.memory, kv)
 
 
-# A tier that is not there
+# An absent tier
 
 
 def without(scheme: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Stores of that scheme cannot be reached, until the event is set."""
+    """Make stores of this scheme unreachable until the returned event is set."""
     back = threading.Event()
 
     def open_or_not(spec: StoreSpec, *, segment: bool) -> Store:
@@ -596,7 +599,7 @@ def test_a_required_tier_that_is_not_there_stops_the_start(
 
 
 class Locks:
-    """Locks memory up to `most` bytes."""
+    """A memory locker that accepts up to `most` bytes."""
 
     def __init__(self, most: int) -> None:
         self._left = most
@@ -606,7 +609,7 @@ class Locks:
         return "out of memory" if self._left < 0 else ""
 
     def unlock(self, address: int) -> None:
-        """Nothing is locked."""
+        """Do nothing: no memory is really locked."""
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
@@ -638,7 +641,7 @@ def test_how_much_of_the_memory_is_page_locked_is_a_metric(
 def test_checksums_have_as_many_threads_as_the_machine_can_spare(
     monkeypatch: pytest.MonkeyPatch, device: Device, cores: int, ranks: int, threads: int
 ) -> None:
-    """The model of a CPU engine needs the cores itself."""
+    """On a CPU engine, the model itself needs the cores."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
     assert lane_limits.spare_threads(device, ranks) == threads
     lanes = lane_limits.lanes_of(open_tiers.OpenTiers((), (), (), ()), 8 << 20, 1, threads)
@@ -710,7 +713,7 @@ def test_a_put_of_files_takes_two_batches_at_a_time(tiers: Tiers) -> None:
 @pytest.mark.parametrize(
     ("device", "num_slots", "cells", "nbytes"),
     [
-        (devices.HOST_DEVICE, 1 << 20, 64, 8 << 20),  # as a call of a store, and a copy
+        (devices.HOST_DEVICE, 1 << 20, 64, 8 << 20),  # as long as a store call and a copy
         (GPU, 1 << 20, 64, 16 << 20),
         (GPU, 100, 12, 16 << 20),  # eight slabs fit into the arena
         (GPU, 7, 1, 16 << 20),
@@ -748,7 +751,7 @@ def test_a_copy_between_devices_takes_more_at_a_time(
         threads, limits = lanes[LaneName(kind, ops.HOST)]
         assert threads == 2
         assert limits.batch_bytes == most_bytes == limits.batch_ops * (128 << 10)
-        # Headers of the cells of each batch besides.
+        # The headers of each batch's cells count, too.
         assert limits.budget_bytes >= limits.batches * (most_bytes + limits.batch_ops * 64)
     for kind in (OpKind.SEAL, OpKind.CHECK):
         assert lanes[LaneName(kind, ops.HOST)][1].batch_bytes == 8 << 20

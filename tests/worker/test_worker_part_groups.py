@@ -1,7 +1,7 @@
-"""Whole worker parts of a model with several kinds of layers, or whose tokens are dealt out.
+"""Worker parts of a model with several kinds of layers, or with tokens distributed over ranks.
 
-What one engine writes another reads whose tensor parallelism, block sizes and KV cache groups are
-others. Everything is the package's own but the engine.
+The reading engine has other tensor parallelism, block sizes and KV cache groups than the writer.
+Everything but the engine is the package's own.
 """
 
 import itertools
@@ -49,7 +49,7 @@ UNWRITTEN = -1
 
 @dataclass(frozen=True)
 class Layers:
-    """One kind of a model's layers."""
+    """Layers of one kind in a model."""
 
     name: str
     count: int
@@ -65,7 +65,8 @@ KV = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Grouping:
-    """How an engine cuts layers into groups: one of each layer, kind by kind; their blocks."""
+    """The KV cache groups of an engine: for each kind of layers the group of each layer, and block
+    sizes."""
 
     groups: tuple[tuple[int, ...], ...]
     blocks: tuple[int, ...]
@@ -80,7 +81,7 @@ READERS = (
 
 
 def random_kv(model: Sequence[Layers]) -> KV:
-    """`[L, H, T, C]` of each kind."""
+    """Return random KV, `[L, H, T, C]` for each kind of layers."""
     return tuple(
         torch.randint(0, 2**15, (each.count, each.heads, TOKENS, each.content), dtype=torch.int16)
         for each in model
@@ -104,7 +105,7 @@ def kinds_of(
 
 
 class Rank:
-    """One rank of an engine: its side of the pool, its pages and its block tables."""
+    """A rank of an engine: its worker part, its pages and its block tables."""
 
     def __init__(
         self,
@@ -161,7 +162,7 @@ class Rank:
         self.jobs = itertools.count(1)
 
     def positions(self, group: int) -> tuple[list[int], list[int], list[int]]:
-        """The tokens that this rank has, the blocks they lie in, and where in these."""
+        """Return this rank's tokens, their blocks, and their positions in the blocks."""
         block, dcp = self.groups[group].block_size, self.context.dcp_size
         tokens, blocks, places = [], [], []
         for token in range(TOKENS):  # as vLLM's slot mapping
@@ -174,7 +175,8 @@ class Rank:
         return tokens, blocks, places
 
     def save(self, kv: KV, gone: dict[int, range] | None = None) -> None:
-        """All chunks; `gone` blocks of a group's table are not there any more."""
+        """Write the KV to the pages and save all chunks. `gone`: indices of freed blocks, by
+        group."""
         for layer_group, each in enumerate(kv):
             for layer, group in enumerate(self.grouping.groups[layer_group]):
                 tokens, blocks, places = self.positions(group)
@@ -202,7 +204,7 @@ class Rank:
         return results
 
     def check(self, kv: KV, start: int = 0, stop: int = TOKENS) -> None:
-        """What a load of those tokens has written, and nothing else."""
+        """Assert that a load of tokens [start, stop) has written their KV, and nothing else."""
         for layer_group, each in enumerate(kv):
             for layer, group in enumerate(self.grouping.groups[layer_group]):
                 block = self.groups[group].block_size
@@ -277,7 +279,7 @@ def test_part_of_a_prompt_is_read(memory: str, start: int, stop: int) -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_cell_for_each_rank_does_not_tell_of_groups_either(memory: str, tp_size: int) -> None:
-    """Several heads in one cell, cut where the block table changes."""
+    """Cells have several heads, and are cut where the block table changes."""
     kv = random_kv(HYBRID)
     write(engine(memory, HYBRID, WRITER, tp_size, per_head=False), kv)
     for grouping in READERS:
@@ -332,7 +334,7 @@ def test_an_engine_whose_store_loses_single_cells_asks_for_every_one(
 
 @pytest.mark.parametrize("blocks", [(16, 16), (16, 48, 128), (7, 96)])
 def test_a_chunk_can_be_saved_whatever_is_held_for_others(blocks: tuple[int, ...]) -> None:
-    """However few blocks an engine has."""
+    """The room for a chunk remains even in an engine with few blocks."""
     groups = tuple(
         KVCacheGroup(block, AttentionWindow(sliding=i and 40)) for i, block in enumerate(blocks)
     )

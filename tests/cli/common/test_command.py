@@ -1,4 +1,4 @@
-"""What commands have in common, beside their errors (`test_stores.py`)."""
+"""Logs and stderr of all commands. Their errors: `test_stores.py`."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What is read of an engine's start line by its words, without vLLM."""
+"""Options read from the words of an engine's start line, without vLLM."""
 
 import pytest
 

@@ -348,7 +348,10 @@ def test_pin_says_what_each_store_can_do(url: str, prompt: str) -> None:
 
 
 def test_pin_beyond_half_of_the_size_names_the_limit(tmp_path: Path, prompt: str) -> None:
-    """Of the size in its URL, or of what engines with a larger one have stored."""
+    """The limit is half of the URL's size, or half of the cells already stored if that is more.
+
+    Engines with a larger size may have stored more than the URL's size.
+    """
     url = f"file://{tmp_path}/small?size=1MiB"
     store = FileStore(str(tmp_path / "small"), 100 << 20)
     keys = prompt_keys()[:4]
@@ -399,7 +402,7 @@ def test_put_of_doctor_evicts_nothing_that_engines_have_saved_meanwhile(
 
 
 def test_pin_of_a_prompt_that_is_not_stored_is_an_error(url: str, tmp_path: Path) -> None:
-    """Also of one without a whole chunk; an end of pins that are not there is none."""
+    """A prompt without a whole chunk is an error, too. To end pins that do not exist is none."""
     for tokens in (list(range(1, 1000)), [1]):
         (tmp_path / "other.json").write_text(json.dumps(tokens))
         arguments = ("pin", FIRST, "--tokens", str(tmp_path / "other.json"), "--store", url)
@@ -586,7 +589,7 @@ WRONG_INPUTS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "serve": (("serve", "--store", "file:///no/where", "--port", "0"), "there is no directory"),
 }
-"""What an operator types wrongly: the command, and what it says. Words in capitals are files."""
+"""Wrong inputs: a command, and a part of its error. Words in capitals stand for files."""
 
 
 @pytest.mark.parametrize("case", WRONG_INPUTS)
@@ -658,7 +661,7 @@ REQUIRED = {
     ("command", "option"), [(name, option.opts[0]) for name, option in OPTIONS]
 )
 def test_an_unset_variable_of_a_shell_is_no_value(command: str, option: str) -> None:
-    """As in `--tenant "$TENANT"`, which must not remove the cells of all."""
+    """`purge --tenant "$TENANT"` without that variable must not remove every tenant's cells."""
     for given in ([option, ""], [f"{option}="]):
         result = invoke(command, *REQUIRED.get(command, ()), *given)
         assert result.exit_code == 2, result.output

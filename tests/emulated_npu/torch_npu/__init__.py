@@ -24,7 +24,7 @@ for _name in ops.__all__:
 
 
 def _module(name: str, **members: object) -> types.ModuleType:
-    """A submodule that is imported and whose members do nothing here."""
+    """Return a submodule that is imported and whose members do nothing here."""
     module = types.ModuleType(f"torch_npu.{name}")
     vars(module).update(members)
     sys.modules[module.__name__] = module
@@ -56,12 +56,12 @@ sys.modules["acl.rt"].memcpy = _unused  # type: ignore[attr-defined]
 
 
 def get_npu_format(tensor: torch.Tensor) -> int:
-    """All memory is in the ND format."""
+    """Return 2, the ND format: the device has no other."""
     return 2
 
 
 def npu_format_cast(tensor: torch.Tensor, number: int, *_: object) -> torch.Tensor:
-    """Formats are not emulated."""
+    """Return the tensor unchanged: formats are not emulated."""
     return tensor
 
 
@@ -70,4 +70,4 @@ replaced.install()
 
 
 def _autoload() -> None:
-    """torch calls it as it is imported."""
+    """Do nothing: torch calls this hook while it is imported."""

@@ -85,7 +85,7 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 class device:
-    """Inside, another device is this thread's."""
+    """A context manager that makes another device the thread's current device."""
 
     def __init__(self, device: Any) -> None:
         self._index, self._before = _index(device), -1
@@ -196,7 +196,7 @@ def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
 
 
 class NPUGraph:
-    """Not emulated; eager mode makes none."""
+    """A graph of the NPU, not emulated: eager mode makes none."""
 
 
 config = types.SimpleNamespace(allow_internal_format=False)

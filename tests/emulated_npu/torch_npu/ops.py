@@ -199,7 +199,7 @@ def npu_fused_infer_attention_score_v2(
 
 
 def _paged(pages: torch.Tensor, block_ids: torch.Tensor, count: int) -> torch.Tensor:
-    """The first rows `[count, ...]` of a request in pages `[blocks, tokens, ...]`."""
+    """Return the first rows `[count, ...]` of a request in pages `[blocks, tokens, ...]`."""
     blocks = block_ids[: math.ceil(count / pages.shape[1])].long()
     return pages.index_select(0, blocks).flatten(0, 1)[:count]
 
@@ -324,8 +324,8 @@ def npu_fusion_attention(*_: object, **__: object) -> None:
 class _SlotMapping:
     """The only Triton kernel of an eager step: the slots of a step's tokens.
 
-    0.26.0rc1 passes sizes of kernel blocks besides; without context parallelism they say nothing
-    that `block_size` does not.
+    0.26.0rc1 also passes sizes of kernel blocks. Without context parallelism they add nothing to
+    `block_size`.
     """
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:

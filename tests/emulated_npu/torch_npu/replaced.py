@@ -19,7 +19,7 @@ MODULES = {"vllm.v1.worker.block_table", "vllm_ascend.ops.triton.compute_slot_ma
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds one module, once."""
+    """An import finder for one module, used once."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -45,5 +45,5 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Wait for the modules."""
+    """Install finders that wait for the modules."""
     sys.meta_path[:0] = map(_Finder, MODULES)

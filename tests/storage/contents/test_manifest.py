@@ -1,4 +1,4 @@
-"""What is kept of a namespace: the same back, bounded, without secrets, and never by mistake."""
+"""A namespace's manifest: read back unchanged, of fixed size, without secrets, or refused."""
 
 import json
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 RELEASES = sorted(OPTIONS)
 UNSEEN = "a value that no release has"
 
-# What vLLM-Ascend's guide of disaggregated prefill gives the two roles.
+# Options of the two roles in vLLM-Ascend's guide of disaggregated prefill.
 PREFILL = {"enable_shared_expert_dp": True}
 DECODE = {
     "recompute_scheduler_enable": True,
@@ -55,7 +55,7 @@ def namespace(config: VllmConfig, additional: Any) -> str:
 
 
 def at(path: str, value: Any) -> dict[str, Any]:
-    """An option at its place."""
+    """Return an option at its place."""
     section, _, name = path.rpartition(".")
     return {section: {name: value}} if section else {name: value}
 
@@ -99,7 +99,7 @@ def test_defaults_that_are_written_out_count_as_not_set(config: VllmConfig) -> N
 def test_prefill_decode_and_a_cpu_share_under_the_options_of_the_guide(
     config: VllmConfig, release: str, decode: dict[str, Any]
 ) -> None:
-    """The producer is eager, the consumer has graphs; `NPUPlatform` writes both down."""
+    """The producer is eager and the consumer has graphs. `NPUPlatform` writes both options."""
     producer = PREFILL | written_by_platform(release, graphs=False)
     producer |= written_for_producers(release)
     consumer = decode | written_by_platform(release, graphs=True)
@@ -142,7 +142,7 @@ def test_the_variables_are_those_of_tested_releases() -> None:
 def test_npus_share_with_hosts_what_is_not_quantised(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, quantised: bool
 ) -> None:
-    """The rule of CPUs with GPUs: the device counts where weights or KV are quantised."""
+    """NPUs follow the rule of CPUs and GPUs: the device counts if weights or KV are quantised."""
     monkeypatch.setattr(config.model_config, "quantization", "fp8" if quantised else None)
     names = set()
     for device in ("cpu", "cuda", "npu"):

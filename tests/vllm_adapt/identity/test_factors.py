@@ -73,7 +73,7 @@ NEWER = "return_sampling_mask" in {field.name for field in dataclasses.fields(Mo
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
 UNSEEN = "a value that no release has"
 
-# What the table names and the newer release does not have: of 0.23.0, of 0.28 to 0.31, and of 0.33,
+# Names in the table that the newer release lacks: fields of 0.23.0, of 0.28 to 0.31, and of 0.33,
 # which has no build for CPUs.
 OF_OTHER_RELEASES = {
     "CacheConfig.user_specified_mamba_block_size",
@@ -85,7 +85,7 @@ OF_OTHER_RELEASES = {
     "VllmConfig.watchdog_config",
 }
 NEWER_ALONE = pytest.mark.skipif(not NEWER, reason="the tables are of the newest release")
-# Defaults of fields that count and say more than that nothing was asked for.
+# Defaults of counting fields that mean more than an unset option.
 DEFAULTS: dict[str, Any] = {
     "CacheConfig.replayssm_buffer_len": 16,
     "LoadConfig.ignore_patterns": ["original/**/*"],
@@ -111,7 +111,7 @@ def engine(model: Path, **arguments: Any) -> VllmConfig:
 
 @pytest.fixture(scope="module")
 def whole(directory: Path) -> VllmConfig:
-    """An engine whose configuration has every object that a table speaks of."""
+    """Return an engine's configuration with every object that a table names."""
     config = engine(make_model(directory, LlamaShape()), enable_lora=True)
     config.model_config.multimodal_config = MultiModalConfig()
     config.model_config.quantization_config = QuantizationConfigArgs()
@@ -133,7 +133,7 @@ class Field(NamedTuple):
 
 
 def fields_of(owner: Any, left_out: Any = LEFT_OUT_OF_KV) -> Iterator[Field]:
-    """Every field of a configuration and of the objects in it, but for those left out whole."""
+    """Yield every field of a configuration and of its objects, except fields left out whole."""
     for field in dataclasses.fields(owner):
         each = Field(owner, field.name, field)
         value = getattr(owner, field.name, None)
@@ -145,7 +145,7 @@ def fields_of(owner: Any, left_out: Any = LEFT_OUT_OF_KV) -> Iterator[Field]:
 
 
 def changed(each: Field, read: Callable[[], Any]) -> bool:
-    """Whether another value of a field is seen."""
+    """Return True if another value of a field changes what is read."""
     before, value = read(), getattr(each.owner, each.name, None)
     had_it = hasattr(each.owner, each.name)
     unseen = {UNSEEN: UNSEEN} if isinstance(value, dict) else UNSEEN
@@ -185,7 +185,7 @@ def test_fields_of_releases_that_no_test_runs(
 
 
 def test_what_is_left_out_is_not_seen(whole: VllmConfig) -> None:
-    """Whole objects aside, of which other things are read."""
+    """Whole objects are excepted: other options are read from them."""
     for each in fields_of(whole):
         if each.full_name in LEFT_OUT_OF_KV and not each.full_name.startswith("VllmConfig."):
             assert not changed(each, lambda: factors(whole)), each.full_name
@@ -208,7 +208,7 @@ def test_the_tables_name_only_what_there_is(whole: VllmConfig) -> None:
 
 
 def test_the_defaults_of_a_release_that_counts_as_equal_are_known(whole: VllmConfig) -> None:
-    """They are not written, so a release of `EQUAL_RELEASES` must mean by them what others do."""
+    """Defaults are not written down, so all of `EQUAL_RELEASES` must mean the same by them."""
     assert not compat.release_apart()
     counted = [each for each in fields_of(whole) if each.full_name not in LEFT_OUT_OF_KV]
     plain = {each.full_name: canonical(default_of(each.field)) for each in counted}
@@ -236,7 +236,7 @@ def test_a_release_counts_unless_it_is_known_to_be_equal(
 
 
 def test_media_count_every_release_and_no_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also releases that share text with each other."""
+    """Releases that share text with each other do not share media."""
     seen = {compat.media_releases()}
     for build in ("0.33.0", "0.33.0+cpu", "0.33.0+cu130.precompiled"):
         monkeypatch.setattr(vllm, "__version__", build)
@@ -251,7 +251,7 @@ def test_media_count_every_release_and_no_build(monkeypatch: pytest.MonkeyPatch)
 def test_a_field_that_nobody_knows_counts_if_it_is_set(
     whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, owner: type, value: bool
 ) -> None:
-    """As a later release may add one, with whatever default."""
+    """A later release may add such a field, with any default."""
     fields = [("later", bool, dataclasses.field(default=not value))]
     later = dataclasses.make_dataclass("Later", fields)
     before = namespace(whole)
@@ -270,7 +270,7 @@ def test_a_field_that_nobody_knows_counts_if_it_is_set(
     "field", [dataclasses.field(), *(dataclasses.field(default=value) for value in (0, False))]
 )
 def test_a_field_without_a_default_or_of_another_type_counts(field: Any) -> None:
-    """To Python 0.0 is 0, and False."""
+    """Python treats 0.0, 0 and False as equal."""
     make = dataclasses.make_dataclass("LoadConfig", [("later", Any, field)])
     assert factors(make(0.0)) == {"later": 0.0}
 
@@ -304,7 +304,10 @@ def test_every_variable_of_vllms_counts_or_is_left_out(monkeypatch: pytest.Monke
 def test_images_that_a_cpu_computes_causally_keep_engines_apart(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of Gemma 3; a GPU's backend lets them attend to all of themselves."""
+    """The images are Gemma 3's.
+
+    A GPU's backend lets an image's tokens attend to the whole image.
+    """
     config = engine(make_model(directory, LlamaShape()))
     monkeypatch.setattr(type(config.model_config), "is_mm_prefix_lm", True)
     on_cpu = namespace(config)
@@ -333,8 +336,7 @@ def test_the_patterns_match_only_what_there_is() -> None:
 def test_variables_that_change_what_is_computed_keep_engines_apart(
     whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """They choose how a library multiplies, what is quantised on its way, other weights, or other
-    frames of a video."""
+    """Such variables choose a library's kernels, quantised activations, weights or video frames."""
     monkeypatch.delenv(name, raising=False)
     before = namespace(whole)
     monkeypatch.setenv(name, "1")
@@ -380,7 +382,7 @@ READS = re.compile(
 
 
 def sources_of_models() -> Iterator[tuple[str, str]]:
-    """Names and text of vLLM's modules that compute models."""
+    """Yield names and text of vLLM's modules that compute models."""
     root = Path(vllm.__file__).parent
     for part in ("model_executor/models", "model_executor/layers", "models"):
         for path in (root / part).rglob("*.py"):
@@ -412,7 +414,7 @@ def test_models_that_write_options_that_count_are_known() -> None:
 
 
 def test_models_that_compute_by_options_that_are_left_out_are_known() -> None:
-    """By a limit of lengths, or by what says how tokens are chosen."""
+    """Such models compute by a limit of lengths, or by an option of sampling."""
     found = {name for name, text in sources_of_models() if READS.search(text)}
     assert found <= READERS_OF_LEFT_OUT.keys()
 
@@ -430,7 +432,7 @@ READERS_OF_NAMES_LEFT_OUT = {
 
 
 def test_models_that_read_names_that_are_left_out_are_known() -> None:
-    """A release may add a model that computes by one of them."""
+    """A release may add a model that computes by one of these names."""
     named = {*_NAMES_LEFT_OUT} - {"dtype", "torch_dtype"}  # vLLM casts what is computed to its own
     reads = re.compile(rf"""\b({"|".join(named)})\b""")
     found = {name for name, text in sources_of_models() if reads.search(text)}
@@ -472,7 +474,7 @@ def test_what_scales_the_queries_of_llama_4_keeps_engines_apart(
 def test_a_length_that_was_fitted_to_memory_counts_as_the_model_was_built(
     directory: Path, kind: str
 ) -> None:
-    """vLLM lowers an "auto" length when the model is there, which has computed by the long one."""
+    """vLLM lowers an "auto" length after the model was built with the long one."""
     model = make_model(directory, LlamaShape(max_position=65536))
     fitted, whole, short = (engine(model, max_model_len=length) for length in (-1, -1, 4096))
     fitted.model_config.max_model_len = 4096  # as `_auto_fit_max_model_len` does
@@ -555,7 +557,10 @@ def test_what_a_release_makes_of_yarn_counts_for_each_type_of_layers() -> None:
 
 
 def test_a_window_counts_where_layers_with_one_are_kept_with_others(directory: Path) -> None:
-    """One KV cache group, by option. What a window is may differ between releases (Cohere 2)."""
+    """An option puts all layers into one KV cache group.
+
+    A window may differ by release (Cohere 2).
+    """
     config = engine(make_model(directory, LlamaShape()))
     layers = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
     seen = set()
@@ -582,7 +587,7 @@ def test_a_file_of_quantisation_counts_by_content(directory: Path, tmp_path: Pat
 
 
 def test_weights_in_two_forms_count_by_which_are_read(copied: Path) -> None:
-    """vLLM takes Mistral's own by default, where they are there."""
+    """vLLM reads Mistral's own files by default where they exist."""
 
     def names() -> list[str]:
         formats = ("auto", "mistral", "safetensors", "hf")
@@ -666,7 +671,7 @@ QUANTISED: dict[str, dict[str, Any]] = {
 def test_quantised_models_of_unlike_devices_do_not_share(
     directory: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
 ) -> None:
-    """A GPU without numbers in FP8 keeps activations in 16 bits, where others round them."""
+    """A GPU without FP8 numbers keeps activations in 16 bits. Other GPUs round them."""
     seen: dict[str, set[str]] = {"plain": set(), "quantised": set()}
     for device in ("cuda 8.0", "cuda 9.0"):
         monkeypatch.setattr(compat, "quantising_device", lambda each=device: each)
@@ -703,7 +708,7 @@ def test_methods_that_round_weights_alone_are_shared_between_gpus(
 def test_quantised_kv_of_unlike_devices_is_not_shared(
     whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """Some quantise queries, too, to read it."""
+    """Some devices also quantise queries in order to read quantised KV."""
     spec = dataclasses.replace(SPEC, dtype=torch.uint8, kv_quant_mode=KVQuantMode[mode])
     group = LayerGroup(Topology(num_heads=4, tp_size=1, stages=((0, 4),), layer_span=4), 64)
     seen = set()
@@ -726,8 +731,10 @@ def test_quantised_kv_of_unlike_devices_is_not_shared(
 def test_values_of_npus_are_apart_where_vllm_ascend_computes_others(
     whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, spec: FullAttentionSpec, kinds: int
 ) -> None:
-    """vLLM-Ascend asks for `pre_tokens=sliding_window` beside the token itself, and its
-    `npu_interleave_rope` reorders the numbers of a latent from 0, 1, 2, 3 to 0, 2, 1, 3."""
+    """vLLM-Ascend sets `pre_tokens=sliding_window`, which adds the token itself to the window.
+
+    Its `npu_interleave_rope` reorders the numbers of a latent from 0, 1, 2, 3 to 0, 2, 1, 3.
+    """
     group = LayerGroup(Topology(num_heads=4, tp_size=1, stages=((0, 4),), layer_span=4), 64)
     seen = set()
     for device in ("cpu", "cuda", "npu"):
@@ -755,8 +762,10 @@ def test_the_device_is_named_by_what_it_can_multiply(monkeypatch: pytest.MonkeyP
 def test_random_weights_are_equal_where_they_are_drawn_alike(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM draws a tensor by its size on a rank, with the device's generator; whole numbers it
-    leaves as memory has them."""
+    """vLLM draws a tensor by its size on a rank, with the device's generator.
+
+    Integer tensors keep the content of uninitialised memory.
+    """
     model = make_model(directory, LlamaShape())
 
     def drawn(**changes: Any) -> str:
@@ -772,7 +781,7 @@ def test_random_weights_are_equal_where_they_are_drawn_alike(
     experts = {"is_moe": True}
 
     def of_rank(rank: int) -> str:
-        """Of an engine with data parallelism, as vLLM names its ranks."""
+        """Return the identity of a data-parallel rank, named as vLLM names it."""
         one.kv_transfer_config = KVTransferConfig(engine_id=f"one_dp{rank}")
         return weights_identity(one)
 
@@ -796,7 +805,7 @@ def test_random_weights_are_equal_where_they_are_drawn_alike(
 def test_an_fp8_number_of_another_device_has_one_name_there(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What "fp8" means on some devices is not what "fp8_e4m3" means."""
+    """On some devices "fp8" does not mean "fp8_e4m3"."""
     model = make_model(directory, LlamaShape())
     one, other = (engine(model, kv_cache_dtype=name) for name in ("fp8", "fp8_e4m3"))
     monkeypatch.setattr(compat, "fp8_name", lambda: "float8_e5m2")
@@ -804,7 +813,7 @@ def test_an_fp8_number_of_another_device_has_one_name_there(
 
 
 def here(cases: list[Case]) -> list[Case]:
-    """LLaVA cannot be imported by 0.27.1 beside the library of configurations that is installed."""
+    """Return the cases, without LLaVA on vLLM 0.27.1, which cannot import LLaVA here."""
     return [case for case in cases if NEWER or not case.vision]
 
 
@@ -832,7 +841,7 @@ def both(directory: Path, case: Case) -> tuple[VllmConfig, VllmConfig]:
 
 @pytest.fixture
 def copied(directory: Path, tmp_path: Path) -> Path:
-    """A model whose files may be changed, with files that models of media have."""
+    """Return a model whose files may be changed, with the files that media models have."""
     copy = Path(shutil.copytree(make_model(directory, LlamaShape()), tmp_path / "llama"))
     for name in (
         "preprocessor_config.json",
@@ -899,7 +908,7 @@ def test_the_same_files_elsewhere_are_the_same_model(copied: Path, directory: Pa
 def test_the_same_files_elsewhere_are_the_same_model_to_a_function(
     copied: Path, directory: Path
 ) -> None:
-    """`hf_overrides` as a function counts by what it makes, in which the path stands."""
+    """A function in `hf_overrides` counts by its result, which contains the path."""
     there = Path(shutil.copytree(copied, directory / "to a function" / copied.name))
     names = [
         namespace(engine(path, hf_overrides=lambda config: config)) for path in (copied, there)
@@ -910,7 +919,7 @@ def test_the_same_files_elsewhere_are_the_same_model_to_a_function(
 def test_weights_count_as_vllm_has_downloaded_them(
     copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by what Hugging Face's own cache may have of the same name."""
+    """A model of the same name in Hugging Face's own cache does not count."""
     own, other = tmp_path / "cache", tmp_path / "downloads"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(own))
 
@@ -960,7 +969,7 @@ def test_weights_id_stands_for_the_files_that_say_how_weights_are_kept(copied: P
 
 
 def test_the_namespace_of_a_tenant_counts_as_it_is_written(whole: VllmConfig) -> None:
-    """SECURITY.md says so of forms of Unicode."""
+    """SECURITY.md says so about normal forms of Unicode."""
     names = ("caf\u00e9", "cafe\u0301", "\ud800", "\udfff", "a\0", "a", "@", "a@fmt:0123456789ab")
     assert len({namespace(whole, namespace=name) for name in names}) == len(names)
 
@@ -1034,7 +1043,7 @@ READ_FOR_SOME_ROPES = {"cohere_compass", "minimax_m2", "minimax_text_01", "plamo
 
 
 def test_models_that_read_max_model_len_are_known() -> None:
-    """Of one that a release adds, somebody must say whether it computes otherwise by it."""
+    """A new model that reads `max_model_len` must be classified: does it change the KV?"""
     readers = {
         Path(name).stem if name.startswith("model_executor") else name.split("/")[1]
         for name, text in sources_of_models()

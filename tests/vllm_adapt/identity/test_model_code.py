@@ -1,4 +1,4 @@
-"""What computes a model besides vLLM: plugins, classes, weights and files from elsewhere."""
+"""Code and files that compute a model besides vLLM: plugins, classes, weights, other files."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def namespace(config: VllmConfig) -> str:
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on the path, for packages that are installed in a test."""
+    """Return a folder on the import path, for packages that a test installs."""
     folder = tmp_path / "installed"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
@@ -64,7 +64,7 @@ def install(folder: Path, name: str, version: str, plugin: str) -> None:
 
 
 def test_an_installed_plugin_counts_by_its_version(config: VllmConfig, packages: Path) -> None:
-    """It may replace any part of vLLM."""
+    """A plugin may replace any part of vLLM."""
     names = [namespace(config)]
     for version in ("1.0", "1.1", "1.0"):
         install(packages, "stranger", version, "stranger.plugin:register")
@@ -97,7 +97,7 @@ def test_plugins_that_change_no_kv_do_not_count(
 def test_a_class_of_workers_counts_by_its_source_or_its_release(
     config: VllmConfig, packages: Path, option: str
 ) -> None:
-    """It may do anything to the model that it runs."""
+    """A worker class may change the model that it runs in any way."""
     for own in ("mp", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm_ascend.worker.NPUWorker"):
         setattr(config.parallel_config, option, own)
         names = [namespace(config)]
@@ -149,7 +149,7 @@ def test_a_class_in_place_of_vllms_counts_by_its_source_and_what_it_imports(
     architecture: str,
     changed: str,
 ) -> None:
-    """Whether or not its package is imported yet, and for parts of models, too."""
+    """The package may be imported or not. Classes for parts of models count, too."""
     names = [namespace(config)]
     registry.register_model(architecture, "stranger.model:ScaledLlama")
     write(
@@ -221,7 +221,7 @@ def test_a_class_whose_source_is_not_found_is_nobody_elses(
 
 
 def test_a_plugin_in_development_counts_by_its_source(config: VllmConfig, packages: Path) -> None:
-    """Its version stays the same: an editable install."""
+    """The plugin is installed as editable, so its version stays the same."""
     install(packages, "stranger", "1.0", "stranger.plugin:register")
     source = packages.parent / "source"
     write(source, {"stranger/__init__.py": "", "stranger/plugin.py": "import stranger_ops"})
@@ -261,7 +261,7 @@ AUTO_MAP = {
 def test_code_of_a_model_counts_wherever_it_lies(
     config: VllmConfig, tmp_path: Path, is_trusted: bool, changed: str
 ) -> None:
-    """In the directory, in folders of it, in repositories that are named."""
+    """The code lies in the directory, in its folders, or in repositories that the model names."""
     model, other = Path(config.model_config.model), tmp_path / "other"
     config.model_config.trust_remote_code = is_trusted
     write(model, {"model.py": "", "parts/deep/layers.py": ""})
@@ -307,7 +307,7 @@ def test_models_that_transformers_computes_count_by_its_release(
 
 # Weights and files from elsewhere
 
-# What vLLM's models read besides the model's directory, and where it counts.
+# Files that vLLM's models read outside the model's directory, and where they count.
 READERS_ELSEWHERE = {
     "clef_omni": "of the directory itself, for an output",
     "roberta": "of the directory itself, for an output",
@@ -349,7 +349,7 @@ def test_the_folders_are_those_that_models_read() -> None:
 def test_models_that_are_parts_of_a_model_count_by_content(
     config: VllmConfig, tmp_path: Path, name: str
 ) -> None:
-    """Ultravox takes its language model from there."""
+    """Ultravox takes its language model from another directory."""
     names = [namespace(config)]
     part = make_model(tmp_path / "part", LlamaShape(layers=1, seed=1))
     setattr(config.model_config.hf_config, name, str(part))
@@ -375,7 +375,7 @@ def test_files_in_a_folder_that_models_read_count(config: VllmConfig, folder: st
 
 
 def test_adapters_for_requests_in_the_models_directory_do_not_count(config: VllmConfig) -> None:
-    """They count where a request names them; models merge those of their own tasks."""
+    """Adapters count where a request names them. Models merge the adapters of their own tasks."""
     before = namespace(config)
     directory = Path(config.model_config.model)
     shutil.copytree(directory, directory / "adapters" / "of-a-user")
@@ -395,7 +395,7 @@ def test_adapters_for_requests_in_the_models_directory_do_not_count(config: Vllm
 def test_what_mistrals_tokenizer_says_of_media_counts(
     config: VllmConfig, tmp_path: Path, section: str, has_media: bool, mode: str, is_seen: bool
 ) -> None:
-    """The tokenizer may be another directory's, and is the only configuration of its processor."""
+    """The tokenizer may lie in another directory. Its processor has no other configuration."""
     model = config.model_config
     model.multimodal_config = MultiModalConfig() if has_media else None
     model.tokenizer_mode, model.tokenizer = mode, str(tmp_path)
@@ -429,7 +429,10 @@ class EngineCoreProc(EngineCore):
 def test_weights_written_after_an_engine_began_to_start_are_nobody_elses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[EngineCore]
 ) -> None:
-    """It may have read the old ones, and the new ones' namespace is for those who read them."""
+    """The engine may have read the old files.
+
+    The new namespace belongs to engines that read the new.
+    """
     model = make_model(tmp_path, LlamaShape(layers=1))
     engines = [kind(changed_ns(model) - early) for early in (1, 2)]
     sampled = [engine.sample(model) for engine in engines]
@@ -443,6 +446,6 @@ def test_weights_written_after_an_engine_began_to_start_are_nobody_elses(
 def test_weights_written_before_an_engine_began_to_start_are_its_own(
     tmp_path: Path, kind: type[EngineCore]
 ) -> None:
-    """As those that a trainer has written in the process in which the engine starts."""
+    """A trainer, for example, writes the files in the process in which the engine then starts."""
     model = make_model(tmp_path, LlamaShape(layers=1))
     assert kind(changed_ns(model) + 1).sample(model) == known_sample(model)

@@ -1,9 +1,9 @@
-"""What users' pools hold already: fixed names of cells, and fixed orders of their bytes.
+"""Contents of users' pools that must not change: names of cells, and orders of their bytes.
 
 A change here costs every user their stored cells, and needs a line in CHANGELOG.md that says so.
 
-Every value that a vector depends on is given: `weights_id` stands for the weights, and where a
-release of vLLM has a value of its own the vector is held for each.
+A vector gives every value that it depends on; `weights_id` stands for the weights. A vector that
+depends on the release of vLLM is fixed for each release.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ ALL: Sequence[int] = range(LAYERS)
 
 @dataclass(frozen=True)
 class Engine:
-    """A model, vLLM's arguments, its sizes of parallelism, the KV cache groups, our options."""
+    """An engine: model, vLLM's arguments, parallel sizes, KV cache groups, the pool's options."""
 
     groups: Sequence[Group]
     model: LlamaShape = MODEL
@@ -317,7 +317,7 @@ def test_names_under_other_weights_are_what_they_were() -> None:
 
 
 def test_descriptions_of_cells_are_what_they_were(directory: Path) -> None:
-    """They are stored beside the cells, for tools."""
+    """Descriptions are stored beside the cells, for tools."""
     facts = start(directory, ENGINES["windows and local attention"])
     assert described(facts.shape.layer_groups)[1:] == DESCRIPTIONS
 
@@ -337,7 +337,7 @@ def test_hashes_of_chunks_are_what_they_were(prompt: str, media: tuple[MediaItem
 
 
 def tensors(sizes: Mapping[str, tuple[int, ...]]) -> bytes:
-    """A safetensors file of bytes."""
+    """Return a safetensors file of bytes."""
     header: dict[str, Any] = {}
     start = 0
     for name, shape in sizes.items():
@@ -349,7 +349,7 @@ def tensors(sizes: Mapping[str, tuple[int, ...]]) -> bytes:
 
 
 def pattern(nbytes: int) -> np.ndarray:
-    """Bytes of which no two pieces of a file are alike."""
+    """Return bytes in which no two pieces of a file are alike."""
     return np.random.default_rng(1).integers(0, 256, nbytes, np.uint8)
 
 
@@ -428,7 +428,7 @@ LAYOUTS: dict[str, Callable[[], LayerPages]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bytes_of_cells_lie_as_they_did(name: str) -> None:
-    """A cell of all heads and of two layers, which are the same."""
+    """The cell has all heads of two equal layers."""
     one = LAYOUTS[name]()
     rows = 2 * one.tokens_per_block * one.blocks_per_id
     cell = np.zeros((one.num_heads, 2, rows, one.row_bytes), np.uint8)

@@ -1,4 +1,4 @@
-"""When an engine's weights change: which calls say so, to whom, and by what name."""
+"""Changes of an engine's weights: the calls that report them, the receivers, and the name."""
 
 import functools
 import gc
@@ -41,12 +41,12 @@ WRAPPED = (
 
 
 class Broken(Exception):
-    """What the fake engine raises."""
+    """Error of the fake engine."""
 
 
 @dataclass
 class Model:
-    """vLLM's configuration of one."""
+    """vLLM's configuration of a model."""
 
     model: str
     revision: str | None = None
@@ -80,7 +80,7 @@ class CacheWatcher:
 
 
 class Core:
-    """As much of vLLM's engine as is wrapped; a fresh copy of the class for each test."""
+    """The part of vLLM's engine that is wrapped. Each test has a fresh copy of the class."""
 
     def __init__(self, path: Path, revision: str | None = None) -> None:
         self.vllm_config = types.SimpleNamespace(
@@ -101,7 +101,7 @@ class Core:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[str]:
-        """What vLLM says of it."""
+        """Docstring that the wrapper keeps."""
         self.calls.append((method, timeout, args, kwargs))
         self.during()
         return ["done"]
@@ -146,7 +146,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def engine_class(monkeypatch: pytest.MonkeyPatch) -> type[Core]:
-    """Installed in the place of vLLM's, and wrapped."""
+    """Install a copy of `Core` in the place of vLLM's engine, wrapped."""
     fake = type("EngineCore", (), dict(vars(Core)))
     module = types.SimpleNamespace(EngineCore=fake)
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", module)  # type: ignore[arg-type]
@@ -174,7 +174,7 @@ def fail() -> None:
 
 
 def is_drawn(heard: list[str]) -> bool:
-    """Exactly one change, of which nobody else can know the name."""
+    """Return True if exactly one change was heard, with a name that is unique."""
     return len(heard) == 1 and heard[0].startswith("drawn:")
 
 
@@ -187,7 +187,7 @@ def version_of_files(path: str) -> str:
 
 
 def reload(core: Core, **kwargs: Any) -> str:
-    """The epoch after it."""
+    """Reload the weights and return the new epoch."""
     core.collective_rpc("reload_weights", kwargs=kwargs)
     [weights_version] = core.watcher.take()
     return weights_version
@@ -216,7 +216,7 @@ class Level(msgspec.Struct):
 
 
 def test_vllm_converts_arguments_by_the_signature() -> None:
-    """It makes of what has come over the wire what a method's annotations ask for."""
+    """vLLM converts arguments from the wire to the types of the method's annotations."""
 
     def sleep(self: object, level: Level) -> None: ...
 
@@ -289,7 +289,7 @@ def test_harmless_calls_change_nothing(core: Core, name: str) -> None:
 
 
 class Callable_:
-    """A function without a name."""
+    """A callable without a name."""
 
     def __call__(self, worker: object) -> None: ...
 
@@ -397,7 +397,7 @@ def test_files_that_are_read_in_another_way_have_no_name(
 def cached(
     monkeypatch: pytest.MonkeyPatch, checkpoints: list[Path], tmp_path: Path
 ) -> Callable[..., None]:
-    """Puts a revision of a repository into Hugging Face's cache, or into another folder."""
+    """Return a function that puts a revision into Hugging Face's cache or another folder."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
 
     def add(repository: str, revision: str, cache: Path = tmp_path) -> None:
@@ -413,7 +413,7 @@ def cached(
 def test_weights_are_those_of_the_folder_that_vllm_downloads_to(
     engine_class: type[Core], cached: Callable[..., None], tmp_path: Path
 ) -> None:
-    """Hugging Face's cache may have older ones, and has the configuration alone otherwise."""
+    """Hugging Face's cache may have older weights, or only the configuration."""
     folder = tmp_path / "downloads"
     cached("org/model", "main")
     cached("org/model", "v1")
@@ -436,7 +436,7 @@ def test_weights_are_those_of_the_folder_that_vllm_downloads_to(
 def test_a_reload_by_the_name_of_a_repository_has_no_name(
     engine_class: type[Core], cached: Callable[..., None], checkpoints: list[Path]
 ) -> None:
-    """Releases differ in the revision that they read, and in where object storage is left."""
+    """Releases differ in the revision that they read, and in the folder for object storage."""
     cached("org/other", "main")
     local, own = str(checkpoints[1]), checkpoints[0]
     core = engine_class(own)
@@ -448,7 +448,7 @@ def test_a_reload_by_the_name_of_a_repository_has_no_name(
 
 
 def test_a_reload_that_fails_leaves_the_path_unknown(core: Core, checkpoints: list[Path]) -> None:
-    """Workers may read from it next time, or from the one before."""
+    """Workers may read from the new path next time, or from the old path."""
     core.during = fail
     with pytest.raises(Broken):
         core.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoints[1])})
@@ -498,7 +498,7 @@ def test_files_written_while_they_are_read_have_no_name(
 def rewritten(
     source: Path, target: Path, change: Callable[[dict[str, Any]], object], suffix: str = ""
 ) -> Path:
-    """A copy of a checkpoint with other tensors."""
+    """Return a copy of a checkpoint with other tensors."""
     shutil.copytree(source, target)
     tensors = load_file(target / "model.safetensors")
     change(tensors)
@@ -510,7 +510,7 @@ def rewritten(
 def test_a_checkpoint_of_some_weights_has_no_name(
     core: Core, checkpoints: list[Path], tmp_path: Path
 ) -> None:
-    """The others stay, and what they are depends on what was loaded before."""
+    """The other weights stay, and they depend on earlier loads."""
     some = rewritten(checkpoints[1], tmp_path / "some", lambda t: t.pop("lm_head.weight"))
     core.collective_rpc("reload_weights", kwargs={"weights_path": str(some)})
     assert is_drawn(core.watcher.take())
@@ -523,7 +523,7 @@ def test_a_checkpoint_of_some_weights_has_no_name(
 def test_files_of_another_kind_have_a_name_only_if_they_are_the_first(
     make: Make, checkpoints: list[Path], tmp_path: Path
 ) -> None:
-    """Which tensors are in them is not looked up."""
+    """The tensors in such files are not looked up."""
     one, two = (
         rewritten(checkpoints[i], tmp_path / str(i), lambda t: None, suffix=".bin") for i in (0, 1)
     )
@@ -538,7 +538,7 @@ def test_files_of_another_kind_have_a_name_only_if_they_are_the_first(
 def test_a_reload_reads_the_parts_outside_the_directory_anew(
     engine_class: type[Core], checkpoints: list[Path], tmp_path: Path, part: str, moves: bool
 ) -> None:
-    """Other models and folders of the first directory, wherever the model itself comes from."""
+    """The parts are other models, and folders of the first directory. The model may have moved."""
     own = shutil.copytree(checkpoints[0], tmp_path / "own")
     other = own / part
     shutil.copytree(checkpoints[2], other)
@@ -627,7 +627,7 @@ def test_pauses_nest_and_end_when_they_fail(core: Core) -> None:
 
 
 class Scheduler:
-    """Counts resets."""
+    """A scheduler that counts resets."""
 
     def __init__(self) -> None:
         self.resets = 0
@@ -671,7 +671,7 @@ def test_watchers_are_not_kept_alive(core: Core) -> None:
 
 
 def test_only_the_engine_that_changed_is_told(make: Make, checkpoints: list[Path]) -> None:
-    """Another of the same process computes with its own weights, which must not get the name."""
+    """Another engine of the same process keeps its weights and must not get the new name."""
     one, two = make(), make()
     reload(one, weights_path=str(checkpoints[1]))
     one.sleep(2)
@@ -707,7 +707,7 @@ def test_an_encoder_cache_is_that_of_one_engine(make: Make) -> None:
 def test_a_change_of_an_engine_that_nobody_watches_is_everybodys(
     make: Make, checkpoints: list[Path]
 ) -> None:
-    """A copied configuration may hide whose it is; then no name is believed."""
+    """A copied configuration may hide its engine. No name is believed then."""
     core, other = make(), make()
     core.vllm_config.model_config = replace(core.vllm_config.model_config)
     core.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoints[1])})
@@ -727,7 +727,7 @@ def _pauses_end() -> Iterator[None]:
 def test_an_adapter_that_changes_between_its_load_and_its_first_request_has_no_digest(
     core: Core, tmp_path: Path
 ) -> None:
-    """A server loads it when it is named to it: the engine has what the files held then."""
+    """A server loads an adapter with its first mention. The engine has the content of that time."""
     (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
     path, digests = str(tmp_path), AdapterDigests()
     assert core.add_lora(LoRARequest("a", 1, path))

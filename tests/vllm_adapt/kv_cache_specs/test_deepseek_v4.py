@@ -40,7 +40,7 @@ from vllm_kvpool.vllm_adapt import compat, engine_config
 from vllm_kvpool.vllm_adapt.kv_cache_specs import page_specs
 from vllm_kvpool.worker.worker_part import WorkerPart
 
-# Of each layer; the first sees a window alone.
+# Compression ratio of each layer. The first layer has only a window.
 RATIOS = (1, 4, 128, 4, 128)
 ROWS = {"fp8_ds_mla": 584, "auto": 2 * 512, "fp8": 512}
 STORES = itertools.count()
@@ -49,7 +49,7 @@ OPTIONS = read_config({}, env={})
 
 @pytest.fixture
 def config(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
-    """A DeepSeek V2 that says the sizes of V4, on what it takes for a GPU."""
+    """Return a DeepSeek V2 with the sizes of V4, as on a GPU."""
     model = make_model(tmp_path, DeepseekShape(layers=len(RATIOS)))
     arguments = EngineArgs(model=str(model), dtype="bfloat16", skip_tokenizer_init=True)
     config = arguments.create_engine_config()
@@ -65,12 +65,12 @@ def config(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
 
 
 def asked(layer: type[AttentionLayerBase], config: VllmConfig, **fields: Any) -> Any:
-    """What vLLM's own layer says of its cache, without its kernels and weights."""
+    """Return vLLM's own cache spec of a layer, without the layer's kernels and weights."""
     return layer.get_kv_cache_spec(SimpleNamespace(**fields), config)  # type: ignore[arg-type]
 
 
 def specs_of(config: VllmConfig, cache_dtype: str) -> dict[str, KVCacheSpec]:
-    """In the order in which vLLM's layers register."""
+    """Return the specs in the order in which vLLM's layers register."""
     cache = config.cache_config
     cache.cache_dtype = cache_dtype  # type: ignore[assignment]
     dtype = {"fp8_ds_mla": torch.uint8, "auto": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -134,7 +134,7 @@ def groups_of(config: VllmConfig, cache_dtype: str, layout: str) -> KVCacheConfi
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
 @pytest.mark.parametrize("cache_dtype", ROWS)
 def test_its_caches_are_layer_groups(config: VllmConfig, cache_dtype: str, layout: str) -> None:
-    """And the scheduler, which is told of the first layer's form, finds the same."""
+    """The scheduler knows only the first layer's form, and finds the same layer groups."""
     cache = groups_of(config, cache_dtype, layout)
     facts = engine_config.read_engine(config, cache, OPTIONS)
     latent = ROWS[cache_dtype]
@@ -160,20 +160,20 @@ def test_its_caches_are_layer_groups(config: VllmConfig, cache_dtype: str, layou
     assert engine_config.read_engine(config, for_scheduler, OPTIONS).shape == facts.shape
 
 
-# What one engine stores another loads
+# Cells of one engine, loaded by another
 
 
 CHUNK, TOKENS = 256, 1024
 
 
 def random_rows(shape: tuple[int, ...]) -> torch.Tensor:
-    """Any bytes, drawn eight at a time."""
+    """Return random bytes, drawn eight at a time."""
     words = torch.randint(-(2**63), 2**63 - 1, (prod(shape) // 8 + 1,))
     return words.view(torch.uint8)[: prod(shape)].view(shape)
 
 
 class Engine:
-    """All ranks of an engine, whose pages hold any bytes."""
+    """An engine with all its ranks. Pages hold random bytes."""
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig, tp_size: int, store: str) -> None:
         config.parallel_config.tensor_parallel_size = tp_size
@@ -186,7 +186,7 @@ class Engine:
         self.ids = [tuple(range(TOKENS // group.block_size, 0, -1)) for group in facts.shape.groups]
         self.shape = replace(facts.shape, num_blocks=max(map(len, self.ids)) + 1, num_ranks=tp_size)
         specs = specs_of(config, str(config.cache_config.cache_dtype))
-        # All ranks hold the same.
+        # All ranks hold the same rows.
         first = {
             name: random_rows(
                 (self.shape.num_blocks, 1, spec.num_states, spec.state_content_size_bytes)
@@ -239,7 +239,7 @@ class Engine:
 def test_a_hit_brings_what_the_next_token_needs(
     config: VllmConfig, cache_dtype: str, wrote: int, reads: int, stop: int
 ) -> None:
-    """All complete latents, and the windows before the hit's end, byte for byte."""
+    """The load brings all complete latents and the windows before the hit's end, byte for byte."""
     hashes = prompt_hashes(range(TOKENS), CHUNK)
     cache, store = groups_of(config, cache_dtype, "BLHNC"), f"memory://v4-{next(STORES)}"
     writer = Engine(config, cache, wrote, store)
@@ -270,7 +270,7 @@ def test_a_hit_brings_what_the_next_token_needs(
 
 
 def test_stored_bytes_are_near_those_that_a_hit_reads(config: VllmConfig) -> None:
-    """Of a layer that compresses 4 tokens: less than a twentieth of all its compressors' inputs."""
+    """A layer that compresses 4 tokens stores less than a twentieth of its compressors' inputs."""
     cache = groups_of(config, "fp8_ds_mla", "BLHNC")
     groups = engine_config.read_engine(config, cache, OPTIONS).shape.layer_groups
     stored = {
@@ -313,8 +313,11 @@ def test_what_cannot_be_shared_is_refused_with_what_helps(
 
 
 def test_its_kernels_write_where_the_pool_reads(config: VllmConfig) -> None:
-    """The places that vLLM's kernel for latents computes (`fused_compress_quant_cache.py`): values
-    of 576 bytes of all rows of a block, then 8 bytes of scales for each."""
+    """The places are those that vLLM's kernel for latents computes.
+
+    `fused_compress_quant_cache.py` writes values of 576 bytes for all rows of a block, then 8 bytes
+    of scales for each row.
+    """
     spec = specs_of(config, "fp8_ds_mla")["model.layers.0.attn.swa_cache"]
     memory = torch.arange(2 * 64 * 584, dtype=torch.int32).to(torch.uint8).view(2, 1, 64, 584)
     pages = page_specs.device_layer_pages(memory, spec, "")  # type: ignore[arg-type]

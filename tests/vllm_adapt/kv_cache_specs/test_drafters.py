@@ -54,7 +54,7 @@ def make(tmp_path: Path) -> Make:
 
 
 def cached(config: VllmConfig, **specs: Any) -> tuple[KVCacheConfig, KVCacheConfig]:
-    """What vLLM makes of these layers, as workers and as the scheduler see it."""
+    """Return vLLM's KV cache configurations of these layers: (a worker's, the scheduler's)."""
     groups = get_kv_cache_groups(config, specs)
     of_worker = get_kv_cache_config_from_groups(config, groups, available_memory=64 << 20)
     return of_worker, generate_scheduler_kv_cache_config([of_worker])
@@ -72,7 +72,7 @@ def drafts_of(facts: engine_config.EngineFacts) -> list[LayerGroup]:
 def test_layers_of_a_drafter_are_a_group_of_their_own_in_the_models_namespace(
     make: Make, method: str, lookahead: int
 ) -> None:
-    """In the same KV cache group as the model's layers."""
+    """The drafter's layers are in the same KV cache group as the model's layers."""
     config = make(method)
     own = OWN[: 1 if method == "mtp" else 2]
     plain = make()
@@ -94,8 +94,10 @@ def test_layers_of_a_drafter_are_a_group_of_their_own_in_the_models_namespace(
 
 
 def test_a_drafter_with_other_heads_is_known_to_the_scheduler(make: Make, tmp_path: Path) -> None:
-    """vLLM tells its scheduler the form of the group's first layer alone. Rows of other bytes: vLLM
-    0.23.0 tells its workers no more than these."""
+    """vLLM tells its scheduler only the form of the group's first layer.
+
+    The drafter's rows differ in bytes, because vLLM 0.23.0 tells its workers no other difference.
+    """
     small = LlamaShape(layers=1, kv_heads=2, head_dim=128)
     config = make("draft_model", make_model(tmp_path, small))
     other = replace(FULL, num_kv_heads=2, head_size=128, head_size_v=128)
@@ -162,7 +164,7 @@ def test_a_drafter_that_is_not_stored_is_said_at_start(
     reason: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Where all of it is required the start is refused."""
+    """With `drafts: require`, the engine's start is refused."""
     config = make("eagle")
     _, cache = cached(config, **dict.fromkeys([*OWN, LAYERS["eagle"]], FULL))
     change(config)

@@ -87,7 +87,7 @@ def name_of(layer: int) -> str:
 
 
 def grouped(config: VllmConfig, specs: Sequence[KVCacheSpec], first: int = 0) -> KVCacheConfig:
-    """What vLLM makes of the layers from `first` on."""
+    """Return vLLM's KV cache configuration of layers that are numbered from `first` on."""
     named = {name_of(first + i): spec for i, spec in enumerate(specs)}
     groups = get_kv_cache_groups(config, named)
     return get_kv_cache_config_from_groups(config, groups, available_memory=64 << 20)
@@ -107,7 +107,7 @@ def read(config: VllmConfig, cache: KVCacheConfig, **options: Any) -> engine_con
     return engine_config.read_engine(config, cache, read_config(options, env={}))
 
 
-# What can be shared
+# Layer groups that can be shared
 
 
 def test_windows_in_several_groups_are_one_kind(make_config: Callable[..., VllmConfig]) -> None:
@@ -193,7 +193,7 @@ def test_namespaces_do_not_depend_on_the_grouping(make_config: Callable[..., Vll
 def test_stages_of_a_pipeline_are_told_by_layer_types(
     make_config: Callable[..., VllmConfig], stage: int
 ) -> None:
-    """Whichever stage's layers the engine knows of."""
+    """The result is the same for each stage whose layers the engine knows."""
     config = make_config(pp=2)
     config.model_config.hf_text_config.layer_types = GEMMA_TYPES
     cache = grouped(config, GEMMA[6 * stage : 6 * stage + 6], 6 * stage)
@@ -227,7 +227,7 @@ LFM2_TYPES = ["full_attention" if layer % 3 == 2 else "conv" for layer in range(
 
 
 def lfm2(config: VllmConfig, *, tp: int = 1, first: int = 0, stop: int = LAYERS) -> KVCacheConfig:
-    """Two groups of states and one of attention, of the layers [first, stop)."""
+    """Return two groups of states and one of attention, for the layers [first, stop)."""
     config.cache_config.mamba_cache_mode = "align"
     config.model_config.hf_text_config.layer_types = LFM2_TYPES
     state = replace(STATE, shapes=((2, 64 // tp),))
@@ -366,7 +366,7 @@ def test_a_draft_among_the_models_layers_changes_nothing(
 def test_layers_that_are_run_through_again_are_no_drafts(
     make_config: Callable[..., VllmConfig], method: str | None
 ) -> None:
-    """They are numbered on behind the model's layers; here the second time sees a window."""
+    """Repeated layers are numbered behind the model's layers. Here the repetition sees a window."""
     config = make_config()
     config.speculative_config = method and drafting(method)
     first, again = ([name_of(start + i) for i in range(LAYERS)] for start in (0, LAYERS))
@@ -392,7 +392,7 @@ def test_a_model_that_loops_is_refused_with_drafts(
 def test_several_attentions_of_a_layer_are_layers_of_their_own(
     make_config: Callable[..., VllmConfig],
 ) -> None:
-    """As of LongCat Flash, whose layers have two."""
+    """LongCat Flash has two attentions in each layer."""
     names = [f"model.layers.{i}.self_attn.{j}.attn" for i in range(11) for j in range(2)]
     cache = by_hand((sorted(names), FULL))
     facts = read(make_config(), cache)
@@ -421,7 +421,7 @@ def test_a_layer_without_a_number_is_refused(make_config: Callable[..., VllmConf
 def test_one_head_on_each_rank_of_some_layers_is_refused(
     make_config: Callable[..., VllmConfig],
 ) -> None:
-    """It may be one of as many heads as there are ranks, or one that several share."""
+    """The head may be the rank's own, or one head that several ranks share."""
     config = make_config(tp=2)
     window = replace(WINDOW, num_kv_heads=1)
     cache = by_hand(
@@ -436,7 +436,7 @@ def test_one_head_on_each_rank_of_some_layers_is_refused(
 
 @dataclass
 class Block:
-    """What a model's own code makes of a layer's configuration."""
+    """A layer's configuration, as a model's own code builds it."""
 
     n_heads_in_group: int | None
 
@@ -460,7 +460,10 @@ def test_ranks_that_hold_different_heads_are_not_taken_for_replicas(
     counted: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where windows have more heads than the model says, ranks have one of each from then on."""
+    """The model says 4 heads, but its windows have 8.
+
+    From TP 8 on, each rank holds one head of each layer, and every layer counts 8 heads.
+    """
     monkeypatch.setattr(layer_groups, "local_weights", lambda *_: None)
     config = make_config(tp=tp)
     for name, value in named.items():
@@ -477,7 +480,7 @@ def test_ranks_that_hold_different_heads_are_not_taken_for_replicas(
 def test_weights_say_how_many_heads_each_layer_has(
     make_config: Callable[..., VllmConfig], tmp_path: Path, tp: int
 ) -> None:
-    """So engines whose ranks hold one head of every layer share with those of fewer ranks."""
+    """Engines with one head of every layer on a rank can then share with engines of fewer ranks."""
     shape = UnevenShape(heads=16, kv_heads=4, window_kv_heads=8)
     model = str(make_model(tmp_path, shape))
     names = {
@@ -509,7 +512,7 @@ def test_weights_say_how_many_heads_each_layer_has(
 def test_a_configuration_by_layers_says_how_many_heads_each_has(
     tmp_path: Path, tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights of models of images are called otherwise than the layers, or are not here at all."""
+    """Weights of image models have other names than their layers, or are not on this host."""
     monkeypatch.setattr(layer_groups, "local_weights", lambda *_: None)
     shape = GemmaShape(heads=16, kv_heads=8, global_kv_heads=2, sharing_layers=0)
     config = EngineArgs(
@@ -587,7 +590,7 @@ def test_nothing_is_loaded_where_a_load_that_fails_is_not_survived(
 
 
 def skipped(manager: type[SingleTypeKVCacheManager], spec: Any, computed: int) -> int:
-    """What vLLM lets go."""
+    """Return the number of tokens whose blocks vLLM frees."""
     made = manager(
         kv_cache_spec=spec,
         block_pool=BlockPool(4, enable_caching=False, hash_block_size=16),

@@ -1,6 +1,6 @@
 """Recurrent states of every kind: the same bytes from every engine, and back into any other.
 
-Each engine deals the state of a whole model out to its ranks as vLLM does (`vllm_states.py`).
+Each engine distributes a whole model's state to its ranks as vLLM does (`vllm_states.py`).
 """
 
 import ctypes
@@ -37,7 +37,7 @@ Store = dict[str, bytes]
 
 
 class Engine(NamedTuple):
-    """Everything that two engines may not agree on."""
+    """The properties in which two sharing engines may differ."""
 
     tp_size: int
     layout: str
@@ -49,7 +49,7 @@ ENGINES = [Engine(*each) for each in itertools.product((1, 2, 4, 8), ("SD", "DS"
 
 @pytest.fixture
 def use_layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Has vLLM lay out convolutions as an engine does."""
+    """Return a function that sets vLLM's layout of convolutions to an engine's."""
 
     def use(layout: str) -> None:
         monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", layout)
@@ -86,7 +86,7 @@ class Rank:
         )
 
     def compute(self) -> None:
-        """What the model would do."""
+        """Write a random state into each layer, as the model would."""
         place = (self.tp_rank, self.engine.tp_size)
         for seed, layer in enumerate(self.layers):
             state = WholeState.random(self.kind, seed)
@@ -149,7 +149,7 @@ def test_units_are_the_models_alone(name: str, use_layout: Any) -> None:
 
 @pytest.mark.parametrize("accepted", [1, 2, 3])
 def test_of_accepted_drafts_the_window_is_what_vllm_copies(accepted: int, use_layout: Any) -> None:
-    """vLLM moves the window to the first rows of the block that it offers; those are saved."""
+    """vLLM moves the window to the first rows of the block that it offers. These rows are saved."""
     use_layout("SD")
     kind, engine = KINDS["GDN"], Engine(1, "SD", 2)
     rank = Rank(kind, engine, 0)
@@ -206,7 +206,7 @@ def test_what_cannot_be_cut_is_refused_by_name(use_layout: Any) -> None:
 
 
 def test_the_example_of_a_hybrid_is_accepted() -> None:
-    """By vLLM's own parser, and with blocks that chunks meet."""
+    """vLLM's own parser accepts the example, and its blocks fit the chunks."""
     root = Path(__file__).parents[3]
     path = root / "configs" / "hybrid.yaml"
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
