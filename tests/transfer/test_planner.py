@@ -656,7 +656,7 @@ def test_only_the_layer_group_that_a_load_needs_is_loaded() -> None:
 def test_however_chunks_are_cut_their_cells_are_the_same(
     slab_cells: int, slab_bytes: int, by_span: bool, keeps_all: bool, end_tokens: int
 ) -> None:
-    """Each slab keeps its limits, and all slabs of a chunk share an id."""
+    """Each slab keeps its limits and has an id of its own."""
     made = [
         planner(8, 2, keeps_all=keeps_all, **limits)
         for limits in (
