@@ -1,14 +1,18 @@
 """Replicas on one host share fetches: each reads cells out of the others' host memory."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.threads import NewThreads
+from tests.support.waiting import wait_until
 from tests.worker.replicas import CHUNKS, LIMIT_S, NUM_CELLS, ReplicaRank, ranks_in_threads
+from vllm_kvpool.transfer.ops import Ask, Lent, Returned
 from vllm_kvpool.worker import worker_part
 
+HELD_S = 0.2  # so long a rank that closes waits for what it has lent
 Maker = Callable[..., list[ReplicaRank]]
 
 
@@ -124,6 +128,36 @@ def test_what_is_dirty_is_lent_before_any_store_has_it(
     [reader] = make(1)
     reader.start_load(1)
     assert reader.has_loaded(1), "at the end all of it was copied down"
+
+
+def test_rank_that_closes_puts_dirty_cells_that_are_lent_once_they_are_given_back(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = make(2, host="host://1MiB", write_policy="back")
+    for rank in ranks:
+        rank.save(1)
+    exchange = ranks[1].part._exchange
+    assert exchange is not None
+    send, held = exchange.send, list[Returned]()
+
+    def send_or_hold(message: Ask | Lent | Returned) -> None:
+        if isinstance(message, Returned):
+            held.append(message)
+        else:
+            send(message)
+
+    monkeypatch.setattr(exchange, "send", send_or_hold)
+    for rank in ranks:
+        rank.start_load(1)
+    assert have_loaded(ranks, 1)
+    wait_until(lambda: bool(held), LIMIT_S)
+    closing = threading.Thread(target=ranks[0].close)
+    closing.start()
+    closing.join(HELD_S)
+    for message in held:
+        send(message)
+    closing.join(LIMIT_S)
+    assert ranks[0].count("kvpool_cells", direction="save") == NUM_CELLS / 2
 
 
 def test_each_prefetches_its_part(make: Maker) -> None:

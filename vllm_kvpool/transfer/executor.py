@@ -240,9 +240,13 @@ class Executor:
         else:
             self._lanes.end()
 
+    def _has_to_save(self) -> bool:
+        """Return True if saves are in progress, or dirty cells are lent or being loaded."""
+        return bool(self._engine.num_saves or self._engine.saves.num_cells)
+
     def _serve(self) -> None:
         closing: float | None = None
-        while closing is None or (time.monotonic() < closing and self._engine.num_saves):
+        while closing is None or (time.monotonic() < closing and self._has_to_save()):
             message = self._next_message(closing)
             match message:
                 case BatchDone(batch):

@@ -113,8 +113,10 @@ class SaveManager:
 
     @property
     def num_cells(self) -> int:
-        """The number of cells on their way."""
-        return sum(copy.slab.num_cells for copy in self._copies)
+        """The number of cells that are on their way into tiers, or that host memory has alone."""
+        dirty = (entry for entry in self._context.host_cache if entry.dirty)
+        entries = {copy.entry for copy in self._copies}.union(dirty)
+        return sum(entry.num_cells for entry in entries)
 
     @property
     def num_open(self) -> int:
