@@ -18,13 +18,14 @@ that name, `-> nothing` no action at all. `each 0-3 x: ask r$; began r$` repeats
 import ast
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 from msgspec import Struct
 
 from tests.support.router_steps import Steps, spec
+from tests.support.scripts import arguments_of, unrolled
 from vllm_kvpool.router.control.events import (
     EVERYTHING,
     Abort,
@@ -54,9 +55,9 @@ class Example(NamedTuple):
     def play(self) -> Steps:
         """Take all of its steps. AssertionError at the first that comes out otherwise."""
         wanted = " ".join(each.removeprefix("with ") for each in self.lines if _is_with(each))
-        steps = _made(dict(map(_option, wanted.split())))
+        steps = _made(arguments_of(wanted.split())[1])
         for line in self.lines:
-            for step in [] if _is_with(line) else _unrolled(line):
+            for step in [] if _is_with(line) else unrolled(line):
                 try:
                     _take(steps, step)
                 except Exception as error:
@@ -119,36 +120,14 @@ def _made(options: dict[str, Any]) -> Steps:
     return Steps(settings, planner=planner, overload=overload, spares=spares)
 
 
-def _option(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
-
-
-def _unrolled(line: str) -> Iterator[str]:
-    """The steps of a line."""
-    names, items = line, [""]
-    if line.startswith("each "):
-        names, _, line = line.removeprefix("each ").partition(": ")
-        items = []
-        for name in names.split():
-            ends = re.fullmatch(r"(\d+)-(\d+)", name)
-            items += map(str, range(int(ends[1]), int(ends[2]) + 1)) if ends else [name]
-    for item in items:
-        yield from (each.strip().replace("$", item) for each in line.split(";"))
-
-
 def _take(steps: Steps, step: str) -> None:
     step, _, expected = step.partition(" -> ")
     verb, _, rest = step.partition(" ")
     if verb == "assert":
         _check(steps, rest)
         return
-    words = rest.split()
-    options = dict(_option(each) for each in words if "=" in each)
-    done = VERBS[verb](steps, *(each for each in words if "=" not in each), **options)
+    words, options = arguments_of(rest.split())
+    done = VERBS[verb](steps, *words, **options)
     if not expected:
         return
     said = [say(each) for each in done]

@@ -38,7 +38,7 @@ class Example(NamedTuple):
         scene: Any = None
         said: list[str] = []
         for line in self.lines:
-            for step in _unrolled(line):
+            for step in unrolled(line):
                 try:
                     words, _, expected = (each.strip() for each in step.partition("->"))
                     if words.startswith("told "):
@@ -135,7 +135,7 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _unrolled(line: str) -> Iterator[str]:
+def unrolled(line: str) -> Iterator[str]:
     """Yield the steps of a line."""
     items = [""]
     if line.startswith("each "):

@@ -27,7 +27,7 @@ from vllm_kvpool.scheduler.lookup import LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
 from vllm_kvpool.scheduler.request import (
-    Offer,
+    LoadOffer,
     PoolShape,
     RequestState,
     RequestView,
@@ -319,7 +319,7 @@ class PoolScheduler:
             if num_computed and self._tables.has_states and self._stores_own(state, num_computed):
                 self._own_states[request_id] = num_computed
             return 0, False
-        state.offer = Offer(num_computed, stop, self._pins.num_if_all_free())
+        state.offer = LoadOffer(num_computed, stop, self._pins.num_if_all_free())
         return count, not self._config.layerwise
 
     def _stores_own(self, state: RequestState, num_computed: int) -> bool:

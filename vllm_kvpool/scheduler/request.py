@@ -37,7 +37,7 @@ class PoolShape:
     max_promised_blocks: int = 0  # allocated for chunks that another engine has not stored yet
 
 
-class Offer(NamedTuple):
+class LoadOffer(NamedTuple):
     """Tokens [start, stop) offered to the engine. `all_blocks`: its blocks if all were free."""
 
     start: int
@@ -181,7 +181,7 @@ class RequestState:
     limit_tokens: int | None = None  # a load has failed here: ask for no more
     retry: RetryState = RetryState.NONE
     lost_tokens: int = 0  # of a failed load, until it is known what is loaded instead
-    offer: Offer | None = None  # not taken yet
+    offer: LoadOffer | None = None  # not taken yet
     admission: AdmissionState = AdmissionState.QUEUED
     own_tokens: int = 0  # of the engine's own cache or of its load, when it was last admitted
     cached_tokens: int = 0  # of the engine's own cache, when it was last started

@@ -24,6 +24,7 @@ from vllm_kvpool.router.control.events import (
     ModelsListed,
     PrefillEnded,
     Remove,
+    ReplicaEvent,
     ReplicaLoaded,
     SetMode,
     SetRole,
@@ -49,17 +50,6 @@ if TYPE_CHECKING:
     from vllm_kvpool.router.control.fleet import Replica
 
 LOCK_EVERY_S = 0.1
-ReplicaEvent = (
-    ReplicaLoaded
-    | Failed
-    | Measured
-    | ModelsListed
-    | SleepFailed
-    | Warmed
-    | Drain
-    | Remove
-    | SetRole
-)
 
 
 class Controller:

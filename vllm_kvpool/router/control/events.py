@@ -235,14 +235,8 @@ class Tick:
     """Time has passed."""
 
 
-Event = (
-    Arrived
-    | Cancelled
-    | PrefillEnded
-    | DecodeBegan
-    | DecodeEnded
-    | Added
-    | ReplicaLoaded
+ReplicaEvent = (
+    ReplicaLoaded
     | Failed
     | Measured
     | ModelsListed
@@ -251,6 +245,15 @@ Event = (
     | Drain
     | Remove
     | SetRole
+)
+Event = (
+    Arrived
+    | Cancelled
+    | PrefillEnded
+    | DecodeBegan
+    | DecodeEnded
+    | Added
+    | ReplicaEvent
     | SetMode
     | Tick
 )
