@@ -53,10 +53,10 @@ def purge_command(
 ) -> None:
     """Remove the cells of NAMESPACES from stores.
 
-    NAMESPACES are whole names. Without other options all of their cells are removed; with a prompt
-    those of it, its end and its aliases, with --cache-salt or --tenant alone those of its requests,
-    with --older-than those written longer ago. Engines that run may save new ones; what they have
-    in host memory stays.
+    NAMESPACES are whole names. Without other options all of their cells are removed. A prompt
+    names its own cells, its end and its aliases. --cache-salt or --tenant alone names the cells of
+    its requests, --older-than those written longer ago. Engines that run may save new ones; what
+    they have in host memory stays.
     """
     for name in namespaces:
         if not is_namespace(name):
