@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.samples import Sample
 
 from vllm_kvpool.metrics import EMBEDS_PREFIX, METRICS, PREFIX, SECONDS, MetricsRegistry
-from vllm_kvpool.vllm_adapt.stats import REPLAYS_PER_STEP, KVPoolProm, KVPoolStats
+from vllm_kvpool.vllm_adapt.stats import KVPoolProm, KVPoolStats
 
 ENGINES = {0: ["model", "0"], 1: ["model", "1"]}
 LABELS = {"lane": "get", "tier": "file"}
@@ -21,27 +21,15 @@ class Bench:
     def __init__(self) -> None:
         self.collectors = CollectorRegistry()
         self.registry = MetricsRegistry()
-        self.told = 0
-        types = {Counter: self._in(Counter), Gauge: self._in(Gauge), Histogram: self._histogram}
+        types = {kind: self._in(kind) for kind in (Counter, Gauge, Histogram)}
         config: Any = SimpleNamespace(kv_transfer_config=None)
         self.prom = KVPoolProm(config, types, ["model_name", "engine"], ENGINES)
 
     def _in(self, kind: Any) -> Any:
         return lambda **options: kind(**options, registry=self.collectors)
 
-    def _histogram(self, **options: Any) -> Histogram:
-        bench = self
-
-        class Counted(Histogram):
-            def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-                bench.told += 1
-                super().observe(amount, exemplar)
-
-        return Counted(**options, registry=self.collectors)
-
     def step(self, engine: int = 0) -> None:
         """Report a step's numbers as vLLM does."""
-        self.told = 0
         stats = KVPoolStats.since_last(self.registry)
         self.prom.observe({} if stats is None else stats.data, engine)
 
@@ -115,44 +103,6 @@ def test_the_mean_of_equal_values_stays_in_their_bucket(bound: float) -> None:
     expected = [0.0] * (len(SECONDS) + 1)
     expected[SECONDS.index(bound)] = sum(range(1, 12))
     assert bench.buckets(**LABELS) == expected
-
-
-def test_a_burst_is_told_over_several_steps_and_all_of_it() -> None:
-    bench = Bench()
-    burst = 2 * REPLAYS_PER_STEP + 500
-    for i in range(burst):
-        bench.registry.observe("kvpool_op_seconds", 0.002 if i % 2 else 0.0021, **LABELS)
-    bench.step()
-    assert bench.told == REPLAYS_PER_STEP
-    # Values after a burst do not wait until the whole burst has been reported.
-    bench.registry.observe("kvpool_op_seconds", 7.0, **LABELS)
-    bench.step()
-    assert bench.told == REPLAYS_PER_STEP
-    bench.step()
-    assert bench.told == burst + 1 - 2 * REPLAYS_PER_STEP
-    expected = [0.0] * (len(SECONDS) + 1)
-    expected[SECONDS.index(0.0025)], expected[SECONDS.index(10.0)] = burst, 1
-    assert bench.buckets(**LABELS) == expected
-    assert bench.value(f"{OP}_sum", **LABELS) == pytest.approx(burst * 0.00205 + 7.0)
-    bench.step()
-    assert bench.told == 0
-
-
-def test_series_in_a_burst_take_turns() -> None:
-    bench = Bench()
-    for lane in ("get", "put", "gather"):
-        for _ in range(REPLAYS_PER_STEP):
-            bench.registry.observe("kvpool_op_seconds", 1.0, lane=lane, tier="file")
-    for _ in range(REPLAYS_PER_STEP // 2):
-        bench.registry.observe("kvpool_op_seconds", 1.0, lane="get", tier="file")
-    counts = []
-    for _ in range(4):
-        bench.step()
-        counts.append(
-            [bench.value(f"{OP}_count", lane=n, tier="file") for n in ("get", "put", "gather")]
-        )
-    n = REPLAYS_PER_STEP
-    assert counts == [[n, 0, 0], [n, n, 0], [n, n, n], [1.5 * n, n, n]]
 
 
 def test_the_log_line_has_a_few_sums_of_the_interval() -> None:

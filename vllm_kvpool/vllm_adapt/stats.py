@@ -30,7 +30,6 @@ from vllm_kvpool.metrics import (
 from vllm_kvpool.transfer.ops import LoadPlan
 from vllm_kvpool.vllm_adapt import compat
 
-REPLAYS_PER_STEP = 1000  # about 2 ms; a step has tens of batches
 MIB = 1 << 20
 
 # Counters in the log line: by metric, what their samples are called there (with which label, if one
@@ -131,64 +130,19 @@ class KVPoolStats(TableStats, KVConnectorStats):
         return self.data
 
 
-@dataclass(slots=True)
-class _Backlog:
-    """Values of a bucket that Prometheus has not been given yet; above `low`, up to `high`."""
+def _replay(bounds: Sequence[float], growth: Buckets, observe: Callable[[float], None]) -> None:
+    """Put the growth of our buckets into one of Prometheus's histograms.
 
-    observe: Callable[[float], None]
-    low: float
-    high: float
-    count: int = 0
-    total: float = 0.0
-
-
-class BucketReplay:
-    """Puts the counts of our buckets into Prometheus's histograms.
-
-    These take one value at a time, so each bucket's mean is observed as often as the bucket was
-    counted: counts are exact, sums to the last digits. A step observes a bounded number of values;
-    the rest follows in later steps.
+    It takes one value at a time, about 2 us each, so each bucket's mean is observed as often as the
+    bucket was counted: counts are exact, sums to the last digits.
     """
-
-    def __init__(self) -> None:
-        self._backlogs: dict[tuple[Any, ...], _Backlog] = {}
-
-    def add(
-        self,
-        series: tuple[Any, ...],
-        bounds: Sequence[float],
-        growth: Buckets,
-        observe: Callable[[float], None],
-    ) -> None:
-        """Add the growth of a histogram's buckets; `series` names it."""
-        for number, (count, total) in growth.items():
-            backlog = self._backlogs.get((*series, number))
-            if backlog is None:
-                edges = (0.0, *bounds, math.inf)
-                backlog = _Backlog(observe, edges[number], edges[number + 1])
-                self._backlogs[*series, number] = backlog
-            backlog.count += count
-            backlog.total += total
-
-    def replay(self, at_most: int) -> None:
-        """Observe up to `at_most` values, the oldest first."""
-        for key in list(self._backlogs):
-            backlog = self._backlogs[key]
-            now = min(backlog.count, at_most)
-            if now == 0:
-                continue
-            # Rounding may carry the mean of equal values over the bound that they lie on.
-            least = math.nextafter(backlog.low, math.inf)
-            mean = min(max(backlog.total / backlog.count, least), backlog.high)
-            for _ in range(now):
-                backlog.observe(mean)
-            at_most -= now
-            backlog.count -= now
-            backlog.total -= now * mean
-            # The rest goes to the end, so that one series cannot hold up the others.
-            del self._backlogs[key]
-            if backlog.count:
-                self._backlogs[key] = backlog
+    edges = (0.0, *bounds, math.inf)
+    for number, (count, total) in growth.items():
+        # Rounding may carry the mean of equal values over the bound that they lie on.
+        least = math.nextafter(edges[number], math.inf)
+        mean = min(max(total / count, least), edges[number + 1])
+        for _ in range(count):
+            observe(mean)
 
 
 class TableProm:
@@ -221,7 +175,6 @@ class TableProm:
             for metric in METRICS.values()
             if metric.name.startswith(EMBEDS_PREFIX) == self.of_embeds
         }
-        self._replay = BucketReplay()
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one step's numbers."""
@@ -229,13 +182,11 @@ class TableProm:
         for name, labels, value in _rows(transfer_stats_data):
             metric, child = METRICS[name], self._metrics[name].labels(*engine, *labels)
             if isinstance(value, dict):
-                series = (name, engine_idx, labels)
-                self._replay.add(series, metric.bounds, value, child.observe)
+                _replay(metric.bounds, value, child.observe)
             elif metric.kind is MetricKind.COUNTER:
                 child.inc(value)
             else:
                 child.set(value)
-        self._replay.replay(REPLAYS_PER_STEP)
 
 
 class KVPoolProm(TableProm, KVConnectorPromMetrics):
