@@ -359,12 +359,13 @@ NOT_READ: list[tuple[object, str]] = [
     ({"expect_tokens": "512"}, "expect_tokens"),
     ({"expect_tokens": 1.5}, "expect_tokens"),
     ({"expect_timeout_ms": -1}, "expect_timeout_ms"),
-    ({"expect_from": "x" * 129}, "expect_from has more than 128 characters"),
-    ({"pin_s": -1}, "pin_s must be 0 to"),
-    ({"ttl_s": float("nan")}, "ttl_s must be 0 to"),
+    ({"expect_from": "x" * 129}, "length <= 128 .*expect_from"),
+    ({"pin_s": -1}, ">= 0.* at .*pin_s"),
+    ({"ttl_s": float("nan")}, ">= 0.* at .*ttl_s"),
     ({"ttl_s": 5, "pin_s": 6}, "ttl_s must not be less than pin_s"),
-    ({"tenant": "a b"}, "tenant must be"),
-    ({"tenant": "x" * 65}, "tenant must be"),
+    ({"tenant": "a b"}, r"matching .*\.tenant"),
+    ({"tenant": "x" * 65}, r"matching .*\.tenant"),
+    ({"tenant": "a\n"}, r"matching .*\.tenant"),
     ({"expect_timeout_ms": MAX_EXPECT_TIMEOUT_MS + 1}, "expect_timeout_ms"),
     ({"save": True, "expect_timeout_ms": "soon"}, "expect_timeout_ms"),
     ({"tokens": "all"}, r"\.tokens"),
@@ -375,7 +376,7 @@ NOT_READ: list[tuple[object, str]] = [
     ({"notices": ["ipc:///tmp/x"]}, "notices: 'ipc:///tmp/x' is no endpoint"),
     ({"notices": ["tcp://10.0.0.1"]}, "notices: .* is no endpoint"),
     ({"notices": ["tcp://" + "x" * 300 + ":1"]}, "notices: .* is no endpoint"),
-    ({"notices": ["tcp://10.0.0.1:7000"] * 65}, "notices has 65 endpoints; at most 64"),
+    ({"notices": ["tcp://10.0.0.1:7000"] * 65}, "length <= 64 .*notices"),
 ]
 
 

@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
+from msgspec import Meta
 
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.parsing import UNREADABLE
@@ -531,6 +532,9 @@ def _can_name_a_file(text: str) -> bool:
         return False
 
 
+_Retention = Annotated[float, Meta(ge=0, le=MAX_RETENTION_S)]
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
     """`kv_transfer_params: {"kvpool": {...}}` of one request."""
@@ -540,7 +544,7 @@ class RequestOptions:
     hand_over: bool = False
     """Another engine goes on with this prompt: save the prompt's end, a partial chunk, as well, and
     tell that engine how far the prompt is stored."""
-    expect_tokens: int = 0
+    expect_tokens: Annotated[int, Meta(ge=0)] = 0
     """Wait, bounded, until this many tokens (rounded down to chunks) are in the pool.
 
     A number beyond the prompt means the whole prompt with its end.
@@ -550,28 +554,20 @@ class RequestOptions:
     expect_end: bool = False
     """Wait for the prompt's end as well if the prompt has `expect_tokens` tokens. True for the
     `tokens` of an earlier answer."""
-    expect_timeout_ms: int = 10_000
-    expect_from: str = ""
-    """The engine that computed these tokens, as a router names it; for `kvpool_expected_prompts`.
-    At most `MAX_ENGINE_CHARS`."""
-    notices: tuple[str, ...] = ()
+    expect_timeout_ms: Annotated[int, Meta(ge=0, le=MAX_EXPECT_TIMEOUT_MS)] = 10_000
+    expect_from: Annotated[str, Meta(max_length=MAX_ENGINE_CHARS)] = ""
+    """The engine that computed these tokens, as a router names it; for
+    `kvpool_expected_prompts`."""
+    notices: Annotated[tuple[str, ...], Meta(max_length=MAX_NOTICES)] = ()
     """Endpoints, one of each rank, at which the engine that computes the expected tokens tells how
-    far they are stored. At most `MAX_NOTICES`."""
-    pin_s: float = 0.0
+    far they are stored."""
+    pin_s: _Retention = 0.0
     """Do not evict the prompt for so many seconds."""
-    ttl_s: float = 0.0
+    ttl_s: _Retention = 0.0
     """Remove after so many seconds what this request is the first to save; 0: keep it while there
     is room."""
-    tenant: str = ""
+    tenant: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}\Z")] = ""
     """The tenant whose share of the room the prompt takes. Empty: a digest of its `cache_salt`."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The answer to a finished request, which proxies pass on to the next engine."""
-
-    tokens: int | None = None
-    notices: tuple[str, ...] = ()  # also an option, which reads it
 
 
 def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
@@ -587,52 +583,29 @@ def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
         raise ConfigError(
             f"kv_transfer_params.kvpool: expected an object, got {type(ours).__name__}"
         )
-    known, answered = ({f.name for f in fields(kind)} for kind in (RequestOptions, _Answer))
+    known = [field.name for field in fields(RequestOptions)]
     for name in ours:
-        if name not in known | answered:
+        if name not in (*known, "tokens"):
             given = _short(name)
             raise ConfigError(
                 f"kv_transfer_params.kvpool: unknown option {given!r}; {nearest(given, known)}"
             )
-    answer = {name: value for name, value in ours.items() if name in answered}
-    tokens = _convert(answer, _Answer, "kv_transfer_params.kvpool").tokens
+    # The answer to an earlier request, which proxies pass on.
+    given = ours.get("tokens")
+    tokens = 0 if given is None else _convert(given, int, "kv_transfer_params.kvpool.tokens")
     is_answer = bool(tokens) and "expect_tokens" not in ours
     asked: dict[str, Any] = {
-        "expect_tokens": tokens or 0,
+        "expect_tokens": tokens,
         "expect_end": is_answer,
         "hand_over": is_handed_over,
     }
-    asked |= {name: value for name, value in ours.items() if name in known}
+    asked |= {name: value for name, value in ours.items() if name != "tokens"}
     options = _convert(asked, RequestOptions, "kv_transfer_params.kvpool")
-    if options.expect_tokens < 0 or not 0 <= options.expect_timeout_ms <= MAX_EXPECT_TIMEOUT_MS:
-        raise ConfigError(
-            "kv_transfer_params.kvpool: expect_tokens must not be negative and expect_timeout_ms "
-            f"must be 0 to {MAX_EXPECT_TIMEOUT_MS}"
-        )
-    if len(options.expect_from) > MAX_ENGINE_CHARS:
-        raise ConfigError(
-            f"kv_transfer_params.kvpool: expect_from has more than {MAX_ENGINE_CHARS} characters"
-        )
-    if len(options.notices) > MAX_NOTICES:
-        raise ConfigError(
-            f"kv_transfer_params.kvpool: notices has {len(options.notices)} endpoints; at most "
-            f"{MAX_NOTICES} are allowed"
-        )
     _check_endpoints("kv_transfer_params.kvpool: notices", options.notices)
-    for name in ("pin_s", "ttl_s"):
-        if not 0 <= getattr(options, name) <= MAX_RETENTION_S:
-            raise ConfigError(
-                f"kv_transfer_params.kvpool: {name} must be 0 to {MAX_RETENTION_S:g} seconds"
-            )
-    if options.tenant and not _TENANT.fullmatch(options.tenant):
-        raise ConfigError(
-            "kv_transfer_params.kvpool: tenant must be 1 to 64 letters, digits, '.', '_' or '-'"
-        )
     if 0 < options.ttl_s < options.pin_s:
         raise ConfigError("kv_transfer_params.kvpool: ttl_s must not be less than pin_s")
     return options
 
 
-_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 OPTIONS_NOT_READ = RequestOptions(save=False)
 """For a request with options that cannot be read: it may have asked not to be saved."""
