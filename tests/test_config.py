@@ -1,6 +1,7 @@
 """Options: each one good, bad and from the environment; errors name what to change."""
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from vllm_kvpool.config import (
     WritePolicy,
     default_store_url,
     json_named_by,
-    pool_options,
     read_config,
     read_engine_config,
     read_request_options,
@@ -390,22 +390,33 @@ OURS = '{"kv_connector":"KVPoolConnector","kv_role":"kv_both"'
 
 
 @pytest.mark.parametrize(
-    ("given", "options"),
+    ("given", "config"),
     [
-        (OURS + "}", {}),
-        (OURS + ',"kv_connector_extra_config":{"store":"s3://x"}}', {"store": "s3://x"}),
-        ('{"kv_connector":"NixlConnector"}', None),
-        ("{}", None),
+        (OURS + "}", KVPoolConfig()),
+        (
+            OURS + ',"kv_connector_extra_config":{"store":"s3://x"}}',
+            KVPoolConfig(store="s3://x"),
+        ),
         (
             '{"kv_connector":"MultiConnector","kv_connector_extra_config":{"connectors":['
             '{"kv_connector":"NixlConnector"},' + OURS + ',"kv_connector_extra_config":'
             '{"chunk_tokens":64}}]}}',
-            {"chunk_tokens": 64},
+            KVPoolConfig(chunk_tokens=64),
         ),
     ],
 )
-def test_the_pools_options_among_connectors(given: str, options: object) -> None:
-    assert pool_options(given) == options
+def test_the_pools_options_among_connectors(
+    given: str, config: KVPoolConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [each for each in os.environ if each.startswith(ENV_PREFIX)]:
+        monkeypatch.delenv(name)
+    assert read_engine_config(given) == config
+
+
+@pytest.mark.parametrize("given", ["{}", '{"kv_connector":"NixlConnector"}'])
+def test_a_configuration_without_the_pool_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match="--kv-transfer-config names no KVPoolConnector"):
+        read_engine_config(given)
 
 
 @pytest.mark.parametrize(
@@ -426,5 +437,5 @@ def test_a_configuration_that_vllm_refuses_for_its_role_is_refused(role: str, sa
     ["", "[]", "{", '{"kv_connector":3}', '{"kv_connector_extra_config":{"connectors":7}}'],
 )
 def test_what_is_no_configuration(given: str) -> None:
-    with pytest.raises(ValueError, match="no configuration of a connector"):
-        pool_options(given)
+    with pytest.raises(ConfigError, match="no configuration of a connector"):
+        read_engine_config(given)

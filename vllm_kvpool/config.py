@@ -264,26 +264,6 @@ class _Connector(msgspec.Struct):
     kv_connector_extra_config: dict[str, Any] = {}
 
 
-def pool_options(kv_transfer_config: str) -> Mapping[str, Any] | None:
-    """Return the options of KVPoolConnector in an engine's `--kv-transfer-config`.
-
-    The result is None without one. ValueError if the text is no such configuration.
-    """
-    found = _pool_connector(kv_transfer_config)
-    return None if found is None else found.kv_connector_extra_config
-
-
-def _pool_connector(kv_transfer_config: str) -> _Connector | None:
-    """Return KVPoolConnector, which may be one of several connectors. ValueError."""
-    try:
-        given = msgspec.json.decode(kv_transfer_config, type=_Connector)
-        inside = given.kv_connector_extra_config.get("connectors", [])
-        every = [given, *msgspec.convert(inside, list[_Connector])]
-    except UNREADABLE as error:
-        raise ValueError(f"no configuration of a connector: {error}") from None
-    return next((each for each in every if each.kv_connector == CONNECTOR), None)
-
-
 def set_where_unset(variables: Mapping[str, str]) -> None:
     """Set variables of libraries that have no other options; the user's own values stay."""
     for name, value in variables.items():
@@ -330,12 +310,20 @@ _NOT_JSON = '; it takes the JSON itself, of a file "$(cat FILE)"'
 
 
 def read_engine_config(kv_transfer_config: str) -> KVPoolConfig:
-    """Return the configuration of the pool in an engine's `--kv-transfer-config`; ConfigError."""
+    """Return the configuration of the pool in an engine's `--kv-transfer-config`; ConfigError.
+
+    The pool may be one of several connectors.
+    """
     try:
-        connector = _pool_connector(kv_transfer_config)
-    except ValueError as error:
+        given = msgspec.json.decode(kv_transfer_config, type=_Connector)
+        inside = given.kv_connector_extra_config.get("connectors", [])
+        every = [given, *msgspec.convert(inside, list[_Connector])]
+    except UNREADABLE as error:
         hint = "" if kv_transfer_config.lstrip().startswith("{") else _NOT_JSON
-        raise ConfigError(f"--kv-transfer-config: {error}{hint}") from None
+        raise ConfigError(
+            f"--kv-transfer-config: no configuration of a connector: {error}{hint}"
+        ) from None
+    connector = next((each for each in every if each.kv_connector == CONNECTOR), None)
     if connector is None:
         raise ConfigError(
             '--kv-transfer-config names no KVPoolConnector; write {"kv_connector": '

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_kvpool.config import pool_options, read_config
+from vllm_kvpool.config import read_engine_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.engine_config import refuse_layerwise_options, refuse_options
@@ -41,14 +41,16 @@ def read_start_line(arguments: Sequence[str]) -> PlannedEngine:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"vLLM refuses it: {error}") from None
     transfer = vllm_config.kv_transfer_config
-    options = None
-    if transfer is not None:
-        extra = transfer.kv_connector_extra_config or {}
-        connector = {"kv_connector": transfer.kv_connector, "kv_connector_extra_config": extra}
-        options = pool_options(json.dumps(connector))
-    if options is None:
-        raise ConfigError("it names no KVPoolConnector; add --kv-transfer-config")
-    config = read_config(options)
+    connector = (
+        {}
+        if transfer is None
+        else {
+            "kv_connector": transfer.kv_connector,
+            "kv_role": transfer.kv_role,
+            "kv_connector_extra_config": transfer.kv_connector_extra_config or {},
+        }
+    )
+    config = read_engine_config(json.dumps(connector))
     refuse_options(vllm_config)
     if config.layerwise:
         refuse_layerwise_options(vllm_config)
