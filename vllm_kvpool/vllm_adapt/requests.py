@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -189,21 +189,6 @@ class OwnCaches:
         self._of_embeddings.clear()
 
 
-@dataclass(slots=True)
-class _EngineState:
-    """Facts and state that all requests of an engine share."""
-
-    adapters: AdapterDigests
-    caches: OwnCaches
-    defects: Sequence[compat.Defect]
-    media_are_shared: bool
-    has_own_cache: bool
-    has_adapters: bool
-    adapts_encoders: bool
-    media_releases: str
-    trusts_hits: bool = True  # no request has come after which hits may be another's
-
-
 class RequestReader:
     """Makes the pool's views of vLLM's requests. Scheduler's thread.
 
@@ -229,40 +214,38 @@ class RequestReader:
     ) -> None:
         self._registry = registry
         self._on_replaced = on_replaced
-        self._adapters = AdapterDigests()
-        self._caches = OwnCaches(self._adapters)
         self._read_again: set[int] = set()  # ids of adapters
         self._saves_base = all(defect.saves_base for defect in defects)
         self._saves_adapters = all(defect.saves_adapters for defect in defects)
-        self._engine = _EngineState(
-            self._adapters,
-            self._caches,
-            defects,
-            media_are_shared=media_are_named and all(each.shares_media for each in defects),
-            has_own_cache=has_own_cache,
-            has_adapters=has_adapters,
-            adapts_encoders=adapts_encoders,
-            media_releases=compat.media_releases(),
-        )
+        # Read by the views.
+        self.adapters = AdapterDigests()
+        self.caches = OwnCaches(self.adapters)
+        self.defects = defects
+        self.media_are_shared = media_are_named and all(each.shares_media for each in defects)
+        self.has_own_cache = has_own_cache
+        self.has_adapters = has_adapters
+        self.adapts_encoders = adapts_encoders
+        self.media_releases = compat.media_releases()
+        self.trusts_hits = True  # no request has come after which hits may be another's
 
     def own_cache_was_reset(self) -> None:
         """Forget all blocks: the engine's own prefix cache holds nothing."""
-        self._caches.blocks_were_reset()
+        self.caches.blocks_were_reset()
 
     def encoder_cache_was_reset(self) -> None:
         """Forget all embeddings: the engine's encoder cache holds nothing."""
-        self._caches.embeddings_were_reset()
+        self.caches.embeddings_were_reset()
 
     def adapter_loaded(self, adapter_id: int, path: str, *, in_place: bool) -> None:
         """Note that vLLM was told to load an adapter."""
-        self._adapters.loaded(adapter_id, path, in_place=in_place)
+        self.adapters.loaded(adapter_id, path, in_place=in_place)
         if in_place:
-            self._caches.replaced(adapter_id)
+            self.caches.replaced(adapter_id)
             self._on_replaced()
 
     def adapter_removed(self, adapter_id: int) -> None:
         """Note that vLLM was told to remove an adapter."""
-        self._adapters.removed(adapter_id)
+        self.adapters.removed(adapter_id)
 
     def _note_read_again(self, lora: "LoRARequest") -> None:
         """Note where vLLM begins to read an adapter's files again and again.
@@ -280,7 +263,7 @@ class RequestReader:
         )
         if len(self._read_again) < MAX_ADAPTERS:
             self._read_again.add(lora.lora_int_id)
-        self._caches.replaced(lora.lora_int_id)
+        self.caches.replaced(lora.lora_int_id)
         self._on_replaced()
 
     def read(self, request: "Request") -> "VllmRequest":
@@ -288,14 +271,14 @@ class RequestReader:
         options = self._options(request)
         if (lora := request.lora_request) is not None:
             self._note_read_again(lora)
-            self._adapters.loaded(lora.lora_int_id, lora.lora_path, in_place=lora.load_inplace)
+            self.adapters.loaded(lora.lora_int_id, lora.lora_path, in_place=lora.load_inplace)
         is_read_again = lora is not None and self._is_read_again(lora)
         saves = self._saves_base if lora is None else self._saves_adapters and not is_read_again
         if not saves:
             options = replace(options, save=False)
-        if not all(each.trusts_later_hits(request) for each in self._engine.defects):
-            self._engine.trusts_hits = False
-        return VllmRequest(request, options, self._engine, is_read_again=is_read_again)
+        if not all(each.trusts_later_hits(request) for each in self.defects):
+            self.trusts_hits = False
+        return VllmRequest(request, options, self, is_read_again)
 
     def _is_read_again(self, lora: "LoRARequest") -> bool:
         return (
@@ -328,18 +311,17 @@ class VllmRequest:
         self,
         request: "Request",
         options: RequestOptions,
-        engine: _EngineState,
-        *,
-        is_read_again: bool = False,
+        reader: RequestReader,
+        is_read_again: bool,
     ) -> None:
-        self._engine = engine
+        self._reader = reader
         self._is_read_again = is_read_again
-        self._adapts_encoders = engine.adapts_encoders and request.lora_request is not None
+        self._adapts_encoders = reader.adapts_encoders and request.lora_request is not None
         self._request = request
         self.request_id: str = request.request_id
         self.options = options
         self.reads_cache = not request.skip_reading_prefix_cache
-        media_are_shared = engine.media_are_shared and not any(
+        media_are_shared = reader.media_are_shared and not any(
             compat.is_number(self._name_of(feature)) for feature in request.mm_features
         )
         self.tenant = options.tenant or tenant_of(request.cache_salt or "")
@@ -385,14 +367,14 @@ class VllmRequest:
         request = self._request
         adapter = b""
         if (lora := request.lora_request) is not None:
-            digest = self._engine.adapters.of(lora.lora_int_id, lora.lora_path, lora.load_inplace)
+            digest = self._reader.adapters.of(lora.lora_int_id, lora.lora_path, lora.load_inplace)
             adapter = digest + _how_read(lora)
         media = tuple(
             MediaItem(
                 self._name_of(f),
                 f.mm_position.offset,
                 f.mm_position.offset + f.mm_position.length,
-                self._engine.media_releases,
+                self._reader.media_releases,
             )
             for f in request.mm_features
         )
@@ -400,17 +382,17 @@ class VllmRequest:
 
     def admit(self) -> OwnKV:
         """Note whose KV and embeddings the engine's own caches will hold; see `RequestView`."""
-        engine, request = self._engine, self._request
-        blocks = engine.trusts_hits and all(each.trusts_hits(request) for each in engine.defects)
+        reader, request = self._reader, self._request
+        blocks = reader.trusts_hits and all(each.trusts_hits(request) for each in reader.defects)
         embeddings = True
-        name = compat.own_adapter_name(request) if engine.has_adapters else None
+        name = compat.own_adapter_name(request) if reader.has_adapters else None
         if name is not None:
             key = self._adapter_key()
             if self._adapts_encoders and request.mm_features:
                 lora_name = request.lora_request.lora_name
-                embeddings = engine.caches.hold_embeddings(lora_name, name, key)
-            blocks &= engine.caches.hold_blocks(name, key)
-        return OwnKV(blocks or not engine.has_own_cache, embeddings)
+                embeddings = reader.caches.hold_embeddings(lora_name, name, key)
+            blocks &= reader.caches.hold_blocks(name, key)
+        return OwnKV(blocks or not reader.has_own_cache, embeddings)
 
     def _adapter_key(self) -> AdapterKey:
         lora = self._request.lora_request
