@@ -77,7 +77,7 @@ def _num_chunks(usage: NamespaceUsage, manifest: Manifest | None) -> int:
     if manifest is None:
         return usage.num_chunks
     try:
-        names = names_of(manifest, ())
+        names = names_of(manifest, ()).cell_names
     except ConfigError:
         return usage.num_chunks
     of_groups = (names.of_chunk(b"", group) for group in range(len(names.layer_groups)))

@@ -151,7 +151,7 @@ class LookupApi:
         return LookupAnswer(
             namespace=manifest.namespace,
             tokens=len(tokens),
-            chunk_tokens=names.chunk_tokens,
+            chunk_tokens=manifest.chunk_tokens,
             covered_tokens=covered,
             tiers=tiers,
         )

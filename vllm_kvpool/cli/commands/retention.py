@@ -8,23 +8,11 @@ import click
 from vllm_kvpool.cli import retention
 from vllm_kvpool.cli.common import prompt
 from vllm_kvpool.cli.common.command import Command
-from vllm_kvpool.cli.common.stores import (
-    NamedStore,
-    StoreOptions,
-    manifest_named,
-    opened,
-    store_options,
-)
+from vllm_kvpool.cli.common.stores import StoreOptions, manifest_named, opened, store_options
 from vllm_kvpool.cli.common.tokenizer import PromptOptions, prompt_options
 from vllm_kvpool.cli.retention import StoreAnswer
 from vllm_kvpool.identity.chunk_hash import tenant_of
 from vllm_kvpool.identity.keys import is_namespace
-
-
-def _names_of(
-    stores: Sequence[NamedStore], namespace: str, tokens: Sequence[int], cache_salt: str
-) -> prompt.PromptNames:
-    return prompt.names_of(manifest_named(stores, namespace), tokens, cache_salt)
 
 
 def _print(answers: Sequence[StoreAnswer], stores: StoreOptions) -> None:
@@ -82,7 +70,7 @@ def purge_command(
         click.confirm(f"remove {what} from {where}?", abort=True, err=True)
     with opened(specs, writable=True) as each:
         if tokens is not None:
-            names = _names_of(each, namespaces[0], tokens, salt)
+            names = prompt.names_of(manifest_named(each, namespaces[0]), tokens, salt)
             keys = [*names.keys(), *names.end_keys(), *names.alias_keys()]
             answers = retention.remove(each, keys)
         elif salt or tenant:
@@ -121,7 +109,7 @@ def pin_command(
         raise click.UsageError("give a prompt: --tokens, --text or --messages")
     seconds = 0.0 if duration is None else retention.parse_duration_s(duration)
     with opened(stores.stores(), writable=True) as each:
-        names = _names_of(each, namespace, tokens, given.cache_salt)
+        names = prompt.names_of(manifest_named(each, namespace), tokens, given.cache_salt)
         answers = retention.pin(each, names.keys(), seconds)
     _print(answers, stores)
     if not (end or any(each.num for each in answers)):

@@ -12,7 +12,6 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import alias_prefix
 from vllm_kvpool.layout.description import from_description
-from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.prefetch import PromptCells
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch
@@ -60,56 +59,47 @@ def read_tokens(text: str) -> list[int]:
 class PromptNames:
     """Names of the cells of a prompt without media or adapter."""
 
-    chunk_tokens: int
     tokens: Sequence[int]
     chain: ChunkChain
-    layer_groups: tuple[LayerGroup, ...]
-    names: CellNames
-
-    @property
-    def hashes(self) -> Sequence[bytes]:
-        """The hashes of the whole chunks."""
-        return self.chain.hashes
+    cell_names: CellNames
 
     def keys(self) -> list[str]:
         """Return the keys of all cells, chunk by chunk."""
-        groups = range(len(self.layer_groups))
-        return [key for h in self.hashes for group in groups for key in self.of_chunk(h, group)]
+        return self._keys_of(self.chain.hashes)
 
     def end_keys(self) -> list[str]:
         """Return the keys that the prompt's end may have, a chunk of fewer tokens."""
         end = self.chain.end(self.tokens)
-        if end is None:
-            return []
-        groups = range(len(self.layer_groups))
-        return [key for group in groups for key in self.of_chunk(end, group)]
+        return [] if end is None else self._keys_of([end])
+
+    def _keys_of(self, hashes: Sequence[bytes]) -> list[str]:
+        names = self.cell_names
+        groups = range(len(names.layer_groups))
+        return [key for h in hashes for group in groups for key in names.of_chunk(h, group)]
 
     def alias_keys(self) -> Iterator[str]:
         """Yield the keys that aliases of the prompt may have, whatever an engine's step is."""
-        size, prefix = self.chunk_tokens, alias_prefix(self.names.namespace)
+        size, prefix = self.chain.chunk_tokens, alias_prefix(self.cell_names.namespace)
         least = alias_step(1, size) or size
         for index in range(-(-len(self.tokens) // size)):
             tokens = self.tokens[index * size : (index + 1) * size]
             for stop in range(least, min(len(tokens), size - 1) + 1):
                 yield prefix + self.chain.hash_of_part(index, tokens[:stop]).hex()
 
-    def of_chunk(self, chunk_hash: bytes, group: int) -> Sequence[str]:
-        """Return the keys of one chunk's cells in one layer group."""
-        return self.names.of_chunk(chunk_hash, group)
-
     def cells(self) -> PromptCells:
         """Return the names for `kvpool prefetch`, with the cells' sizes."""
-        key_prefixes = self.names.key_prefixes(self.chunk_tokens)
-        return PromptCells(key_prefixes, tuple(each.hex() for each in self.hashes))
+        key_prefixes = self.cell_names.key_prefixes(self.chain.chunk_tokens)
+        return PromptCells(key_prefixes, tuple(each.hex() for each in self.chain.hashes))
 
     def covered_tokens(self, exists: Callable[[Sequence[str]], Sequence[bool]]) -> int:
         """Return the tokens that an engine's search would find, if its blocks fit into chunks."""
-        search = HitSearch(len(self.hashes), self.layer_groups, self.chunk_tokens, block=1)
+        names, hashes, size = self.cell_names, self.chain.hashes, self.chain.chunk_tokens
+        search = HitSearch(len(hashes), names.layer_groups, size, block=1)
         while questions := search.questions():
-            keys, ends = self.names.of_questions(questions, self.hashes)
+            keys, ends = names.of_questions(questions, hashes)
             there = exists(keys)
             search.answer(questions, [all(there[a:b]) for a, b in pairwise((0, *ends))])
-        return search.found * self.chunk_tokens
+        return search.found * size
 
 
 def names_of(manifest: Manifest, tokens: Sequence[int], cache_salt: str = "") -> PromptNames:
@@ -123,8 +113,7 @@ def names_of(manifest: Manifest, tokens: Sequence[int], cache_salt: str = "") ->
         raise ConfigError(f"the manifest of {manifest.namespace} does not name its cells")
     chain = ChunkChain(chunk_tokens, RequestIdentity(cache_salt=cache_salt))
     chain.extend(list(tokens))
-    names = CellNames(manifest.namespace, layer_groups)
-    return PromptNames(chunk_tokens, tokens, chain, tuple(layer_groups), names)
+    return PromptNames(tokens, chain, CellNames(manifest.namespace, layer_groups))
 
 
 def presence(
@@ -141,14 +130,14 @@ def presence(
         there |= held
     chunks: list[ChunkPresence] = []
     states: dict[str, tuple[int, ...]] = {}
-    for chunk, chunk_hash in enumerate(names.hashes):
-        for group, layer_group in enumerate(names.layer_groups):
-            cells = names.of_chunk(chunk_hash, group)
+    for chunk, chunk_hash in enumerate(names.chain.hashes):
+        for group, layer_group in enumerate(names.cell_names.layer_groups):
+            cells = names.cell_names.of_chunk(chunk_hash, group)
             missing = tuple(key for key in cells if key not in there)
             if not layer_group.is_state:
                 chunks.append(ChunkPresence(chunk, layer_group.name, len(cells), missing))
                 continue
-            boundary = () if missing else ((chunk + 1) * names.chunk_tokens,)
+            boundary = () if missing else ((chunk + 1) * manifest.chunk_tokens,)
             states[layer_group.name] = states.get(layer_group.name, ()) + boundary
     usable = names.covered_tokens(lambda keys: [key in there for key in keys])
     without_salt = 0
@@ -157,7 +146,7 @@ def presence(
     return PromptPresence(
         manifest.namespace,
         len(tokens),
-        names.chunk_tokens,
+        manifest.chunk_tokens,
         usable,
         without_salt,
         found,
