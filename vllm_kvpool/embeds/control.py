@@ -409,15 +409,8 @@ class Control:
     def _on_messages(
         self, frame: Frame, envelope: Envelope, bodies: Iterator[msgspec.Raw], now: float
     ) -> None:
-        is_from_peer = False  # known after the frame's first message
         for raw in bodies:
-            body = decode_body(raw)
-            handler = self._handlers.get(type(body)) if is_from_peer else None
-            if handler is not None:
-                handler(envelope.source, body, now)
-            else:
-                self._on_message(frame, envelope, body, now)
-                is_from_peer = self._peers.is_from_peer(frame.link, envelope)
+            self._on_message(frame, envelope, decode_body(raw), now)
 
     def _on_message(self, frame: Frame, envelope: Envelope, body: Message, now: float) -> None:
         session = self._peers.on_message(frame, envelope, body, now)
