@@ -53,7 +53,6 @@ MAX_LINKS = 16_384
 IDLE_LINK_S = 300.0  # a connection without a session is dropped after so long
 MAX_LOOK_UPS = 64  # names at a time
 LOOK_UP_EVERY_S = 10.0  # for a listed name, or one whose host does not answer
-MAX_REMEMBERED = 1024  # refused endpoints that were logged
 MAX_SHOWN = 300  # characters of a peer's own text in a log
 
 
@@ -112,7 +111,6 @@ class Peers:
         self._resolve = resolve
         # Names that are being looked up, and the endpoints that wait for each.
         self._pending_names: dict[str, dict[str, None]] = {}
-        self._refused: dict[str, None] = {}  # endpoints that were logged
         self._names_at = float("-inf")  # when the listed names were last looked up
         self._connections: dict[Link, Connection] = {}
         self.known: dict[str, dict[Link, None]] = {}
@@ -175,11 +173,7 @@ class Peers:
         self._counts["refused_endpoints"] += 1
         shown = shown_text(endpoint)
         text = f"{shown} is not connected to: {why}; add its host to {OPTION} to allow it"
-        if endpoint not in self._refused:
-            self._refused[endpoint] = None
-            while len(self._refused) > MAX_REMEMBERED:
-                del self._refused[next(iter(self._refused))]
-            self._warn("refused endpoint", endpoint, "kvpool: %s", text)
+        self._warn("refused endpoint", endpoint, "kvpool: %s", text)
         if self._consumer is not None:
             self._consumer.refused(endpoint, text)
         if self._producer is not None:
@@ -380,14 +374,6 @@ class Peers:
             and peer is not None
             and peer.incarnation == envelope.source
         )
-
-    def is_from_peer(self, link: Link, envelope: Envelope) -> bool:
-        """Return True if an envelope is for this incarnation, from a peer in session."""
-        connection = self._connections.get(link)
-        if connection is None or not connection.session.is_up:
-            return False
-        session = connection.session
-        return not session.is_of_scheduler and self._matches_session(session, envelope)
 
     def update_hello(self, hello: PeerHello, now: float) -> None:
         """Send the own hello anew, which has changed with the weights."""
