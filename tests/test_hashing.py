@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from vllm_kvpool.identity.chunk_hash import (
     HASH_BYTES,
     ChunkChain,
-    EmbedRows,
     MediaItem,
     RequestIdentity,
     tenant_of,
@@ -55,13 +54,13 @@ FULL_IDENTITY = RequestIdentity(
     adapter=b"adapter",
     cache_salt="salt",
     media=(image("image", 2, 8),),
-    embeds=EmbedRows((b"", b"row", b"")),
+    embeds=(b"", b"row", b""),
 )
 
 CHILD = """
 from vllm_kvpool.identity.chunk_hash import *
 identity = RequestIdentity(b"adapter", "salt", (MediaItem("image", 2, 8, "vllm 0.32.0"),),
-                           EmbedRows((b"", b"row", b"")))
+                           (b"", b"row", b""))
 chain = ChunkChain(4, identity)
 chain.extend(range(1000, 1012))
 print(*(h.hex() for h in chain.hashes))
@@ -113,10 +112,10 @@ def test_another_process_says_the_same(seed: str) -> None:
         (RequestIdentity(media=(image("a", CHUNK, CHUNK + 1),)), 1),
         (RequestIdentity(media=(image("a", 3 * CHUNK + 1, 3 * CHUNK + 2),)), 3),
         (RequestIdentity(media=(image("a", 5 * CHUNK, 5 * CHUNK + 1),)), 5),
-        (RequestIdentity(embeds=EmbedRows((b"row",))), 0),
-        (RequestIdentity(embeds=EmbedRows((b"",) * (2 * CHUNK + 1) + (b"row",))), 2),
-        (RequestIdentity(embeds=EmbedRows((b"",) * len(TOKENS))), 5),
-        (RequestIdentity(embeds=EmbedRows(())), 5),
+        (RequestIdentity(embeds=(b"row",)), 0),
+        (RequestIdentity(embeds=(b"",) * (2 * CHUNK + 1) + (b"row",)), 2),
+        (RequestIdentity(embeds=(b"",) * len(TOKENS)), 5),
+        (RequestIdentity(embeds=()), 5),
         (PLAIN, 5),
     ],
 )
@@ -162,11 +161,11 @@ def test_the_chunk_size_changes_every_hash() -> None:
 
 
 def test_the_placeholder_under_an_embedding_does_not_count() -> None:
-    identity = RequestIdentity(embeds=EmbedRows((b"", b"one", b"two")))
+    identity = RequestIdentity(embeds=(b"", b"one", b"two"))
     assert hashes([5, 0, 0, 6], identity) == hashes([5, 7, 8, 6], identity)
     assert hashes([5, 7, 8, 6], identity) != hashes([4, 7, 8, 6], identity)
     assert hashes([5, 7, 8, 6], identity) != hashes([5, 7, 8, 0], identity)
-    swapped = RequestIdentity(embeds=EmbedRows((b"", b"two", b"one")))
+    swapped = RequestIdentity(embeds=(b"", b"two", b"one"))
     assert hashes([5, 0, 0, 6], identity) != hashes([5, 0, 0, 6], swapped)
     assert hashes([5, 0, 0, 6], identity) != hashes([5, 0, 0, 6])
 
@@ -249,7 +248,7 @@ identities = st.builds(
     short_bytes,
     st.text("am", max_size=3),
     st.lists(media, max_size=2).map(tuple),
-    st.lists(short_bytes, min_size=CHUNK, max_size=CHUNK).map(tuple).map(EmbedRows),
+    st.lists(short_bytes, min_size=CHUNK, max_size=CHUNK).map(tuple),
 )
 chunks = st.lists(st.integers(0, 2), min_size=CHUNK, max_size=CHUNK)
 
@@ -260,7 +259,7 @@ def test_no_two_inputs_encode_alike(
 ) -> None:
     def seen(identity: RequestIdentity, tokens: list[int]) -> object:
         assert identity.embeds is not None
-        rows = identity.embeds.digests
+        rows = identity.embeds
         return identity, [0 if row else token for row, token in zip(rows, tokens, strict=True)]
 
     alike = seen(one, one_tokens) == seen(other, other_tokens)
@@ -281,12 +280,12 @@ def test_no_two_inputs_encode_alike(
             RequestIdentity(media=(image("ab", 0, 1),)),
         ),
         (
-            RequestIdentity(embeds=EmbedRows((b"a", b"b"))),
-            RequestIdentity(embeds=EmbedRows((b"ab", b""))),
+            RequestIdentity(embeds=(b"a", b"b")),
+            RequestIdentity(embeds=(b"ab", b"")),
         ),
         (
-            RequestIdentity(embeds=EmbedRows((b"x", b""))),
-            RequestIdentity(embeds=EmbedRows((b"", b"x"))),
+            RequestIdentity(embeds=(b"x", b"")),
+            RequestIdentity(embeds=(b"", b"x")),
         ),
     ],
 )
@@ -327,7 +326,7 @@ def test_prompt_end_has_the_hash_of_no_other_tokens(
     place = change % len(tokens)
     changed = [*tokens[:place], tokens[place] + 3, *tokens[place + 1 :]]
     assert one.embeds is not None
-    is_placeholder = place < CHUNK and bool(one.embeds.digests[place])
+    is_placeholder = place < CHUNK and bool(one.embeds[place])
     assert (end == end_of(changed, one)) == is_placeholder
     if (one.adapter, one.cache_salt) != (other.adapter, other.cache_salt):
         assert end != end_of(tokens, other)

@@ -36,20 +36,14 @@ class MediaItem:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbedRows:
-    """Prompt embeddings: `digests[i]` for token i, empty where the token id counts instead."""
-
-    digests: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RequestIdentity:
     """The inputs of a request's KV besides its token ids. `adapter` is a content digest."""
 
     adapter: bytes = b""
     cache_salt: str = ""
     media: tuple[MediaItem, ...] = ()
-    embeds: EmbedRows | None = None
+    embeds: tuple[bytes, ...] | None = None
+    """Digests of prompt embeddings, one a token; empty where the token id counts instead."""
 
 
 def _field(data: bytes) -> bytes:
@@ -175,7 +169,7 @@ class ChunkChain:
         if embeds is not None:
             # Where an embedding stands in, the token id is a placeholder whose value differs
             # between releases; it counts as zero.
-            rows = embeds.digests[start : start + len(tokens)]
+            rows = embeds[start : start + len(tokens)]
             tokens = [0 if i < len(rows) and rows[i] else token for i, token in enumerate(tokens)]
         return tokens_le(tokens)
 
@@ -200,7 +194,7 @@ class ChunkChain:
         """Return the inputs of the KV of tokens [start, start + size) besides their ids."""
         parts = []
         embeds = self._identity.embeds
-        for offset, row in enumerate(embeds.digests[start : start + size] if embeds else ()):
+        for offset, row in enumerate(embeds[start : start + size] if embeds else ()):
             if row:
                 parts.append(b"embed" + offset.to_bytes(4, "little") + _field(row))
         for item in self._identity.media:

@@ -12,7 +12,7 @@ import torch
 
 from vllm_kvpool.config import OPTIONS_NOT_READ, RequestOptions, read_request_options
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.identity.chunk_hash import EmbedRows, MediaItem, RequestIdentity, tenant_of
+from vllm_kvpool.identity.chunk_hash import MediaItem, RequestIdentity, tenant_of
 from vllm_kvpool.identity.weights import FileState, adapter_stamp, digest_adapter
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.request import OwnKV
@@ -449,15 +449,13 @@ def _how_read(lora: "LoRARequest") -> bytes:
     return encoded(canonical(said)) if said else b""
 
 
-def _embed_rows(request: "Request") -> EmbedRows | None:
+def _embed_rows(request: "Request") -> tuple[bytes, ...] | None:
     embeds = request.prompt_embeds
     if embeds is None:
         return None
     is_token = request.prompt_is_token_ids or [False] * embeds.shape[0]
     rows = embeds.contiguous().cpu().view(torch.uint8).numpy()
-    return EmbedRows(
-        tuple(
-            b"" if token else hashlib.blake2b(row.tobytes(), digest_size=16).digest()
-            for token, row in zip(is_token, rows, strict=True)
-        )
+    return tuple(
+        b"" if token else hashlib.blake2b(row.tobytes(), digest_size=16).digest()
+        for token, row in zip(is_token, rows, strict=True)
     )

@@ -33,7 +33,7 @@ from tests.cache_tensors import tensors_of
 from tests.support.models import DeepseekShape, LlamaShape, LlavaShape, make_model
 from tests.support.moves import cell_move
 from vllm_kvpool.config import read_config
-from vllm_kvpool.identity.chunk_hash import ChunkChain, EmbedRows, MediaItem, RequestIdentity
+from vllm_kvpool.identity.chunk_hash import ChunkChain, MediaItem, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace, with_weights
 from vllm_kvpool.identity.weights import digest_adapter, sample_weights
 from vllm_kvpool.layout import page_formats
@@ -327,7 +327,7 @@ IMAGE = MediaItem("image", 2, 8, "vllm 0.32.0, transformers 5.19.0")
 
 @pytest.mark.parametrize(("prompt", "media"), [("text", ()), ("image", (IMAGE,))])
 def test_hashes_of_chunks_are_what_they_were(prompt: str, media: tuple[MediaItem, ...]) -> None:
-    rows = EmbedRows((b"", b"row", *[b""] * 6))
+    rows = (b"", b"row", *[b""] * 6)
     chain = ChunkChain(4, RequestIdentity(b"adapter", "salt", media, rows))
     chain.extend(range(1000, 1012))
     assert [each.hex() for each in chain.hashes] == HASHES[prompt]
