@@ -4,7 +4,6 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import Sequence
 
 import pytest
 
@@ -27,9 +26,9 @@ def test_every_piece_is_reported_once_whatever_the_thread_meets(
             raise error
         return True
 
-    def report(results: Sequence[tuple[int, bool]]) -> None:
-        told.extend(results)
-        if (5, True) in results:
+    def report(work: int, result: bool) -> None:
+        told.append((work, result))
+        if work == 5:
             raise error
 
     thread = WorkThread(
@@ -63,7 +62,7 @@ def test_a_thread_that_waits_holds_no_work() -> None:
         take=inbox.get,
         perform=lambda work: None,
         failed=lambda work: None,
-        report=lambda results: are_reported.set(),
+        report=lambda work, result: are_reported.set(),
         work_failed=lambda kind, error: None,
     )
     piece = Piece()

@@ -273,7 +273,7 @@ class Resolver:
     def __init__(
         self,
         thread: str,
-        answer: Callable[[str, tuple[str, ...]], None],
+        answer: Callable[[str, tuple[str, ...]], object],
         work_failed: Failed,
     ) -> None:
         self._thread = thread
@@ -291,15 +291,11 @@ class Resolver:
                 take=self._names.get,
                 perform=addresses_of,
                 failed=lambda _: (),
-                report=self._report,
+                report=self._answer,
                 work_failed=self._work_failed,
             )
             self._threads.append(thread)
         self._names.put((name,))
-
-    def _report(self, found: Sequence[tuple[str, tuple[str, ...]]]) -> None:
-        for name, addresses in found:
-            self._answer(name, addresses)
 
     def close(self) -> None:
         """Stop the threads; one that waits for a name server is left behind."""

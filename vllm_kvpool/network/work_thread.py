@@ -15,7 +15,7 @@ class WorkThread(Generic[W, R]):
     """A daemon thread that performs batches of work until `take` returns None.
 
     `perform(work)` gives the result of each piece, `failed(work)` the result if `perform` raises
-    anything; `report` is called once for each batch.
+    anything; `report(work, result)` is called for each piece once its batch is done.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class WorkThread(Generic[W, R]):
         take: Callable[[], Sequence[W] | None],
         perform: Callable[[W], R],
         failed: Callable[[W], R],
-        report: Callable[[Sequence[tuple[W, R]]], None],
+        report: Callable[[W, R], object],
         work_failed: Failed,
     ) -> None:
         self._kind = kind
@@ -56,7 +56,8 @@ class WorkThread(Generic[W, R]):
         batch = self._take()
         if batch is None:
             return False
-        self._report([(work, self._result_of(work)) for work in batch])
+        for done in [(work, self._result_of(work)) for work in batch]:
+            self._report(*done)
         return True
 
     def _result_of(self, work: W) -> R:

@@ -7,7 +7,7 @@ thread starts together, several small pieces per thread; each piece is reported 
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -152,7 +152,7 @@ class IoWorkers:
                     take=inbox.get,
                     perform=lambda piece: drain(window, piece[1]) == piece[0].digests,
                     failed=lambda _: False,
-                    report=self._report_drained,
+                    report=lambda piece, same: reports.drained(piece[0].gid, same),
                     work_failed=reports.work_failed,
                 )
                 for number, inbox in enumerate(self._draining)
@@ -166,7 +166,7 @@ class IoWorkers:
                 take=self._preparing.get,
                 perform=lambda output: _prepare(output[1]),
                 failed=lambda _: "",
-                report=self._report_prepared,
+                report=lambda output, digest: reports.prepared(output[0], digest),
                 work_failed=reports.work_failed,
             )
             self._preparers = [preparer]
@@ -249,20 +249,9 @@ class IoWorkers:
             item = self._ready.pop(mm_hash, None)
         return None if item is None else tensor_of(item.shape, item.data)
 
-    # The threads
-
-    def _report_drained(self, drained: Sequence[tuple[_Drain, bool]]) -> None:
-        for (work, _), same in drained:
-            self._reports.drained(work.gid, same)
-
-    def _report_prepared(self, prepared: Sequence[tuple[_Output, str]]) -> None:
-        for (item_id, _), digest in prepared:
-            self._reports.prepared(item_id, digest)
-
-    def _report_written(self, written: Sequence[tuple[_Writes, list[_Result]]]) -> None:
-        for _, results in written:
-            for result in results:
-                self._reports.written(result)
+    def _report_written(self, _: _Writes, results: list[_Result]) -> None:
+        for each in results:
+            self._reports.written(each)
 
     def close(self) -> None:
         """End all threads as far as possible, then close the window and the writers' memory."""
