@@ -131,7 +131,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             lora = vllm_config.lora_config
             self._requests = RequestReader(
                 self._scheduler_part.registry,
-                media_are_named=self._facts.media_are_named,
+                media_are_named=compat.names_media(vllm_config),
                 defects=self._facts.defects,
                 has_own_cache=bool(vllm_config.cache_config.enable_prefix_caching),
                 has_adapters=lora is not None,

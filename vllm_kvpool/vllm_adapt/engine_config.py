@@ -64,7 +64,6 @@ class EngineFacts:
 
     shape: ModelShape
     layer_groups: tuple[RankLayerGroup, ...]
-    media_are_named: bool
     values: Mapping[str, Any] = field(default_factory=dict)
     defects: tuple[Defect, ...] = ()
     drafter: str = ""
@@ -153,8 +152,7 @@ def read_engine(
         in_lockstep=parallel.data_parallel_size > 1,
         max_drafted_tokens=drafters.max_drafted_tokens(vllm_config) if drafts else None,
     )
-    media_are_named = compat.names_media(vllm_config)
-    return EngineFacts(shape, layer_groups, media_are_named, identity.values, defects, drafter)
+    return EngineFacts(shape, layer_groups, identity.values, defects, drafter)
 
 
 def _draft_layer_groups(
