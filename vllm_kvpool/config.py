@@ -302,7 +302,11 @@ def read_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None) 
     Raises ConfigError naming the option and what to do.
     """
     config = _read(KVPoolConfig, extra, "kv_connector_extra_config", env)
-    _check(config)
+    _check_values(config)
+    if not config.store_urls:
+        raise ConfigError("store is an empty list; leave it out, or name the tiers, nearest first")
+    if config.notice_listen not in ("", NO_NOTICES):
+        _check_endpoints("notice_listen", (config.notice_listen,), ", or off")
     return config
 
 
@@ -340,7 +344,9 @@ def read_embeds_config(
 ) -> EmbedsConfig:
     """Build the embedding connector's configuration from `ec_connector_extra_config`."""
     config = _read(EmbedsConfig, extra, "ec_connector_extra_config", env)
-    _check_embeds(config)
+    _check_values(config)
+    for name, endpoints in (("listen", (config.listen,)), ("peers", config.peers)):
+        _check_endpoints(name, [each for each in endpoints if each])
     return config
 
 
@@ -487,20 +493,6 @@ def _check_values(config: KVPoolConfig | EmbedsConfig) -> None:
                 )
 
 
-def _check(config: KVPoolConfig) -> None:
-    _check_values(config)
-    if not config.store_urls:
-        raise ConfigError("store is an empty list; leave it out, or name the tiers, nearest first")
-    if config.notice_listen not in ("", NO_NOTICES):
-        _check_endpoints("notice_listen", (config.notice_listen,), ", or off")
-
-
-def _check_embeds(config: EmbedsConfig) -> None:
-    _check_values(config)
-    for name, endpoints in (("listen", (config.listen,)), ("peers", config.peers)):
-        _check_endpoints(name, [each for each in endpoints if each])
-
-
 def _check_endpoints(name: str, endpoints: Sequence[str], other: str = "") -> None:
     """Raise ConfigError for a text that is not the endpoint of a socket."""
     for endpoint in endpoints:
@@ -579,8 +571,8 @@ def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
                 f"kv_transfer_params.kvpool: unknown option {given!r}; {nearest(given, known)}"
             )
     # The answer to an earlier request, which proxies pass on.
-    given = ours.get("tokens")
-    tokens = 0 if given is None else _convert(given, int, "kv_transfer_params.kvpool.tokens")
+    told = ours.get("tokens")
+    tokens = 0 if told is None else _convert(told, int, "kv_transfer_params.kvpool.tokens")
     is_answer = bool(tokens) and "expect_tokens" not in ours
     asked: dict[str, Any] = {
         "expect_tokens": tokens,

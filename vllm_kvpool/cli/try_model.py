@@ -172,11 +172,9 @@ def measure(
 class _Engine(EngineServer):
     """A server of vLLM that answers prompts of token ids."""
 
-    def __init__(self, pid: int, is_running: Callable[[], bool], url: str, log: Path) -> None:
-        super().__init__(pid, is_running, url, log)
-        self._name = ""
-        self.max_tokens = 0
-        """The model's longest sequence, once `read_model` has read it."""
+    _name = ""
+    max_tokens = 0
+    """The model's longest sequence, once `read_model` has read it."""
 
     def read_model(self) -> None:
         """Read the served model's name, which `ask` needs, and its longest sequence."""

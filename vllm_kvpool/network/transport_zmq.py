@@ -103,7 +103,6 @@ class CurveKeys(NamedTuple):
 
     public: bytes
     secret: bytes
-    directory: str
 
 
 def read_keys(directory: str) -> CurveKeys | None:
@@ -127,7 +126,7 @@ def read_keys(directory: str) -> CurveKeys | None:
         raise ConfigError(f"curve_dir {path}: {unfit}")
     if secret is None:
         raise ConfigError(f"curve_dir: {path} holds no secret key")
-    return CurveKeys(public, secret, directory)
+    return CurveKeys(public, secret)
 
 
 class _Watched(NamedTuple):
@@ -209,7 +208,7 @@ class ZmqTransport:
         router.set(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         if self._keys is not None:
             router.curve_server = True
-            router.curve_publickey, router.curve_secretkey = self._keys[:2]
+            router.curve_publickey, router.curve_secretkey = self._keys
         try:
             router.bind(listen)
         except zmq.ZMQError as error:
@@ -283,7 +282,7 @@ class ZmqTransport:
             dealer.set(zmq.CONNECT_TIMEOUT, SILENT_MS)
             dealer.set(zmq.HANDSHAKE_IVL, SILENT_MS)
         if self._keys is not None:
-            dealer.curve_publickey, dealer.curve_secretkey = self._keys[:2]
+            dealer.curve_publickey, dealer.curve_secretkey = self._keys
             dealer.curve_serverkey = self._keys.public
         return dealer
 

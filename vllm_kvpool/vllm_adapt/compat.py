@@ -715,11 +715,8 @@ def step_while_pending() -> None:
 
 def _has_pending_work(connector: Any) -> bool:
     parts = getattr(connector, "_connectors", (connector,))  # of a MultiConnector
-    return any(part.has_pending_push_work() for part in parts if _can_have_work(part))
-
-
-def _can_have_work(connector: Any) -> bool:
-    return hasattr(connector, "has_pending_push_work")
+    asked = [part for part in parts if hasattr(part, "has_pending_push_work")]
+    return any(part.has_pending_push_work() for part in asked)
 
 
 class BlockTables:

@@ -180,14 +180,11 @@ def _num_heads(vllm_config: "VllmConfig", spec: Any) -> int:
     if compat.is_latent(spec):
         return 1
     draft = vllm_config.speculative_config.draft_model_config
-    total, tp_size = int(draft.get_total_num_kv_heads()), _tp_size(vllm_config)
+    total = int(draft.get_total_num_kv_heads())
+    tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
     if int(spec.num_kv_heads) != max(1, total // tp_size):
         raise UnsharedDrafterError(
             f"a rank holds {spec.num_kv_heads} of its {total} KV heads, with "
             f"tensor_parallel_size {tp_size}"
         )
     return total
-
-
-def _tp_size(vllm_config: "VllmConfig") -> int:
-    return int(vllm_config.parallel_config.tensor_parallel_size)
