@@ -2,6 +2,7 @@
 killed, doubled, late and forged."""
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from tests.embeds.strangers import GREETING, RawStranger, large, ready
 from tests.handover.clients import LOST, SOON_S, Client, wait_for
+from tests.support.relay import Relay
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.handover import consumer
 from vllm_kvpool.handover.messages import (
@@ -158,6 +160,38 @@ def test_endpoint_where_nobody_listens_ends_the_wait_at_once(client: Client) -> 
         again.tell(TOPIC, 1)
         client.watch([endpoint], TOPIC)
         assert client.hears() == (TOPIC, 1, None)
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+def test_prefill_that_ends_while_decode_connects_ends_the_wait_at_once(
+    accepts: bool, client: Client
+) -> None:
+    """The connection is made by the kernel, and the process ends before it has greeted."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asked = time.monotonic()
+        client.watch([f"tcp://127.0.0.1:{listener.getsockname()[1]}"], TOPIC)
+        wait_for(lambda: bool(select.select([listener], [], [], 0)[0]))
+        accepted = listener.accept()[0] if accepts else None
+    if accepted is not None:
+        accepted.close()
+    assert client.hears() == (TOPIC, LOST)
+    assert time.monotonic() - asked < consumer.RETRY_S
+    assert not client.count("refused")
+
+
+def test_prefill_is_heard_though_a_connection_to_it_was_cut_in_its_handshake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport_zmq, "SILENT_MS", 60_000)
+    monkeypatch.setattr(consumer, "RETRY_S", 600.0)
+    with server() as one, closing(Client()) as waiting:
+        one.tell(TOPIC, 1)
+        with Relay(int(one.endpoint.rpartition(":")[2])) as relay:
+            relay.cut()
+            waiting.watch([relay.endpoint], TOPIC)
+            wait_for(lambda: bool(waiting.client._sockets._cut))
+            relay.restore()
+            assert waiting.hears() == (TOPIC, 1, None)
 
 
 def test_host_that_vanishes_ends_the_wait_after_missed_heartbeats(

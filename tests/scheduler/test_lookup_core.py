@@ -276,6 +276,20 @@ def test_windows_that_no_store_was_asked_for_are_named_though_they_have_left_hos
     assert result.stored == StoredChunks(is_in_host=True, host_windows=frozenset({window[10]}))
 
 
+def test_windows_of_host_memory_are_not_named_after_a_reset() -> None:
+    world = World([Tier()], WINDOWED, host_ranks=1)
+    added = (WINDOWED.chunk_id(each, group) for each in HASHES for group in range(2))
+    world.host.apply(0, HostCacheChange(tuple(added), ()))
+    world.ask(seeks_stored=True)
+    world.host.clear()
+    world.core.remove_all(lambda removed: None, ("",), world.now)
+    world.turn()
+    world.run(lambda: 1 in world.results)
+    result, _ = world.results[1]
+    assert result.found_chunks == 0
+    assert result.stored == StoredChunks(is_in_host=True)
+
+
 def test_a_store_that_does_not_answer_in_time_has_nothing_of_what_host_memory_has() -> None:
     world = World([Tier(delays=[10.0])], host_ranks=1)
     world.host.apply(0, HostCacheChange(tuple(map(PLAIN.chunk_id, HASHES)), ()))

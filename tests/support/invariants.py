@@ -15,7 +15,7 @@ from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.states import AdmissionState, LookupState, RetryState
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.transfer.engine import Engine, HungCalls
-from vllm_kvpool.transfer.fetches import Fetches
+from vllm_kvpool.transfer.fetches import Fetch, Fetches
 from vllm_kvpool.transfer.graph import Op, OpState, Scheduler
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState, HostCache
 from vllm_kvpool.transfer.loads import Loads
@@ -121,6 +121,9 @@ def _(engine: Engine) -> None:
     check(engine.loads)
     check(engine._fetches)
     check(engine.loans)
+    followers = Counter(id(c.entry) for c in engine.saves._copies if is_fetched(c.entry))
+    fetched = [entry for entry in engine.context.host_cache if is_fetched(entry)]
+    assert all(entry.num_followers == followers[id(entry)] for entry in fetched)
     moving = [batch for batch in engine.running if batch.parts]
     running = [op for batch in moving for op in batch.ops]
     held = [op.what.entry for op in running if op.what.entry is not None]
@@ -136,6 +139,10 @@ def _(engine: Engine) -> None:
 
 @check.register
 def _(fetches: Fetches) -> None:
+    for entry in filter(is_fetched, fetches._context.host_cache):
+        assert entry.op is not None
+        may_start = entry.op.state is OpState.RUNNING or entry.slots or entry.is_wanted
+        assert may_start, "saves alone wait for slots"
     for tier, key in fetches._removing:
         lane = fetches._context.lane(OpKind.REMOVE, tier)
         ready = fetches._context.scheduler.waiting_in(lane)
@@ -180,6 +187,11 @@ def _(cache: HostCache) -> None:
         assert all(in_heaps[e.slab.id][0] == e.dirty for e in ranked)
         assert all(in_heaps[e.slab.id][1] <= cache._eviction_rank(e) for e in ranked)
         assert not any(e.dirty for e in idle if e.slab.id in kept)
+
+
+def is_fetched(entry: CacheEntry) -> bool:
+    """Return True if a fetch is bringing the slab."""
+    return entry.op is not None and isinstance(entry.op.what, Fetch)
 
 
 def is_naming(engine: Engine) -> bool:

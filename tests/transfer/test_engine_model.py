@@ -234,8 +234,7 @@ class EngineMachine(RuleBasedStateMachine):
             job, self.keys(first, chunks), stored=stored, apart=self.apart, topic=topic
         )
         event = event._replace(fence=Reached() if fence else None)
-        if hands_over and self.host_cache.capacity:  # of host memory, which keeps slabs
-            event = from_host(event, without_pages)
+        event = from_host(event, without_pages if hands_over else ())
         self.told[job] = Told(event, self.weights_version, float("inf"))
         # A prompt's progress counts all slabs at once.
         self.step(event if hands_over else in_parts(event, cuts))

@@ -135,6 +135,21 @@ hand over puts cells of host memory without pages
 hand over without pages waits for a fetch
     on disk slots=6 keep=4 write_back=True; load 1 a; hand_over 2 a without=a -> no gather a
     run -> ... put-0 a | told t2: 1 None; told no gather a; clean
+hand over without pages ends with the load {that times out: after TIMEOUT_S|that ends: cancel 2}
+    # The load's fetch finds no slots: a store call that hangs has them.
+    on disk far slots=2 keep=1 write_back=True; load 1 a b; hangs 0; slots 0 0 2
+    load 2 c; hand_over 3 c without=c -> gathered 3 | told t3: 0 None; {}
+    told ... saved 3: 1 missing | told t3: 0 0; saves 0; late 0; run; clean
+hand over without pages does not follow a prefetch that finds no slots
+    on disk far slots=2 keep=1 write_back=True; load 1 a b; hangs 0; prefetch 2 c
+    hand_over 3 c without=c -> gathered 3 | saved 3: 1 missing | told t3: 0 0; saves 0
+    late 0; run; host c
+hand over without pages follows a prefetch that has its slots
+    on disk slots=6 keep=4 write_back=True; prefetch 1 a; hand_over 2 a without=a
+    run -> ... put-0 a | saved 2: 1 done | told t2: 1 None; clean
+hand over without pages ends with a fetch that fails once no load wants it
+    on disk far slots=6 keep=4 write_back=True; load 1 a; hand_over 2 a without=a; cancel 1
+    run get-0 any missing -> saved 2: 1 cancelled | told t2: 0 0; clean
 hand over without pages ends where a cell has left host memory
     on disk slots=6 keep=4 write_back=True; save 1 a c; run; hand_over 2 a b c without=abc
     run -> ... told t2: 1 1; saved missed=(1,) lost=1:missing; clean

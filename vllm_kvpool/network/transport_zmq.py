@@ -36,6 +36,7 @@ HANDSHAKE_S = 10.0  # then libzmq closes a connection that is not admitted yet
 LINGER_MS = 300  # for what a process sends as it ends
 HEARTBEAT_MS = 1_000  # where connections are watched
 SILENT_MS = 3_000  # without an answer to a heartbeat, or to a connection, a host is away
+CUT_SHARE = 0.9  # of SILENT_MS: a handshake that ends earlier is cut, and tried again for so long
 RECONNECT_MS = 100
 LONGEST_RECONNECT_MS = 2_000
 # Plain numbers: an enum's operators cost more than the calls they are for.
@@ -165,6 +166,7 @@ class ZmqTransport:
         self._watches = watches
         self._monitors: dict[str, _Watched] = {}  # by the endpoint that we connect to
         self._began: dict[str, float] = {}  # connections that are not up yet, since when
+        self._cut: dict[str, float] = {}  # those that were cut in their handshake, since when
         self._ended: dict[Link, LinkEnd] = {}
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65_536)
@@ -262,7 +264,7 @@ class ZmqTransport:
         return Link(endpoint=endpoint)
 
     def _unmonitor(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-        self._began.pop(endpoint, None)
+        self._end_attempts(endpoint)
         monitor = self._monitors.pop(endpoint, None)
         if monitor is not None:
             self._unwatch(monitor)
@@ -385,10 +387,14 @@ class ZmqTransport:
         """Note what libzmq says of a connection that we made (zmq_socket_monitor(3))."""
         match int.from_bytes(event[:2], sys.byteorder):
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._began.pop(endpoint, None)
+                self._end_attempts(endpoint)
                 return
-            case zmq.EVENT_DISCONNECTED:
-                why = LinkEnd.SILENT if endpoint in self._began else LinkEnd.LOST
+            case zmq.EVENT_DISCONNECTED if endpoint not in self._began:
+                why = LinkEnd.LOST
+            case zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                if self._is_tried_again(endpoint):
+                    return
+                why = LinkEnd.SILENT
             case zmq.EVENT_CLOSED:
                 waited_s = time.monotonic() - self._began.get(endpoint, 0.0)
                 is_slow = endpoint in self._began and waited_s > SILENT_MS / 1000
@@ -398,6 +404,22 @@ class ZmqTransport:
             case _:
                 why = LinkEnd.SILENT
         self._ended.setdefault(Link(endpoint), why)
+
+    def _end_attempts(self, endpoint: str) -> None:
+        self._began.pop(endpoint, None)
+        self._cut.pop(endpoint, None)
+
+    def _is_tried_again(self, endpoint: str) -> bool:
+        """Return True if a connection that was cut in its handshake may still come up.
+
+        The peer may be a proxy, or a process that has ended at that moment. libzmq connects again
+        `RECONNECT_MS` later, and the second one is refused then.
+        """
+        now, longest_s = time.monotonic(), CUT_SHARE * SILENT_MS / 1000
+        lasted_s = now - self._began.get(endpoint, now)
+        cut_s = now - self._cut.setdefault(endpoint, now)
+        self._began[endpoint] = now
+        return max(lasted_s, cut_s) < longest_s
 
     def take_ended(self) -> list[EndedLink]:
         """Return the links that we made whose connection ended since the last call, with `watches`.

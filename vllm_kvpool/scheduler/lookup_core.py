@@ -304,6 +304,7 @@ class LookupCore:
         """
         for opened in list(self._open.values()):  # cells that it has found may be removed by now
             tiers = self._usable(now)
+            opened.host_windows.clear()
             opened.search = opened.new_search(tiers)
             opened.stores = None if opened.new_stores is None else opened.new_stores(tiers)
             opened.tail = None

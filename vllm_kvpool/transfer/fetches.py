@@ -4,7 +4,7 @@ A fetch is one op that moves from lane to lane: GET from the nearest tier, then 
 are missing, bad or out of reach there are asked of the next tier. A slab that a replica fetches is
 asked of that rank first (`REPLICA`); it has been checked there, and this rank's host tier does not
 keep it. All loads that want a slab share its fetch. A fetch that no load wants any more is
-cancelled if it has not started.
+cancelled if it has not started. Saves follow fetches and keep none going: they have no deadline.
 
 A bad cell is removed from its tier; until then no load of this engine asks that tier for its slab.
 Slabs with cells that were found further away are copied into nearer tiers (`copy_up`).
@@ -73,9 +73,9 @@ class Fetches:
         return entry
 
     def cancel_if_unwanted(self, entry: CacheEntry) -> None:
-        """Cancel the fetch of a slab whose last user has unpinned it."""
+        """Cancel the fetch of a slab whose last reader has unpinned it."""
         op = entry.op
-        if entry.state is not CacheEntryState.ARRIVING or entry.pins != 1 or entry.prefetched:
+        if entry.state is not CacheEntryState.ARRIVING or entry.is_wanted:
             return
         if op is not None and isinstance(op.what, Fetch) and self._context.scheduler.cancel(op):
             self._context.host_cache.failed(entry)
@@ -208,8 +208,7 @@ class Fetches:
         context, entry, outcome = self._context, fetch.entry, fetch.reason
         if outcome is not CellOutcome.MISSING and fetch.tier != REPLICA:
             fetch.trouble = outcome
-        wanted = entry.pins > 1 or entry.prefetched
-        if not wanted or not entry.indexed:
+        if not entry.is_wanted or not entry.indexed:
             self._fail(op, CellOutcome.CANCELLED)
             return
         _narrow(op, sorted(fetch.refused))

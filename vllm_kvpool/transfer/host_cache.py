@@ -50,6 +50,7 @@ class CacheEntry:
     slots: list[Slot] = field(default_factory=list)  # one for each cell, or none
     loan: Loan | None = None  # its slots are another rank's
     pins: int = 1  # the first is that of the transfer that brings it in
+    num_followers: int = 0  # while a fetch brings it: the pins of saves that wait for the fetch
     state: CacheEntryState = CacheEntryState.ARRIVING
     op: "Op | None" = None
     dirty: bool = False
@@ -61,6 +62,15 @@ class CacheEntry:
     def num_cells(self) -> int:
         """Number of the slab's cells, each in one slot."""
         return self.slab.num_cells
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if the slab's fetch is to go on: a load or loan waits for it, or a prefetch alone.
+
+        A save follows a fetch and does not keep it going: a save has no deadline.
+        """
+        num_readers = self.pins - 1 - self.num_followers
+        return num_readers > 0 or (self.prefetched and not self.num_followers)
 
 
 @dataclass(slots=True, eq=False)

@@ -149,7 +149,18 @@ class SaveManager:
         since the lookup is expected, so that it ends the hand-over.
         """
         is_read = slab.kind.cells[0].window.is_full or slab.chunk.id in plan.host_windows
-        return bool(slab.pages) or is_read or self._context.host_cache.get(slab.id) is not None
+        return bool(slab.pages) or is_read or self._in_host(slab) is not None
+
+    def _in_host(self, slab: Slab) -> CacheEntry | None:
+        """Return the slab's entry in host memory, present or on its way.
+
+        A save that can gather no pages does not follow a fetch that a prefetch alone wants and that
+        waits for slots: they may never come.
+        """
+        entry = self._context.host_cache.get(slab.id)
+        if entry is None or slab.pages or entry.pins > 1 or entry.slots or not _is_fetched(entry):
+            return entry
+        return None
 
     def go_on(self) -> None:
         """Name the next slabs of a save; called in every step but those that bring a job."""
@@ -182,7 +193,7 @@ class SaveManager:
         up = context.tiers_writable()
         hits: dict[str, None] = {}  # chunks
         for slab in slabs:
-            there = context.host_cache.get(slab.id)
+            there = self._in_host(slab)
             # A fetch may fail, and the slab is in the pages now: it is gathered into other slots.
             may_gather = bool(slab.stored and slab.pages and up)
             is_apart = may_gather and there is not None and _is_fetched(there)
@@ -224,6 +235,7 @@ class SaveManager:
         seal writes the bytes that are there.
         """
         self._context.host_cache.pin(entry)
+        entry.num_followers += _is_fetched(entry)
         copy = Copy(slab._replace(pages=()), entry, saves=self, save=save)
         self._copies[copy] = None
         self._add_puts(save.owner, copy, tiers, () if entry.op is None else (entry.op,))
@@ -397,6 +409,7 @@ class SaveManager:
             self._context.count("kvpool_evicted_cells", num_cells, tier="host", fate=fate)
         if copy.save is None or tier is not None:
             self._context.host_cache.cleaned(copy.entry)
+        copy.entry.num_followers -= _is_fetched(copy.entry)
         self._context.host_cache.unpin(copy.entry)
 
     # Ends
