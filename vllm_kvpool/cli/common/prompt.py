@@ -100,7 +100,8 @@ class PromptNames:
     def cells(self) -> PromptCells:
         """Return the names for `kvpool prefetch`, with the cells' sizes."""
         key_prefixes = self.names.key_prefixes(self.chunk_tokens)
-        return PromptCells(key_prefixes, tuple(each.hex() for each in self.hashes))
+        chunks = tuple(each.hex() for each in self.hashes)
+        return PromptCells(key_prefixes, chunks, all(each.is_state for each in self.layer_groups))
 
     def covered_tokens(self, exists: Callable[[Sequence[str]], Sequence[bool]]) -> int:
         """Return the tokens that an engine's search would find, if its blocks fit into chunks."""
