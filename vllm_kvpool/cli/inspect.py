@@ -148,12 +148,14 @@ def _shares(store: Store) -> dict[str, Any]:
 
 
 def _described(manifest: Manifest | None, num_chunks: int) -> dict[str, Any]:
+    """Return weights and tokens; no tokens with recurrent states, which few chunks have."""
     if manifest is None:
         return {"weights": None, "tokens": None}
     values = manifest.values
     kinds = values.get("kinds")
     num_groups = len(kinds) if isinstance(kinds, list) and kinds else 1
-    tokens = num_chunks // num_groups * manifest.chunk_tokens
+    has_states = any(group.get("state") for group in manifest.cells)
+    tokens = 0 if has_states else num_chunks // num_groups * manifest.chunk_tokens
     return {
         "weights": str(values.get("weights", ""))
         + (f" ({manifest.weights_version})" * bool(manifest.weights_version)),
@@ -202,7 +204,7 @@ class _Node:
     parent: int | None
     kind: tuple[str, str]
     chunk_hash: str
-    depth: int
+    num_chunks: int  # from the start of the prompt to its end
     nbytes: int
     hits: int
     children: int = 0
@@ -234,10 +236,10 @@ def described_chunks(
         kind.pinned += chunk.pinned_until_ns > now_ns
         kind.written_ns.append(chunk.written_ns)
         parent = nodes.get(chunk.parent) if chunk.parent is not None else None
-        depth = parent.depth + 1 if parent else 1
         above = chunk.parent if parent else None
         sums = (chunk.nbytes, chunk.num_hits)
-        nodes[chunk.id] = _Node(chunk.id, above, which, name.chunk_hash.hex(), depth, *sums)
+        num_chunks = chunk.position + 1
+        nodes[chunk.id] = _Node(chunk.id, above, which, name.chunk_hash.hex(), num_chunks, *sums)
         if parent:
             parent.children += 1
     return {
@@ -291,7 +293,7 @@ def _prefixes(nodes: Mapping[int, _Node], chunk_tokens: Mapping[str, int]) -> li
                 "namespace": namespace,
                 "kind": kind,
                 "chunk": end.chunk_hash,
-                "tokens": end.depth * chunk_tokens.get(namespace, 0) or None,
+                "tokens": end.num_chunks * chunk_tokens.get(namespace, 0) or None,
                 "prompts": root.leaves,
                 "bytes": root.nbytes,
                 "hits": root.hits,
