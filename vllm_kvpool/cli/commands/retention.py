@@ -16,7 +16,6 @@ from vllm_kvpool.cli.common.stores import (
     store_options,
 )
 from vllm_kvpool.cli.common.tokenizer import PromptOptions, prompt_options
-from vllm_kvpool.cli.retention import StoreAnswer
 from vllm_kvpool.identity.chunk_hash import tenant_of
 from vllm_kvpool.identity.keys import is_namespace
 
@@ -25,13 +24,6 @@ def _names_of(
     stores: Sequence[NamedStore], namespace: str, tokens: Sequence[int], cache_salt: str
 ) -> prompt.PromptNames:
     return prompt.names_of(manifest_named(stores, namespace), tokens, cache_salt)
-
-
-def _print(answers: Sequence[StoreAnswer], stores: StoreOptions) -> None:
-    """Print the answers, and exit with 1 if no store could do it."""
-    stores.print(answers, retention.as_text(answers))
-    if answers and all(each.num is None for each in answers):
-        raise SystemExit(1)
 
 
 @click.command("purge", cls=Command)
@@ -54,9 +46,10 @@ def purge_command(
     """Remove the cells of NAMESPACES from stores.
 
     NAMESPACES are whole names. Without other options all of their cells are removed. A prompt
-    names its own cells, its end and its aliases. --cache-salt or --tenant alone names the cells of
+    names its own cells, its end and its aliases; cells of drafters, and of engines with another
+    layer_span, stay. --cache-salt or --tenant alone names the cells of
     its requests, --older-than those written longer ago. Engines that run may save new ones; what
-    they have in host memory stays.
+    they have in host memory stays. Exits with 1 if a store keeps what was to be removed.
     """
     for name in namespaces:
         if not is_namespace(name):
@@ -91,8 +84,8 @@ def purge_command(
             answers = retention.remove_older(each, namespaces, age_s)
         else:
             answers = retention.remove_namespaces(each, namespaces)
-    _print(answers, stores)
-    if not all(named.store.capabilities.writable for named in each):
+    stores.print(answers, retention.as_text(answers))
+    if any(answer.num is None for answer in answers):
         raise SystemExit(1)  # a part was not removed
 
 
@@ -123,7 +116,9 @@ def pin_command(
     with opened(stores.stores(), writable=True) as each:
         names = _names_of(each, namespace, tokens, given.cache_salt)
         answers = retention.pin(each, names.keys(), seconds)
-    _print(answers, stores)
+    stores.print(answers, retention.as_text(answers))
+    if all(answer.num is None for answer in answers):
+        raise SystemExit(1)
     if not (end or any(each.num for each in answers)):
         raise click.ClickException(
             f"nothing was pinned of these {len(tokens)} tokens in {namespace}; `kvpool explain "
