@@ -143,7 +143,7 @@ def _by_tier(samples: "Samples", name: str) -> Counter[str]:
 def _shares(store: Store) -> dict[str, Any]:
     owners = store.owners() if isinstance(store, DirectoryReader) else []
     owners.sort(key=lambda each: (-each.nbytes, each.owner))
-    shown = [{"owner": o.owner, "chunks": o.num_chunks, "bytes": o.nbytes} for o in owners]
+    shown = [{"owner": o.owner, "cells": o.num_cells, "bytes": o.nbytes} for o in owners]
     return {"shares": shown} if shown else {}
 
 
@@ -320,7 +320,7 @@ def as_text(found: Sequence[dict[str, Any]]) -> str:
         lines.append(TextTable("", COLUMNS, texts(rows), OPTIONAL_COLUMNS).as_text())
         for share in each.get("shares", ()):
             size = size_text(share["bytes"])
-            lines.append(f"  share of {share['owner']}: {share['chunks']} chunks, {size}")
+            lines.append(f"  share of {share['owner']}: {share['cells']} cells, {size}")
         if "no_hits" in each:
             lines.append(f"  no hits: {each['no_hits']}")
         lines += _details_shown(each)

@@ -167,7 +167,7 @@ class OwnerUsage(NamedTuple):
     """The part of a store's room that a tenant or namespace takes."""
 
     owner: str
-    num_chunks: int
+    num_cells: int
     nbytes: int
 
 

@@ -450,9 +450,9 @@ def test_whose_cells_they_are_is_shown_and_a_tenants_are_purged(
         store.put(keys, [make_buffer(CELL_BYTES)] * len(keys), refs)
     store.close()
     [found] = json.loads(invoke("inspect", "--store", url, "--json").output)
-    assert [(each["owner"], each["chunks"]) for each in found["shares"]] == [("-", 3), (tenant, 3)]
+    assert [(each["owner"], each["cells"]) for each in found["shares"]] == [("-", 12), (tenant, 12)]
     text = invoke("inspect", "--store", url).output
-    assert f"share of {tenant}: 3 chunks" in text
+    assert f"share of {tenant}: 12 cells" in text
     files = [path for path in (tmp_path / "pool").rglob("*") if path.is_file()]
     assert not any(SALT.encode() in path.read_bytes() for path in files)
     arguments = ("purge", FIRST, *option, "--yes", "--store")

@@ -673,7 +673,8 @@ def used_in(path: str) -> int:
 def owners_in(path: str) -> list[OwnerUsage]:
     """Read the usage of each owner, as `usage_in` does."""
     query = (
-        f"SELECT owner.name, sum({_NO_MANIFEST}), sum(chunk.bytes) FROM chunk JOIN owner "
+        f"SELECT owner.name, sum({_NO_MANIFEST} * (length(cells) / {CELL_ENTRY.size})), "
+        "sum(chunk.bytes) FROM chunk JOIN owner "
         "ON owner.id = chunk.owner WHERE chunk.bytes > 0 GROUP BY owner.name"
     )
     return [OwnerUsage(*row) for row in _read_only(path, query)]
