@@ -683,8 +683,8 @@ def owners_in(path: str) -> list[OwnerUsage]:
 def chunks_in(path: str) -> list[tuple[Any, ...]]:
     """Return every chunk, a parent before its children, read as in `usage_in`.
 
-    A row is the namespace, the name of the first cell, the id, the parent's id, the position,
-    cells, bytes, hits and the end of the pin.
+    A row: namespace, name of the first cell, id, parent's id, position, cells, bytes, hits and the
+    end of the pin.
     """
     query = (
         f"SELECT namespace.name, substr(cells, 1, {NAME_DIGEST_BYTES}), chunk.id, parent, "
