@@ -57,7 +57,9 @@ class Brought(msgspec.Struct, frozen=True, kw_only=True):
     near: int = 0
     """Were in the near tier already."""
     missing: int = 0
-    """No far tier has them, or none answers."""
+    """No far tier has them."""
+    failed: int = 0
+    """A far tier failed to say or to send what it has, and no other one has them."""
     bad: int = 0
     """Were damaged, and dropped."""
     unkept: int = 0
@@ -80,6 +82,8 @@ class PromptCells(NamedTuple):
     key_prefixes: Sequence[tuple[str, int]]
     chunks: Sequence[str]
     """Their hashes in hexadecimal, from the start of the prompt on."""
+    has_gaps: bool = False
+    """True if some chunks have no cells where later ones do, as recurrent states alone."""
 
     def batches(self) -> Iterator[list[_Cell]]:
         """Yield every cell, chunk by chunk, in batches that fit into the memory."""
@@ -199,8 +203,9 @@ class Mover:
                 return
             now = self._bring(batch)
             yield now
-            if (now.missing or now.unkept) and not now.brought + now.near:
-                return  # the far tiers have no more of the prompt, or the near one is full
+            is_last = now.failed or now.unkept or (now.missing and not self._cells.has_gaps)
+            if is_last and not now.brought + now.near:
+                return  # the far tiers fail or have no more of the prompt, or the near one is full
 
     def close(self) -> None:
         """Give the memory back; no call may follow."""
@@ -213,11 +218,13 @@ class Mover:
         places = self._places(wanted)
         done = Brought(near=len(batch) - len(wanted))
         good: list[int] = []
+        failed: set[int] = set()
         left = list(range(len(wanted)))
         for store in self._far:
             if not left or self._left_bytes <= 0:
                 break
             outcomes = _get(store, [wanted[i].key for i in left], [places[i] for i in left])
+            failed |= {i for i, out in zip(left, outcomes, strict=True) if out is GetOutcome.FAILED}
             arrived = [i for i, out in zip(left, outcomes, strict=True) if out is GetOutcome.OK]
             nbytes = sum(wanted[i].nbytes for i in arrived)
             self._left_bytes -= nbytes
@@ -226,7 +233,9 @@ class Mover:
             good += sound
             left = [i for i in left if i not in sound]
         kept = self._keep([wanted[i] for i in good], [places[i] for i in good])
-        return done + Brought(missing=len(left), brought=kept, unkept=len(good) - kept)
+        num_failed = len(failed.intersection(left))
+        done += Brought(missing=len(left) - num_failed, failed=num_failed)
+        return done + Brought(brought=kept, unkept=len(good) - kept)
 
     def _keep(self, cells: Sequence[_Cell], buffers: Sequence[Buffer]) -> int:
         if not cells:
@@ -247,7 +256,8 @@ class Mover:
 def _get(store: Store, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
     try:
         return store.get(keys, buffers)
-    except StoreError:
+    except StoreError as error:
+        logger.warning("prefetch: %s", error)
         return [GetOutcome.FAILED] * len(keys)  # unavailable; another tier may have them
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,11 +38,16 @@ HOUR_NS = 3600 * 10**9
 
 
 def usage(
-    number: int, parent: int | None, kind: str = "", hours: int = 1, hits: int = 0
+    number: int,
+    parent: int | None,
+    kind: str = "",
+    hours: int = 1,
+    hits: int = 0,
+    position: int = 0,
 ) -> ChunkUsage:
     key = KEYS.key(HeadShard(0), LayerSpan(0, 2, kind), number.to_bytes(16))
     written_ns = NOW_NS - hours * HOUR_NS
-    return ChunkUsage(NAMESPACE, number, parent, 2, 1000, hits, 0, written_ns, key)
+    return ChunkUsage(NAMESPACE, number, parent, position, 2, 1000, hits, 0, written_ns, key)
 
 
 def test_kinds_have_their_ages_and_hits() -> None:
@@ -59,10 +65,10 @@ def test_a_prefix_ends_where_prompts_part() -> None:
     chunks = [
         usage(1, None, hits=4),
         usage(6, None),
-        usage(2, 1),
-        usage(3, 2, hits=1),
-        usage(4, 2),
-        usage(5, 4),
+        usage(2, 1, position=1),
+        usage(3, 2, hits=1, position=2),
+        usage(4, 2, position=2),
+        usage(5, 4, position=3),
     ]
     shared, alone = described_chunks(chunks, {NAMESPACE: 256}, NOW_NS)["prefixes"]
     assert (shared["tokens"], shared["prompts"], shared["bytes"]) == (512, 2, 5000)
@@ -76,6 +82,34 @@ def test_the_largest_are_named_and_a_chunk_whose_parent_is_gone_begins_one() -> 
     found = described_chunks(chunks, {}, NOW_NS)["prefixes"]
     assert len(found) == MOST_PREFIXES
     assert (found[0]["chunk"], found[0]["tokens"]) == ((99).to_bytes(16).hex(), None)
+
+
+def test_a_chunk_whose_parent_is_not_stored_has_the_tokens_before_it() -> None:
+    """States are stored after few chunks of a prompt; a purge may leave a prompt's end."""
+    [found] = described_chunks([usage(1, None, position=2)], {NAMESPACE: 256}, NOW_NS)["prefixes"]
+    assert found["tokens"] == 768
+
+
+def test_a_store_of_recurrent_states_has_no_number_of_tokens(tmp_path: Path) -> None:
+    """Five chunks of attention, of which three have states: 1280 tokens, and not 4 x 256."""
+    topology = Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=2)
+    of_states = replace(topology, layer_group="state")
+    groups = [LayerGroup(topology, 64), LayerGroup(of_states, 64, is_state=True)]
+    values = {"chunk_tokens": 256, "kinds": [{"kind": ""}, {"kind": "state"}]}
+    content = write_manifest(Manifest(NAMESPACE, NAMESPACE, "", values, described(groups)))
+    manifest = make_buffer(len(content))
+    manifest.view[:] = content
+    key, names = manifest_key(NAMESPACE), CellNames(NAMESPACE, groups)
+    keys = [each for n in range(5) for each in names.of_chunk(n.to_bytes(20), 0)]
+    keys += [each for n in range(3) for each in names.of_chunk(n.to_bytes(20), 1)]
+    store = FileStore(str(tmp_path), 100 << 20)
+    store.put([key], [manifest], [ChunkRef(key)])
+    refs = [ChunkRef(chunk_id_of_key(each)) for each in keys]
+    store.put(keys, [make_buffer(100)] * len(keys), refs)
+    store.close()
+    [found] = contents([NamedStore("", ReadOnlyFileStore(str(tmp_path)))])
+    [shown] = found["namespaces"]
+    assert (shown["chunks"], shown["tokens"]) == (8, None)
 
 
 def test_a_store_in_detail(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import tests.support.memory_store  # noqa: F401  (its scheme)
 from tests.prefetch.cells import fill, is_held, keys_of, names_of, put
 from tests.support.buffers import make_buffer
 from tests.support.mooncake_master import MooncakeMaster
-from tests.support.object_server import FaultyFront, Hang, ObjectServer
+from tests.support.object_server import Answer, FaultyFront, Hang, ObjectServer
 from tests.support.store_contract import new_namespace
 from vllm_kvpool.cli.common.prompt import names_of as prompt_names
 from vllm_kvpool.config import read_config
@@ -35,8 +35,9 @@ from vllm_kvpool.prefetch import (
     near_share,
 )
 from vllm_kvpool.storage.backends import open_store
-from vllm_kvpool.storage.base import Store
+from vllm_kvpool.storage.base import Buffer, Store
 from vllm_kvpool.storage.contents.manifest import MANIFEST_BYTES, Manifest, write_manifest
+from vllm_kvpool.storage.s3 import object_name
 from vllm_kvpool.storage.url import parse_store_url
 
 LIMIT_S = 60.0
@@ -158,18 +159,28 @@ def test_cells_come_from_others_memory_into_files(tmp_path: Path) -> None:
     assert near_has(near, names) == list(keys_of(names))[1:]
 
 
-@pytest.mark.s3
-def test_a_prompt_is_brought_by_its_tokens(tmp_path: Path, s3_url: str) -> None:
+def prompt_of(num_tokens: int) -> tuple[Manifest, PromptCells]:
+    """Return a manifest, and the cells of a prompt in its namespace."""
     namespace = new_namespace("prompt")
     groups = [LayerGroup(Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=4), 64)]
     manifest = Manifest(namespace, namespace, "", {"chunk_tokens": 16}, described(groups))
-    order = prompt_names(manifest, range(70)).cells()
-    stored = order._replace(chunks=order.chunks[:3])
+    return manifest, prompt_names(manifest, range(num_tokens)).cells()
+
+
+def content_of(manifest: Manifest) -> Buffer:
     content = make_buffer(MANIFEST_BYTES)
     content.view[:] = write_manifest(manifest)
+    return content
+
+
+@pytest.mark.s3
+def test_a_prompt_is_brought_by_its_tokens(tmp_path: Path, s3_url: str) -> None:
+    manifest, order = prompt_of(70)
+    namespace = manifest.namespace
+    stored = order._replace(chunks=order.chunks[:3])
     with opened(s3_url) as far:
         fill(far, stored)
-        put(far, [(manifest_key(namespace), content)])
+        put(far, [(manifest_key(namespace), content_of(manifest))])
     near = near_of(tmp_path)
     path = tmp_path / "tokens.json"
     path.write_text(json.dumps(list(range(70))))
@@ -187,6 +198,40 @@ def test_a_prompt_is_brought_by_its_tokens(tmp_path: Path, s3_url: str) -> None:
         with started([near, s3_url], *part) as process:
             assert missing in process.communicate(timeout=LIMIT_S)[1]
         assert process.returncode == 2
+
+
+HANGS, REFUSES = Hang(), Answer(403, "ExpiredToken")
+
+
+def test_prompts_of_recurrent_states_alone_have_gaps() -> None:
+    manifest, order = prompt_of(70)
+    assert not order.has_gaps
+    states = [{**each, "kind": "state", "state": True} for each in manifest.cells]
+    both = manifest._replace(cells=(*manifest.cells, *states))
+    assert not prompt_names(both, range(70)).cells().has_gaps
+    assert prompt_names(both._replace(cells=tuple(states)), range(70)).cells().has_gaps
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("fault", [HANGS, REFUSES], ids=["hangs", "refuses"])
+def test_command_ends_with_status_1_if_a_store_fails(
+    fault: Hang | Answer, tmp_path: Path, server: ObjectServer
+) -> None:
+    manifest, order = prompt_of(70)
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(list(range(70))))
+    with opened(s3_at(server.endpoint)) as far:
+        fill(far, order)
+        put(far, [(manifest_key(manifest.namespace), content_of(manifest))])
+    prompt = ("--tokens", str(path), "--namespace", manifest.namespace, "--max-seconds", "0.5")
+    cell = object_name("pool/v1", next(iter(keys_of(order))))
+    with FaultyFront(server.port) as front:
+        front.rule = lambda seen: fault if seen.path.endswith(cell) else None
+        with started([near_of(tmp_path), s3_at(front.endpoint)], *prompt) as process:
+            out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1, err.decode()
+    assert b"8 cells" in out
+    assert b"Traceback" not in err
 
 
 @pytest.mark.s3

@@ -140,6 +140,13 @@ def test_a_prompt_that_the_pool_has_no_further_is_not_asked_for_to_its_end() -> 
     assert far[0].faults.calls["get"] == 3
 
 
+def test_states_after_chunks_without_states_come_near() -> None:
+    near, far = bench()
+    names = names_of(4 * BATCH_CELLS, heads=1)
+    fill(far[0], names._replace(chunks=[names.chunks[0], names.chunks[-1]]))
+    assert move(near, far, names._replace(has_gaps=True)).brought == 2
+
+
 def test_no_more_bytes_than_allowed_but_for_the_last_batch() -> None:
     near, far = bench()
     names = names_of(4 * BATCH_CELLS, heads=1)
@@ -180,7 +187,17 @@ def test_a_far_tier_that_is_away_is_passed_by() -> None:
     assert move(near, far, names).brought == 6
     far[1].faults.inject(Fault.UNREACHABLE, "get")
     other = names_of(2)
-    assert move(near, far, other) == Brought(missing=4)
+    assert move(near, far, other) == Brought(failed=4)
+
+
+def test_cells_that_one_far_tier_lacks_and_another_cannot_read_have_failed() -> None:
+    near, far = bench(2)
+    names = names_of(3)
+    fill(far[0], names._replace(chunks=names.chunks[:1]))
+    far[1].faults.inject(Fault.FAILED, "get", key="head:1")
+    assert move(near, far, names) == Brought(
+        brought=2, nbytes=sum(keys_of(names).values()) // 3, missing=2, failed=2
+    )
 
 
 def test_nothing_more_comes_where_nothing_is_kept() -> None:

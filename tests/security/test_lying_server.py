@@ -66,6 +66,9 @@ class EndlessServer:
             asked = re.search(rb"(?i)range: bytes=(\d+)-(\d+)", head)
             if head.startswith(b"PUT"):
                 client.sendall(b"HTTP/1.1 412 Exists\r\nContent-Length: 0\r\n\r\n")
+            elif b"?list-type" in head.split(b"\r\n")[0]:
+                body = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+                client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             elif asked is None or b"/absent" in head.split(b"\r\n")[0]:
                 client.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
             else:

@@ -62,6 +62,15 @@ def test_a_store_that_fails_a_few_times_in_a_row_is_away(up: Stage) -> None:
     assert up.heard == [True, False]
 
 
+@pytest.mark.parametrize("method", ["exists", "get", "put"])
+def test_log_of_a_store_that_fails_has_the_error_of_its_last_call(
+    up: Stage, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    up.fail(FAILURES_TO_OPEN, method)
+    [line] = [each.getMessage() for each in caplog.records if "in a row failed" in each.message]
+    assert line.endswith("calls in a row failed: injected")
+
+
 def test_a_success_in_between_starts_the_count_anew(up: Stage) -> None:
     for _ in range(3):
         up.fail(FAILURES_TO_OPEN - 1)

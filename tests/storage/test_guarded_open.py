@@ -16,6 +16,7 @@ from tests.storage.guard_bench import (
     GUARD_LOG,
     LIMIT_S,
     LONG_S,
+    NAME,
     SHORT_S,
     Stage,
 )
@@ -24,7 +25,7 @@ from tests.support.memory_store import CAPABILITIES, MemoryStore
 from tests.support.store_contract import StoreContract
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import Buffer, Store
-from vllm_kvpool.storage.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S, LONGEST_PAUSE_S
 from vllm_kvpool.storage.guarded import PAUSE_JITTER, CallTimeouts, GuardedStore
 
 AWAY = StoreUnreachable("nobody answers")
@@ -106,6 +107,34 @@ def test_what_a_later_attempt_says_is_survived(
     assert len(caplog.records) == isinstance(error, RuntimeError)
     stage.pass_time(LONG_S)
     assert stage.next_news() is True
+
+
+def test_log_says_once_that_a_store_which_was_away_refuses(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusals = [ConfigError("no such bucket")] * 2
+    stage.troubles = [AWAY, AWAY, *refusals, AWAY]
+    stage.start()
+    for attempt in range(2, 6):
+        stage.pass_time(LONG_S)
+        stage.wait_until(lambda n=attempt: stage.attempts == n and stage.guard._pause_s() > 0)
+    told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert told == [f"kvpool: store {NAME}: still unavailable: no such bucket"]
+
+
+def test_log_says_why_a_store_fails_once_for_calls_and_probes(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.start()
+    stage.fail(FAILURES_TO_OPEN)
+    stage.store.inject(Fault.ERROR, "exists")
+    for attempt in range(2):
+        stage.pass_time(LONG_S)
+        num_probes = FAILURES_TO_OPEN + attempt + 1
+        stage.wait_until(
+            lambda n=num_probes: stage.store.calls["exists"] == n and stage.guard._pause_s() > 0
+        )
+    assert [each.levelname for each in caplog.records].count("WARNING") == 1
 
 
 def test_pauses_grow_are_bounded_and_are_not_the_same_everywhere(

@@ -455,6 +455,29 @@ def test_an_unsigned_request_carries_no_signature(front: FaultyFront) -> None:
     assert not any("authorization" in seen.headers for seen in front.seen)
 
 
+def test_a_bucket_in_the_endpoint_as_well_is_refused_at_open(server: ObjectServer) -> None:
+    """Objects of such a store work, with the bucket's name before theirs, but no list does."""
+    with pytest.raises(ConfigError, match="check the name of the bucket, region= and endpoint="):
+        S3Store(options_for(f"{server.endpoint}/{BUCKET}"))
+
+
+def test_an_endpoint_with_a_path_is_asked_there(front: FaultyFront) -> None:
+    front.reset(lambda seen: Answer(404))
+    with pytest.raises(ConfigError):
+        S3Store(options_for(f"{front.endpoint}/storage/s3"))
+    assert {seen.path.partition(f"/{BUCKET}")[0] for seen in front.seen} == {"/storage/s3"}
+
+
+def test_lists_that_are_refused_are_said(
+    front: FaultyFront, caplog: pytest.LogCaptureFixture
+) -> None:
+    front.reset(lambda seen: Answer(403, "AccessDenied") if "list-type" in seen.path else None)
+    store = S3Store(options_for(front.endpoint))
+    assert "purge and inspect fail, as lists are refused: GET http" in caplog.text
+    assert store.exists(["absent"]) == [False]
+    store.close()
+
+
 def test_rights_to_read_only_are_said(front: FaultyFront, caplog: pytest.LogCaptureFixture) -> None:
     front.reset(lambda seen: Answer(403, "AccessDenied") if seen.method == "PUT" else None)
     store = S3Store(options_for(front.endpoint))

@@ -143,17 +143,19 @@ def _by_tier(samples: "Samples", name: str) -> Counter[str]:
 def _shares(store: Store) -> dict[str, Any]:
     owners = store.owners() if isinstance(store, DirectoryReader) else []
     owners.sort(key=lambda each: (-each.nbytes, each.owner))
-    shown = [{"owner": o.owner, "chunks": o.num_chunks, "bytes": o.nbytes} for o in owners]
+    shown = [{"owner": o.owner, "cells": o.num_cells, "bytes": o.nbytes} for o in owners]
     return {"shares": shown} if shown else {}
 
 
 def _described(manifest: Manifest | None, num_chunks: int) -> dict[str, Any]:
+    """Return weights and tokens; no tokens with recurrent states, which few chunks have."""
     if manifest is None:
         return {"weights": None, "tokens": None}
     values = manifest.values
     kinds = values.get("kinds")
     num_groups = len(kinds) if isinstance(kinds, list) and kinds else 1
-    tokens = num_chunks // num_groups * manifest.chunk_tokens
+    has_states = any(group.get("state") for group in manifest.cells)
+    tokens = 0 if has_states else num_chunks // num_groups * manifest.chunk_tokens
     return {
         "weights": str(values.get("weights", ""))
         + (f" ({manifest.weights_version})" * bool(manifest.weights_version)),
@@ -202,7 +204,7 @@ class _Node:
     parent: int | None
     kind: tuple[str, str]
     chunk_hash: str
-    depth: int
+    num_chunks: int  # from the start of the prompt to its end
     nbytes: int
     hits: int
     children: int = 0
@@ -234,10 +236,10 @@ def described_chunks(
         kind.pinned += chunk.pinned_until_ns > now_ns
         kind.written_ns.append(chunk.written_ns)
         parent = nodes.get(chunk.parent) if chunk.parent is not None else None
-        depth = parent.depth + 1 if parent else 1
         above = chunk.parent if parent else None
         sums = (chunk.nbytes, chunk.num_hits)
-        nodes[chunk.id] = _Node(chunk.id, above, which, name.chunk_hash.hex(), depth, *sums)
+        num_chunks = chunk.position + 1
+        nodes[chunk.id] = _Node(chunk.id, above, which, name.chunk_hash.hex(), num_chunks, *sums)
         if parent:
             parent.children += 1
     return {
@@ -291,7 +293,7 @@ def _prefixes(nodes: Mapping[int, _Node], chunk_tokens: Mapping[str, int]) -> li
                 "namespace": namespace,
                 "kind": kind,
                 "chunk": end.chunk_hash,
-                "tokens": end.depth * chunk_tokens.get(namespace, 0) or None,
+                "tokens": end.num_chunks * chunk_tokens.get(namespace, 0) or None,
                 "prompts": root.leaves,
                 "bytes": root.nbytes,
                 "hits": root.hits,
@@ -318,7 +320,7 @@ def as_text(found: Sequence[dict[str, Any]]) -> str:
         lines.append(TextTable("", COLUMNS, texts(rows), OPTIONAL_COLUMNS).as_text())
         for share in each.get("shares", ()):
             size = size_text(share["bytes"])
-            lines.append(f"  share of {share['owner']}: {share['chunks']} chunks, {size}")
+            lines.append(f"  share of {share['owner']}: {share['cells']} cells, {size}")
         if "no_hits" in each:
             lines.append(f"  no hits: {each['no_hits']}")
         lines += _details_shown(each)

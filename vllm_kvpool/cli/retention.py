@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from vllm_kvpool.cli.common.stores import NamedStore
-from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.file.store import DirectoryReader
@@ -122,9 +122,12 @@ def _remove(store: Store, keys: Iterable[str]) -> int:
 
 
 def _removed(named: NamedStore, remove: Callable[[Store], int | str]) -> StoreAnswer:
-    """Return the answer of a store: how much `remove` has removed, or why it cannot."""
+    """Return the answer of a store: how much `remove` has removed, or why it has not."""
     is_writable = named.store.capabilities.writable
-    done = remove(named.store) if is_writable else "may not be written by this user"
+    try:
+        done = remove(named.store) if is_writable else "may not be written by this user"
+    except StoreError as error:  # other stores are asked all the same
+        return StoreAnswer(named.url, None, f"{error}; not all is removed")
     if isinstance(done, str):
         return StoreAnswer(named.url, None, f"{done}; nothing removed")
     return StoreAnswer(named.url, done, f"{done} objects removed")

@@ -167,7 +167,7 @@ class OwnerUsage(NamedTuple):
     """The part of a store's room that a tenant or namespace takes."""
 
     owner: str
-    num_chunks: int
+    num_cells: int
     nbytes: int
 
 
@@ -178,6 +178,8 @@ class ChunkUsage(NamedTuple):
     id: int
     parent: int | None
     """The `id` of the chunk before it in its prompt, if that is stored."""
+    position: int
+    """The number of chunks before it in its prompt, stored or not."""
     num_cells: int
     nbytes: int
     num_hits: int

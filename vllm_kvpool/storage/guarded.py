@@ -190,6 +190,7 @@ class GuardedStore:
         self._health = StoreHealth()
         self._buffers: list[Buffer] = []
         self._first_error: Exception | None = None
+        self._last_error = ""
         self._tried = False
         self._is_waited_for = True
         self._listeners: list[Listener] = []
@@ -323,7 +324,7 @@ class GuardedStore:
     ) -> T:
         """Run a call and count its outcome; without `is_timed` its duration does not count."""
         store, began = self._begin(kind)
-        failed = True  # also for exceptions that stores must not raise
+        failed, cause = True, ""  # also for exceptions that stores must not raise
         try:
             if longest_s is None:
                 result = method(store)
@@ -331,8 +332,11 @@ class GuardedStore:
                 result = self._calls.run(partial(method, store), longest_s)
             failed = has_failed(result)
             return result
+        except Exception as error:
+            cause = str(error)
+            raise
         finally:
-            self._ended(kind, began if is_timed else None, failed=failed)
+            self._ended(kind, began if is_timed else None, failed=failed, cause=cause)
 
     def _begin(self, kind: CallKind) -> tuple[Store, float]:
         with self._state:
@@ -344,7 +348,7 @@ class GuardedStore:
             self._num_calls += 1
             return store, self._clock()
 
-    def _ended(self, kind: CallKind, began: float | None, *, failed: bool) -> None:
+    def _ended(self, kind: CallKind, began: float | None, *, failed: bool, cause: str) -> None:
         with self._state:
             now = self._clock()
             self._num_calls -= 1
@@ -352,7 +356,9 @@ class GuardedStore:
                 self._state.notify_all()
                 return
             began = now if began is None else began
-            self._note(self._health.call_ended(kind, began, now, failed=failed))
+            if why := self._health.call_ended(kind, began, now, failed=failed):
+                self._last_error = cause
+                self._note(f"{why}: {cause}" if cause else why)
 
     def report_hung(self, *, writes: bool = False, limit_s: float | None = None) -> None:
         """Count a call with buffers as hanging; called by who waits for it.
@@ -364,12 +370,11 @@ class GuardedStore:
             if self._closed:
                 return
             limit_s = self._timeouts.call_s if limit_s is None else limit_s
-            self._note(self._health.call_hung(kind, self._clock(), limit_s))
+            if why := self._health.call_hung(kind, self._clock(), limit_s):
+                self._note(why)
 
     def _note(self, why: str) -> None:
-        """Log and tell that the access was restricted, if there is a reason."""
-        if not why:
-            return
+        """Log and tell that the access was restricted."""
         if self._health.access is StoreAccess.NONE:
             logger.warning("kvpool: store %s: unavailable: %s", self._name, why)
         else:
@@ -451,6 +456,7 @@ class GuardedStore:
     def _not_yet(self, error: Exception) -> None:
         with self._state:
             first, self._tried = not self._tried, True
+            before, self._last_error = self._last_error, str(error)
             if first:
                 self._first_error = error
             if self._is_waited_for:
@@ -459,6 +465,8 @@ class GuardedStore:
                 logger.warning("kvpool: store %s: cannot be opened: %s", self._name, error)
             elif not isinstance(error, StoreError | ConfigError):
                 logger.error("kvpool: store %s: opening it failed", self._name, exc_info=error)
+            elif not isinstance(error, StoreUnreachable) and self._last_error != before:
+                logger.warning("kvpool: store %s: still unavailable: %s", self._name, error)
             else:
                 logger.debug("kvpool: store %s: still unavailable: %s", self._name, error)
             # So that engines which lost a store together do not retry together.

@@ -65,6 +65,7 @@ MAX_BACKOFF_S = 1.0
 PUT_ATTEMPTS = 3
 GIVE_UP_AFTER = 4  # requests in a row without an answer; the rest fail at once
 
+FORBIDDEN = 403
 NO_SUCH_RANGE = 416
 PANIC = "PanicException"  # of Rust's runtime, as when it gets no threads; no `Exception`
 
@@ -363,7 +364,7 @@ class S3Store(Store):
     capabilities = CAPABILITIES
 
     def __init__(self, options: S3Options, uniform: Callable[[], float] = random.random) -> None:
-        """Open the bucket, within three times `CALL_TIMEOUT_S`.
+        """Open the bucket, within four times `CALL_TIMEOUT_S`.
 
         ConfigError if bucket or credentials do not work, StoreUnreachable if no server answers.
         """
@@ -467,10 +468,21 @@ class S3Store(Store):
         time.sleep(LET_GO_S)
 
     def _check_access(self) -> None:
-        """Raise ConfigError or StoreUnreachable unless an absent object is reported as absent."""
+        """Raise ConfigError or StoreUnreachable unless an absent object is reported as absent.
+
+        With the bucket's name in `endpoint` as well, gets and puts work and lists do not.
+        """
         absent, view = f"{self._root}/{ABSENT}", memoryview(bytearray(1))
-        [result] = self._run(lambda call: [call.get(absent, view)], CALL_TIMEOUT_S)
-        self._raise_at_open(result)
+        self._raise_at_open(self._try(lambda call: call.get(absent, view)))
+        listed = self._try(lambda call: call.names_after(absent, None))
+        if isinstance(listed, S3Error) and listed.status == FORBIDDEN:
+            logger.warning(
+                "%s: resets, kvpool purge and inspect fail, as lists are refused: %s",
+                self._where,
+                listed.text,
+            )
+        else:
+            self._raise_at_open(listed)
 
     def _try_conditional_puts(self) -> bool:
         """Return True if the service refuses a second conditional put of an object."""
@@ -495,9 +507,10 @@ class S3Store(Store):
 
     def _put_marker(self, conditional: bool) -> PutOutcome | S3Error:
         marker, view = f"{self._root}/{MARKER}", memoryview(b"beside the cells of vllm-kvpool")
-        [result] = self._run(
-            lambda call: [call.put(marker, view, conditional, self._uniform)], CALL_TIMEOUT_S
-        )
+        return self._try(lambda call: call.put(marker, view, conditional, self._uniform))
+
+    def _try(self, work: Callable[[Call], Work[T]]) -> T | S3Error:
+        [result] = self._run(lambda call: [work(call)], CALL_TIMEOUT_S)
         return result
 
     def _raise_at_open(self, result: T | S3Error) -> None:

@@ -410,7 +410,7 @@ def _check_endpoint(url: str, endpoint: str, allow_http: bool) -> None:
         valid = False
     if not valid or "@" in endpoint or parts.query or parts.fragment:
         raise ConfigError(
-            f"{url}: endpoint= must be like https://host:9000, without a path, query or user"
+            f"{url}: endpoint= must be like https://host:9000, without a query or user"
         )
     if parts.scheme == "http" and not allow_http and not _is_loopback(parts.hostname or ""):
         raise ConfigError(

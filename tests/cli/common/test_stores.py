@@ -11,9 +11,10 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-import tests.support.memory_store  # noqa: F401  (its scheme)
 from tests.support.buffers import make_buffer
 from tests.support.commands import all_commands
+from tests.support.faults import Fault, FaultyStore
+from tests.support.memory_store import MemoryStore
 from tests.support.models import add_tokenizer
 from vllm_kvpool.cli import main, retention
 from vllm_kvpool.cli.common import stores
@@ -325,6 +326,27 @@ def test_purge_of_two_stores_of_which_one_may_not_be_written_is_no_success(
     assert result.exit_code == 1
 
 
+def test_purge_of_two_stores_of_which_one_fails_removes_from_the_other_and_is_no_success(
+    url: str, prompt: str, tmp_path: Path
+) -> None:
+    failing = FaultyStore(MemoryStore("", 1 << 20))
+    failing.inject(Fault.UNREACHABLE, "remove")
+    each = [NamedStore("far", failing), NamedStore(url, FileStore(str(tmp_path / "pool"), 1 << 30))]
+    far, near = retention.remove(each, prompt_keys())
+    each[1].store.close()
+    assert (far.num, far.text) == (None, "injected; not all is removed")
+    assert near.num == 8
+
+
+def test_purge_of_two_stores_of_which_one_cannot_do_it_is_no_success(url: str, prompt: str) -> None:
+    result = invoke(
+        *("purge", FIRST, "--yes", "--store", "memory://x", "--store", url, "--older-than", "7d")
+    )
+    assert "0 objects removed" in result.output
+    assert "cannot say when cells were written" in result.output
+    assert result.exit_code == 1
+
+
 def test_purge_removes_what_is_older(url: str, prompt: str, tmp_path: Path) -> None:
     old, new = prompt_keys()[:4], prompt_keys()[4:8]
     for key in old:
@@ -428,9 +450,9 @@ def test_whose_cells_they_are_is_shown_and_a_tenants_are_purged(
         store.put(keys, [make_buffer(CELL_BYTES)] * len(keys), refs)
     store.close()
     [found] = json.loads(invoke("inspect", "--store", url, "--json").output)
-    assert [(each["owner"], each["chunks"]) for each in found["shares"]] == [("-", 3), (tenant, 3)]
+    assert [(each["owner"], each["cells"]) for each in found["shares"]] == [("-", 12), (tenant, 12)]
     text = invoke("inspect", "--store", url).output
-    assert f"share of {tenant}: 3 chunks" in text
+    assert f"share of {tenant}: 12 cells" in text
     files = [path for path in (tmp_path / "pool").rglob("*") if path.is_file()]
     assert not any(SALT.encode() in path.read_bytes() for path in files)
     arguments = ("purge", FIRST, *option, "--yes", "--store")

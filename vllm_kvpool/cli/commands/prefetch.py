@@ -43,7 +43,10 @@ def prefetch_command(
     as_json: bool,
     given: PromptOptions,
 ) -> None:
-    """Bring the cells of a prompt into the files of this host."""
+    """Bring the cells of a prompt into the files of this host.
+
+    Exits with 1 if a store fails, or still hangs 2 s after --max-seconds.
+    """
     hide_native_logs()
     logging.basicConfig(level="INFO", format=LOG_FORMAT)
     max_bytes = parse_size(size, "--max-bytes")
@@ -62,14 +65,17 @@ def prefetch_command(
                 cells,
                 near_share(near, max_bytes),
                 max_seconds,
-                lambda batch: bar.update(batch.brought + batch.near + batch.missing),
+                lambda batch: bar.update(batch.brought + batch.near + batch.missing + batch.failed),
             )
         words = (
             f"{len(cells.chunks)} chunks, {num_cells} cells: {done.brought} brought "
             f"({size_text(done.nbytes)}), {done.near} were here, {done.missing} not found, "
-            f"{done.bad} damaged, {done.unkept} not kept"
+            f"{done.failed} not read of a store that failed, {done.bad} damaged, "
+            f"{done.unkept} not kept"
         )
         click.echo(json.dumps(msgspec.to_builtins(done)) if as_json else words)
         if not has_ended:  # a thread hangs in a store
             sys.stdout.flush()
-            os._exit(0)
+            os._exit(1)
+    if done.failed:
+        raise SystemExit(1)

@@ -10,16 +10,8 @@ from vllm_kvpool.cli.common import prompt
 from vllm_kvpool.cli.common.command import Command
 from vllm_kvpool.cli.common.stores import StoreOptions, manifest_named, opened, store_options
 from vllm_kvpool.cli.common.tokenizer import PromptOptions, prompt_options
-from vllm_kvpool.cli.retention import StoreAnswer
 from vllm_kvpool.identity.chunk_hash import tenant_of
 from vllm_kvpool.identity.keys import is_namespace
-
-
-def _print(answers: Sequence[StoreAnswer], stores: StoreOptions) -> None:
-    """Print the answers, and exit with 1 if no store could do it."""
-    stores.print(answers, retention.as_text(answers))
-    if answers and all(each.num is None for each in answers):
-        raise SystemExit(1)
 
 
 @click.command("purge", cls=Command)
@@ -42,9 +34,10 @@ def purge_command(
     """Remove the cells of NAMESPACES from stores.
 
     NAMESPACES are whole names. Without other options all of their cells are removed. A prompt
-    names its own cells, its end and its aliases. --cache-salt or --tenant alone names the cells of
+    names its own cells, its end and its aliases; cells of drafters, and of engines with another
+    layer_span, stay. --cache-salt or --tenant alone names the cells of
     its requests, --older-than those written longer ago. Engines that run may save new ones; what
-    they have in host memory stays.
+    they have in host memory stays. Exits with 1 if a store keeps what was to be removed.
     """
     for name in namespaces:
         if not is_namespace(name):
@@ -79,8 +72,8 @@ def purge_command(
             answers = retention.remove_older(each, namespaces, age_s)
         else:
             answers = retention.remove_namespaces(each, namespaces)
-    _print(answers, stores)
-    if not all(named.store.capabilities.writable for named in each):
+    stores.print(answers, retention.as_text(answers))
+    if any(answer.num is None for answer in answers):
         raise SystemExit(1)  # a part was not removed
 
 
@@ -111,7 +104,9 @@ def pin_command(
     with opened(stores.stores(), writable=True) as each:
         names = prompt.names_of(manifest_named(each, namespace), tokens, given.cache_salt)
         answers = retention.pin(each, names.keys(), seconds)
-    _print(answers, stores)
+    stores.print(answers, retention.as_text(answers))
+    if all(answer.num is None for answer in answers):
+        raise SystemExit(1)
     if not (end or any(each.num for each in answers)):
         raise click.ClickException(
             f"nothing was pinned of these {len(tokens)} tokens in {namespace}; `kvpool explain "

@@ -88,8 +88,12 @@ class PromptNames:
 
     def cells(self) -> PromptCells:
         """Return the names for `kvpool prefetch`, with the cells' sizes."""
-        key_prefixes = self.cell_names.key_prefixes(self.chain.chunk_tokens)
-        return PromptCells(key_prefixes, tuple(each.hex() for each in self.chain.hashes))
+        names = self.cell_names
+        return PromptCells(
+            names.key_prefixes(self.chain.chunk_tokens),
+            tuple(each.hex() for each in self.chain.hashes),
+            all(each.is_state for each in names.layer_groups),
+        )
 
     def covered_tokens(self, exists: Callable[[Sequence[str]], Sequence[bool]]) -> int:
         """Return the tokens that an engine's search would find, if its blocks fit into chunks."""

@@ -673,7 +673,8 @@ def used_in(path: str) -> int:
 def owners_in(path: str) -> list[OwnerUsage]:
     """Read the usage of each owner, as `usage_in` does."""
     query = (
-        f"SELECT owner.name, sum({_NO_MANIFEST}), sum(chunk.bytes) FROM chunk JOIN owner "
+        f"SELECT owner.name, sum({_NO_MANIFEST} * (length(cells) / {CELL_ENTRY.size})), "
+        "sum(chunk.bytes) FROM chunk JOIN owner "
         "ON owner.id = chunk.owner WHERE chunk.bytes > 0 GROUP BY owner.name"
     )
     return [OwnerUsage(*row) for row in _read_only(path, query)]
@@ -682,12 +683,12 @@ def owners_in(path: str) -> list[OwnerUsage]:
 def chunks_in(path: str) -> list[tuple[Any, ...]]:
     """Return every chunk, a parent before its children, read as in `usage_in`.
 
-    A row is the namespace, the name of the first cell, the id, the parent's id, cells, bytes, hits
-    and the end of the pin.
+    A row: namespace, name of the first cell, id, parent's id, position, cells, bytes, hits and the
+    end of the pin.
     """
     query = (
         f"SELECT namespace.name, substr(cells, 1, {NAME_DIGEST_BYTES}), chunk.id, parent, "
-        f"length(cells) / {CELL_ENTRY.size}, bytes, hits, pinned_until FROM chunk "
+        f"position, length(cells) / {CELL_ENTRY.size}, bytes, hits, pinned_until FROM chunk "
         f"JOIN namespace ON namespace.id = chunk.namespace WHERE bytes > 0 AND {_NO_MANIFEST} "
         "ORDER BY position"
     )
