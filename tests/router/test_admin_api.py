@@ -141,7 +141,7 @@ async def test_state_replicas_and_metrics_can_be_read() -> None:
             assert 'kvpool_router_replicas{state="prefill"} 2.0' in await response.text()
 
 
-async def test_dry_run_shows_the_plan_of_now_and_posts_nothing() -> None:
+async def test_plan_route_shows_the_last_plan_and_posts_nothing() -> None:
     scene = Scene(mode=Mode.AUTOMATIC)
     scene.serving("p0", Role.PREFILL)
     scene.tick()
@@ -259,7 +259,7 @@ REFUSED: list[tuple[str, object, int, str]] = [
     ("/replicas", ADD | {"id": "a b"}, 400, "id is 'a b'"),
     ("/replicas", ADD | {"id": "x" * 129}, 400, "up to 128 characters"),
     ("/replicas", ADD | {"id": "new\n"}, 400, "without spaces"),
-    ("/replicas", ADD | {"id": "p0"}, 409, "'p0' at http://10.0.0.1:8000 is there already"),
+    ("/replicas", ADD | {"id": "p0"}, 409, "p0 at http://10.0.0.1:8000 is there already"),
     ("/replicas", ADD | {"url": "http://10.0.0.1:8002/"}, 409, "'d0' at http://10.0.0.1:8002 is"),
     ("/replicas", {"role": "prefill"}, 400, "missing required field `url`; send {"),
     ("/replicas", ADD | {"weight": 3}, 400, "unknown field `weight`"),

@@ -230,7 +230,7 @@ LUMPY = engine_spec(
 )
 ROLE_CHANGES = {
     *(Cause.LOAD_PREFILL, Cause.LOAD_DECODE, Cause.TAKE_OVER, Cause.USE_PREFILL),
-    *(Cause.USE_DECODE, Cause.MUTATE, Cause.REVIVE, Cause.DEACTIVATE, Cause.IDLE),
+    *(Cause.USE_DECODE, Cause.MUTATE, Cause.REVIVE, Cause.DEACTIVATE),
 }
 
 
