@@ -284,7 +284,7 @@ class Router:
         Each is entered while it is asked, and gives its URL.
         """
         fleet = self.controller.state.fleet
-        model = model if model in fleet.listed.names else ""
+        model = model if model in fleet.listed.groups else ""
         up = fleet.in_states(UP)
         serving = [each for each in up if each.serves(model) and not each.goal.is_final]
         random.shuffle(serving)  # of equally busy ones, not always the first

@@ -28,6 +28,7 @@ from vllm_kvpool.router.control.settings import PlannerConfig
 from vllm_kvpool.router.control.states import (
     DRAINING,
     MAY_WORK,
+    ROLE_OF,
     TAKES_DECODE,
     TAKES_PREFILL,
     ReplicaId,
@@ -37,10 +38,8 @@ from vllm_kvpool.router.control.states import (
 
 SERVING = {Role.PREFILL: TAKES_PREFILL, Role.DECODE: TAKES_DECODE}
 _LOADING = {
-    Role.PREFILL: frozenset(
-        {State.LOADING_PREFILL, State.NEW_PREFILL, State.REFRACTORY_PREFILL, State.AUS_PREFILL}
-    ),
-    Role.DECODE: frozenset({State.LOADING_DECODE, State.AUS_DECODE}),
+    role: frozenset(state for state in State if ROLE_OF[state] is role) - serving - DRAINING
+    for role, serving in SERVING.items()
 }
 _SHUTTING = {Role.PREFILL: State.SHUTTING_PREFILL, Role.DECODE: State.SHUTTING_DECODE}
 
@@ -252,16 +251,13 @@ class Autoscaler:
         state = self._state
         fleet, now = state.fleet, state.now
         # One look at each replica: there may be hundreds.
-        oldest, is_complete, largest, block_tokens = now, True, 0, 0
+        oldest, is_complete, largest = now, True, 0
         for replica in (*fleet.prefillers(), *fleet.decoders()):
             if replica.sampled_at is None:
                 is_complete = False
             elif replica.sampled_at < oldest:
                 oldest = replica.sampled_at
-            sample = replica.sample
-            if sample.total_blocks:
-                largest = max(largest, sample.total_blocks)
-                block_tokens = max(block_tokens, sample.block_size)
+            largest = max(largest, replica.sample.total_blocks)
         is_known = is_complete and bool(fleet.prefillers() or fleet.decoders())
         # What a replica still decodes that is drained will be another one's.
         used = handed = 0
@@ -277,7 +273,7 @@ class Autoscaler:
             decode=self._counts(Role.DECODE),
             used_blocks=round(self._used.read(now, used)),
             blocks_per_replica=largest,
-            block_tokens=block_tokens or DEFAULT_BLOCK_SIZE,
+            block_tokens=state.table.block_size or DEFAULT_BLOCK_SIZE,
             waiting_tokens=self._backlog.read(now, state.backlog_tokens()),
             prompt_tokens_per_s=state.rates.asked_tokens.per_second(now),
             incoming_tokens=self._incoming.read(now, state.migration.tokens + handed),

@@ -110,10 +110,9 @@ class Replica:
         """Return True if the replica lists a model, or has not listed its models yet."""
         return not model or not self.models or model in self.models
 
-    @property
-    def used_share(self) -> float:
-        """Share of the replica's blocks in use."""
-        return self.work.used_blocks / (self.sample.total_blocks or 1 << 30)
+    def used_share(self, more_blocks: int = 0) -> float:
+        """Return the share of the replica's blocks in use, with so many more."""
+        return (self.work.used_blocks + more_blocks) / (self.sample.total_blocks or 1 << 30)
 
     def forget_engine(self) -> None:
         """Forget what was known of its engine, which has ended."""
@@ -147,7 +146,6 @@ def _groups_of(sets: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
 class ListedModels:
     """The models that the replicas of a fleet list."""
 
-    names: frozenset[str]
     groups: dict[str, frozenset[str]]
     """By model, the models that share replicas with it, directly or through other models."""
     is_single_set: bool
@@ -254,8 +252,7 @@ class Fleet:
         """The models that the replicas list."""
         if self._listed is None:
             sets = {each.models for each in self if each.models}
-            names: frozenset[str] = frozenset().union(*sets)
-            self._listed = ListedModels(names, _groups_of(sets), len(sets) <= 1)
+            self._listed = ListedModels(_groups_of(sets), len(sets) <= 1)
         return self._listed
 
     def group_of(self, models: Collection[str]) -> frozenset[str]:

@@ -92,7 +92,7 @@ class RequestFlow:
         A model that no replica lists is for an engine to judge.
         """
         state = self._state
-        if ask.model and ask.model not in state.fleet.listed.names:
+        if ask.model and ask.model not in state.fleet.listed.groups:
             ask = replace(ask, model="", hands_over=False)
         self._arrivals += 1
         tokens = state.tokens_of(ask)
@@ -267,8 +267,9 @@ class RequestFlow:
             return
         request.output_tokens += event.output_tokens
         if event.outcome in ANSWERED:
-            self._count_answer(event.outcome)
-            if event.outcome is Outcome.OK:
+            is_served = event.outcome is Outcome.OK
+            state.counts.events["served" if is_served else event.outcome.value] += 1
+            if is_served:
                 state.rates.counted(state.now, event.prompt_tokens, request.ask.prompt_bytes)
                 state.rates.answered(state.now, request.output_tokens)
                 if request.first_token is None:
@@ -281,9 +282,6 @@ class RequestFlow:
             self.migrate(request, request.source)
             if active.is_sent_away:
                 request.deadline = max(request.deadline, state.now + HANDOVER_GRACE_S)
-
-    def _count_answer(self, outcome: Outcome) -> None:
-        self._state.counts.events["served" if outcome is Outcome.OK else outcome.value] += 1
 
     # Where requests wait
 
@@ -533,7 +531,8 @@ class Dispatcher:
                 continue
             path = self._flow.path(request, state.pool.unknown_tokens(request.ask))
             if path is not PromptPath.HANDED_OVER:
-                if len(state.migration) >= self._whole_limit():
+                # More whole requests stay here: prefill replicas that come back may compute them.
+                if len(state.migration) >= LOOK_AHEAD * max(1, len(state.fleet)):
                     return
                 request.path = path
                 self._flow.migrate(request, None)
@@ -594,13 +593,6 @@ class Dispatcher:
         if not first and not found and avoid:
             first = ranking.first(1, accepts, model)
         return [*found, *(each for each in first if each not in found)]
-
-    def _whole_limit(self) -> int:
-        """Return the limit of whole requests; more stay in the queue.
-
-        Prefill replicas that come back may compute them.
-        """
-        return LOOK_AHEAD * max(1, len(self._state.fleet))
 
     def _bind(self, request: Request) -> bool:
         state = self._state
