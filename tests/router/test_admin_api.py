@@ -259,7 +259,7 @@ REFUSED: list[tuple[str, object, int, str]] = [
     ("/replicas", ADD | {"id": "a b"}, 400, "id is 'a b'"),
     ("/replicas", ADD | {"id": "x" * 129}, 400, "up to 128 characters"),
     ("/replicas", ADD | {"id": "new\n"}, 400, "without spaces"),
-    ("/replicas", ADD | {"id": "p0"}, 409, "p0 at http://10.0.0.1:8000 is there already"),
+    ("/replicas", ADD | {"id": "p0"}, 409, "'p0' at http://10.0.0.1:8000 is there already"),
     ("/replicas", ADD | {"url": "http://10.0.0.1:8002/"}, 409, "'d0' at http://10.0.0.1:8002 is"),
     ("/replicas", {"role": "prefill"}, 400, "missing required field `url`; send {"),
     ("/replicas", ADD | {"weight": 3}, 400, "unknown field `weight`"),

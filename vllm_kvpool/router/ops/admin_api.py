@@ -207,6 +207,9 @@ class Admin:
         if _ID.fullmatch(replica_id) is None:
             why = f"id is {replica_id!r}; choose up to 128 characters without spaces"
             raise Denied(400, why)
+        for each in self._fleet:
+            if replica_id == each.replica_id or url == each.spec.url:
+                raise Denied(409, f"{each.replica_id!r} at {each.spec.url} is there already")
         if len(self._fleet) >= MAX_REPLICAS:
             raise Denied(409, f"there are {MAX_REPLICAS} replicas already; remove some first")
         spec = ReplicaSpec(replica_id=ReplicaId(replica_id), url=url)
