@@ -129,7 +129,7 @@ class RequestFlow:
         if request is None:
             return
         self._state.counts.events["cancelled"] += 1
-        self._end(request, Phase.CANCELLED)
+        self._end(request)
 
     def prefill_ended(self, event: PrefillEnded) -> None:
         """Measure a prefill that ended, then hand its request over, or compute it again."""
@@ -276,7 +276,7 @@ class RequestFlow:
                     self._remember_prompt(request, replica)
             if event.outcome is Outcome.HOPELESS:
                 self._emit(Probe(event.replica))
-            self._end(request, Phase.DONE)
+            self._end(request)
         elif active.is_sent_away or self._may_go_on(request, replica, event.outcome):
             state.counts.events["resumed"] += 1
             self.migrate(request, request.source)
@@ -404,11 +404,11 @@ class RequestFlow:
         assert status in REFUSALS, status
         self._state.counts.refusals[status] += 1
         self._emit(Refuse(request.ask.request_id, status, retry_after_s, why))
-        self._end(request, Phase.REFUSED)
+        self._end(request)
 
-    def _end(self, request: Request, end: Phase) -> None:
+    def _end(self, request: Request) -> None:
         """End a request; calls in flight end by themselves."""
-        self._state.enter(request, end)
+        self._state.enter(request, Phase.ENDED)
         del self._state.requests[request.ask.request_id]
 
 
