@@ -187,7 +187,7 @@ def test_what_was_not_missed_for_long_is_kept_less_long_again(
     memory = PlanMemory()
     memory.roles[Role.PREFILL] = RoleMemory(down_at=0.0, patience=2)
     _, after = plan(replace(BUSY_PREFILL, now=later_s), LIMITS, memory)
-    assert after.prefill.patience == patience
+    assert after.roles[Role.PREFILL].patience == patience
 
 
 @pytest.mark.parametrize(
