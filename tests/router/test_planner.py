@@ -258,8 +258,7 @@ role_memories = st.builds(
 )
 memories = st.builds(
     PlanMemory,
-    role_memories,
-    role_memories,
+    st.fixed_dictionaries(dict.fromkeys(Role, role_memories)),
     st.sampled_from([None, *Role]),
     st.sampled_from([float("-inf"), 900.0, 990.0]),
 )
