@@ -43,8 +43,9 @@ from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.control.events import Decode
 from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.control_plane import ControlPlane, Handler, RequestEvent
+from vllm_kvpool.router.dataplane.control_plane import ControlPlane, RequestEvent
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
+from vllm_kvpool.router.dataplane.request_handler import RequestHandler
 from vllm_kvpool.router.ops.request_log import RequestLog
 
 ENGINES = 4
@@ -188,7 +189,7 @@ class _Turns:
     def model_length(self, model: str) -> int | None:
         return None
 
-    def begin(self, ask: RequestSpec, handler: Handler) -> None:
+    def begin(self, ask: RequestSpec, handler: RequestHandler) -> None:
         number = str(next(self.numbers) % len(self.urls))
         handler.enqueue(Decode(ask.request_id, ReplicaId(number), 0))
 

@@ -23,7 +23,7 @@ from vllm_kvpool.router.control.events import Action, Event, Mode
 from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.settings import PlannerConfig
 from vllm_kvpool.router.control.states import Role
-from vllm_kvpool.router.process import GC_THRESHOLD
+from vllm_kvpool.router.run import GC_THRESHOLD
 
 PREFILL, DECODE, TIMES = 24, 40, (1, 8)
 KIND = engine_spec(kv_blocks=16_000)

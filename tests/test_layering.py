@@ -139,7 +139,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "asyncio": (
         *("cli/serve.py", "storage/s3.py"),
         *(
-            *("router/run.py", "router/process.py"),
+            "router/run.py",
             "router/dataplane/http_server.py",
             "router/dataplane/upstream.py",
             "router/ops/monitor.py",

@@ -254,9 +254,9 @@ def _plan_drains(steps: Steps, name: str) -> None:
 
 
 def _counted_as(steps: Steps, role: str, *counts: str) -> None:
-    """Assert a role's replicas in the planner's input: serving, loading, mutating."""
+    """Assert a role's replicas in the planner's input: serving, coming."""
     told = steps.controller.scaling._inputs().of(Role(role))
-    assert (told.serving, told.loading, told.mutating) == tuple(map(int, counts))
+    assert (told.serving, told.coming) == tuple(map(int, counts))
 
 
 def _wait(steps: Steps, seconds: str) -> None:

@@ -141,7 +141,7 @@ async def test_state_replicas_and_metrics_can_be_read() -> None:
             assert 'kvpool_router_replicas{state="prefill"} 2.0' in await response.text()
 
 
-async def test_dry_run_shows_the_plan_of_now_and_posts_nothing() -> None:
+async def test_plan_route_shows_the_last_plan_and_posts_nothing() -> None:
     scene = Scene(mode=Mode.AUTOMATIC)
     scene.serving("p0", Role.PREFILL)
     scene.tick()

@@ -2,39 +2,40 @@
 
 import pytest
 
-from vllm_kvpool.router.ops.admin_api import Access
+from vllm_kvpool.router.dataplane.origins import Origins
+from vllm_kvpool.router.ops.admin_api import token_error
 
-ACCESS = Access("s3cret+/=", hosts=("Router.internal",))
+TOKEN = "s3cret+/="
+ORIGINS = Origins(("Router.internal",), option="hosts of [admin]")
 
 
 @pytest.mark.parametrize(
-    ("authorization", "status"),
+    ("authorization", "is_right"),
     [
-        ("Bearer s3cret+/=", None),
-        ("bearer s3cret+/=", None),
-        ("BEARER  s3cret+/= ", None),
-        (None, 401),
-        ("", 401),
-        ("Bearer", 401),
-        ("Bearer ", 401),
-        ("Bearer s3cret+/", 401),
-        ("Bearer s3cret+/==", 401),
-        ("Bearer S3CRET+/=", 401),
-        ("s3cret+/=", 401),
-        ("Basic s3cret+/=", 401),
-        ("Bearer s\udcffcret", 401),
-        ("Bearer geheimnis-ü", 401),
+        ("Bearer s3cret+/=", True),
+        ("bearer s3cret+/=", True),
+        ("BEARER  s3cret+/= ", True),
+        (None, False),
+        ("", False),
+        ("Bearer", False),
+        ("Bearer ", False),
+        ("Bearer s3cret+/", False),
+        ("Bearer s3cret+/==", False),
+        ("Bearer S3CRET+/=", False),
+        ("s3cret+/=", False),
+        ("Basic s3cret+/=", False),
+        ("Bearer s\udcffcret", False),
+        ("Bearer geheimnis-ü", False),
     ],
 )
-def test_only_the_token_opens(authorization: str | None, status: int | None) -> None:
-    denial = ACCESS.check_token(authorization)
-    assert (denial.status if denial else None) == status
+def test_only_the_token_opens(authorization: str | None, is_right: bool) -> None:
+    assert (token_error(authorization, TOKEN) is None) is is_right
 
 
 def test_a_denial_does_not_say_the_token() -> None:
-    denial = ACCESS.check_token("Bearer wrong")
-    assert denial is not None
-    assert "s3cret" not in str(denial)
+    why = token_error("Bearer wrong", TOKEN)
+    assert why is not None
+    assert "s3cret" not in why
 
 
 @pytest.mark.parametrize(
@@ -45,8 +46,8 @@ def test_a_denial_does_not_say_the_token() -> None:
     ],
 )
 def test_addresses_localhost_and_names_that_were_given_are_ours(host: str) -> None:
-    assert ACCESS.check_place(host, None) is None
-    assert ACCESS.check_place(host, f"http://{host}") is None
+    assert ORIGINS.refusal(host, None) is None
+    assert ORIGINS.refusal(host, f"http://{host}") is None
 
 
 @pytest.mark.parametrize(
@@ -58,29 +59,22 @@ def test_addresses_localhost_and_names_that_were_given_are_ours(host: str) -> No
     ],
 )
 def test_other_names_are_refused_however_they_came_to_point_here(host: str | None) -> None:
-    denial = ACCESS.check_place(host, None)
-    assert denial.status == 403
+    assert ORIGINS.refusal(host, None) is not None
 
 
 @pytest.mark.parametrize(
-    ("origin", "status"),
+    ("origin", "is_ours"),
     [
-        ("http://127.0.0.1:8001", None),
-        ("https://127.0.0.1:8001", None),
-        ("https://router.internal", None),
-        ("http://127.0.0.1:8002", 403),
-        ("http://127.0.0.1", 403),
-        ("http://evil.example", 403),
-        ("http://router.internal.evil.example", 403),
-        ("null", 403),
-        ("", 403),
+        ("http://127.0.0.1:8001", True),
+        ("https://127.0.0.1:8001", True),
+        ("https://router.internal", True),
+        ("http://127.0.0.1:8002", False),
+        ("http://127.0.0.1", False),
+        ("http://evil.example", False),
+        ("http://router.internal.evil.example", False),
+        ("null", False),
+        ("", False),
     ],
 )
-def test_requests_of_other_pages_are_refused(origin: str, status: int | None) -> None:
-    denial = ACCESS.check_place("127.0.0.1:8001", origin)
-    assert (denial.status if denial else None) == status
-
-
-def test_an_empty_token_is_a_bug() -> None:
-    with pytest.raises(AssertionError):
-        Access("")
+def test_requests_of_other_pages_are_refused(origin: str, is_ours: bool) -> None:
+    assert (ORIGINS.refusal("127.0.0.1:8001", origin) is None) is is_ours

@@ -87,7 +87,7 @@ def test_what_waits_while_decode_is_short_does_not_count_for_prefill() -> None:
     for short in (
         replace(load, used_blocks=900),
         replace(load, incoming_tokens=64_000),
-        replace(load, decode=Counts(0, loading=3), used_blocks=500),  # those are not there yet
+        replace(load, decode=Counts(0, coming=3), used_blocks=500),  # those are not there yet
     ):
         assert numbers(short, COMPUTING) == (0.8, 1, 2, 2)
         assert "while decode is short" in equations(short, TARGET_S)[COMPUTING].why
@@ -115,17 +115,3 @@ def test_least_target_and_most_stand_in_this_order(demand: float, band: Band) ->
 @pytest.mark.parametrize("demand", [0.3 * 10, 0.1 * 3 * 10, 3.0 + 1e-12])
 def test_a_rounding_error_costs_no_replica(demand: float) -> None:
     assert Equation("a demand", Role.DECODE, demand, Band(0.5, 1.0), "").least == 3
-
-
-@pytest.mark.parametrize(
-    ("wrong", "name"),
-    [
-        ({"blocks_per_replica": 0}, "blocks_per_replica"),
-        ({"block_tokens": 0}, "block_tokens"),
-        ({"rates": Rates(prefill_tokens_per_s=0.0)}, "prefill_tokens_per_s"),
-        ({"rates": Rates(transfer_tokens_per_s=float("nan"))}, "transfer_tokens_per_s"),
-    ],
-)
-def test_what_is_missing_is_named(wrong: dict[str, object], name: str) -> None:
-    assert NOTHING.missing() == []
-    assert replace(NOTHING, **wrong).missing() == [name]  # type: ignore[arg-type]

@@ -156,9 +156,9 @@ def test_fleet_listed_models_follow_replicas_and_their_lists() -> None:
     fleet = Fleet()
     first, second = fleet.add(spec("x"), 1.0), fleet.add(spec("y"), 1.0)
     fleet.list_models(first, frozenset({"a"}))
-    assert (fleet.listed.names, fleet.listed.is_single_set) == ({"a"}, True)
+    assert (fleet.listed.groups.keys(), fleet.listed.is_single_set) == ({"a"}, True)
     fleet.list_models(second, frozenset({"a", "b"}))
-    assert (fleet.listed.names, fleet.listed.is_single_set) == ({"a", "b"}, False)
+    assert (fleet.listed.groups.keys(), fleet.listed.is_single_set) == ({"a", "b"}, False)
     assert fleet.share_of("b", "a") == 0.5
     fleet.forget(first.replica_id)
     assert (fleet.share_of("b", "a"), fleet.listed.is_single_set) == (1.0, True)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from tests.support.router_rig import RouterRig
 from tests.support.scripted_spec import FaultKind
 from vllm_kvpool.router.control.autoscaler import expired_standby
-from vllm_kvpool.router.control.events import Drain, Remove, SetRole
+from vllm_kvpool.router.control.events import Drain, Remove, SetRole, Tick
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
 
 PATH = "/tokenize"
@@ -61,7 +61,8 @@ async def test_standby_with_forwarded_request_is_ended_after_its_end() -> None:
     async with RouterRig(0, 1) as rig:
         controller = rig.router.controller
         async with forwarded(rig):
-            controller.lifecycle.idle(controller.state.fleet[ReplicaId("r0")], "planned")
+            controller.lifecycle.drain(controller.state.fleet[ReplicaId("r0")], "planned")
+            rig.router.post(Tick())
             assert rig.state(0) is State.SHUTTING_NULL
             assert expired_standby(controller.state.fleet, math.inf, 0.0) is None
             rig.router.post(Remove(ReplicaId("r0")))

@@ -24,6 +24,7 @@ from vllm_kvpool.router.control.events import (
     Failed,
     Measured,
     ReplicaLoaded,
+    ReplicaSpec,
     SleepFailed,
     Warmed,
 )
@@ -77,7 +78,13 @@ async def bench(
     url = await engine.start()
     engines = quick_upstream(api_key=spec.api_key)
     events: list[Event] = []
-    watch = Monitor(ONE, url, engines, config, events.append, saves_timeout_s=saves_timeout_s)
+    watch = Monitor(
+        ReplicaSpec(replica_id=ONE, url=url),
+        engines,
+        config,
+        events.append,
+        saves_timeout_s=saves_timeout_s,
+    )
     watch.start()
     try:
         yield Bench(engine, watch, events)

@@ -52,7 +52,7 @@ def request(prompt_tokens: int = 1000, tokens: int = 1100, *, avoid: str = "") -
 
 def held_by(replicas: list[Replica]) -> dict[Replica, int]:
     ask = request().ask
-    depths = {each: each.shared.prefixes.depth(ask.prefix) for each in replicas}
+    depths = {each: each.prefixes.depth(ask.prefix) for each in replicas}
     return {each: depth * ask.prefix_tokens for each, depth in depths.items()}
 
 

@@ -76,6 +76,7 @@ class SavingWatch(StubWatch):
     """Its engine has saves that end when the test says so."""
 
     def __init__(self) -> None:
+        self.spec = SPEC
         super().__init__()
         self.saved = asyncio.Event()
         self.has_failed = False
@@ -167,7 +168,8 @@ async def test_engine_that_does_not_answer_is_started(
 class LoadingWatch:
     """A monitor that starts its engine at a load, and whose engine saves until the test lets it."""
 
-    def __init__(self, may_end: asyncio.Event) -> None:
+    def __init__(self, spec: ReplicaSpec, may_end: asyncio.Event) -> None:
+        self.spec = spec
         self.has_failed = False
         self._may_end = may_end
         self._tasks = Tasks("watch")
@@ -206,7 +208,9 @@ class Engines:
         config = read_config({"replicas": [{"url": "http://127.0.0.1:1", "role": "decode"}]})
         self.upstream = upstream_of(config)
         self.replicas = Replicas(config, self.fleet, self.upstream, lambda event: None)
-        monkeypatch.setattr(ops_replicas, "Monitor", lambda *_: LoadingWatch(self.may_end))
+        monkeypatch.setattr(
+            ops_replicas, "Monitor", lambda spec, *_: LoadingWatch(spec, self.may_end)
+        )
         monkeypatch.setattr(ops_replicas, "run_command", self._run_command)
 
     async def _run_command(self, _id: str, name: str, command: Sequence[str], _: float) -> None:

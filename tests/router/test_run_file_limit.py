@@ -5,7 +5,7 @@ import sys
 
 TRY = """
 import resource, sys
-from vllm_kvpool.router.process import allow_connections
+from vllm_kvpool.router.run import allow_connections
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
 print(allow_connections(1000), resource.getrlimit(resource.RLIMIT_NOFILE))
 """

@@ -29,18 +29,18 @@ first engines have no other to take over from
 replicas are counted by the role that they have and will have
     with spares=4
     fleet a b c / d e f; ask r; ask s 20; place r a; place s d
-    # Mutating; shutting, for prefill; being warmed.
+    # Draining towards the other role, being warmed and loading.
     set a decode; set d prefill; start prefill; start decode; drain c; set c prefill
-    counted_as prefill 1 2 1; counted_as decode 2 1 1
+    counted_as prefill 1 3; counted_as decode 2 2
 replica that is drained, has failed or leaves is not counted
     fleet a b / d e f g; drain b; failed e; ask r 20; place r d; remove d
-    counted_as prefill 1 0 0; counted_as decode 2 0 0
+    counted_as prefill 1 0; counted_as decode 2 0
 failed engine is expected back if the router starts it
     fleet p / d e; start decode; loaded n-1; failed e; failed n-1; tick
     assert steps.replica('e').is_retried; assert steps.replica('n-1').is_retried
-    counted_as decode 1 1 0; loaded e; counted_as decode 2 1 0; drain e; expire e
+    counted_as decode 1 1; loaded e; counted_as decode 2 1; drain e; expire e
     # Somebody wants it: it is expected.
-    set e decode; counted_as decode 1 2 0
+    set e decode; counted_as decode 1 2
 prompts that replicas are at do not wait
     with prefill_requests=2
     fleet p q / d
@@ -159,12 +159,8 @@ def test_too_many_are_drained_one_by_one_down_to_the_minima() -> None:
         *(1, 2, 4)
     ]
     fleet = steps.controller.state.fleet
-    assert fleet.counts[State.DECODE, Cause.IDLE] == 2
-    downs = [
-        each.at
-        for each in fleet.transitions
-        if each.cause in (Cause.IDLE, Cause.DEACTIVATE) and each.after is not State.INACTIVE
-    ]
+    assert fleet.counts[State.DECODE, Cause.DEACTIVATE] == 2
+    downs = [each.at for each in fleet.transitions if each.cause is Cause.DEACTIVATE]
     assert all(later - earlier >= 1.0 for earlier, later in pairwise(downs))
 
 

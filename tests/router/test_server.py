@@ -427,7 +427,7 @@ async def test_forwarded_requests_go_to_a_standby_only_if_no_other_engine_answer
     """A replica that drains has least to do, and got all that was forwarded until its end."""
     async with RouterRig(0, 2) as rig:
         controller = rig.router.controller
-        controller.lifecycle.idle(controller.state.fleet[ReplicaId("r0")], "planned")
+        controller.lifecycle.drain(controller.state.fleet[ReplicaId("r0")], "planned")
         rig.router.post(Tick())
         assert rig.state(0) is State.SHUTTING_NULL
         for number, wanted in ((0, 0), (1, 1)):

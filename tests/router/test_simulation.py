@@ -212,7 +212,7 @@ def test_the_controller_does_not_grow() -> None:
         check_at_rest(world)
         # These have bounds.
         controller.state.fleet.transitions.clear()
-        controller.state.fleet._shared.prefixes._holders.clear()
+        controller.state.fleet._prefixes._holders.clear()
         controller.state.counts.waits.clear()
         sizes.append(len(pickle.dumps(controller)))
     # One number kept of each request would be a tenth more.
@@ -230,7 +230,7 @@ LUMPY = engine_spec(
 )
 ROLE_CHANGES = {
     *(Cause.LOAD_PREFILL, Cause.LOAD_DECODE, Cause.TAKE_OVER, Cause.USE_PREFILL),
-    *(Cause.USE_DECODE, Cause.MUTATE, Cause.REVIVE, Cause.DEACTIVATE, Cause.IDLE),
+    *(Cause.USE_DECODE, Cause.MUTATE, Cause.REVIVE, Cause.DEACTIVATE),
 }
 
 

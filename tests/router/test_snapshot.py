@@ -12,7 +12,6 @@ from vllm_kvpool.router.control.events import (
     Failed,
     Measured,
     Mode,
-    Remove,
     ReplicaLoaded,
     ReplicaSpec,
     Sample,
@@ -30,7 +29,6 @@ from vllm_kvpool.router.ops.snapshot import (
     RouterView,
     WaitingView,
     health_of,
-    plan_now,
     plan_of,
     state_of,
     transition_counts,
@@ -190,21 +188,6 @@ def test_a_plan_without_measurements_says_why_it_holds() -> None:
     plan = plan_of(scene.controller)
     assert plan.held.startswith("hold: ")
     assert plan.why.startswith(plan.held)
-
-
-def test_a_preview_is_made_now_and_changes_nothing() -> None:
-    scene = Scene(mode=Mode.AUTOMATIC)
-    for name in ("d0", "d1"):
-        scene.serving(name, Role.DECODE)
-    scene.serving("p0", Role.PREFILL)
-    scene.tick()
-    scene.step(Remove(ReplicaId("d0")))
-    before = shown(scene)
-    now = plan_now(scene.controller)
-    assert now.at == scene.now != before.plan.at
-    assert (before.plan.decode.have, now.decode.have) == (2, 1)
-    assert plan_now(scene.controller) == now
-    assert shown(scene) == before
 
 
 def test_the_mode_can_be_changed_while_it_serves() -> None:

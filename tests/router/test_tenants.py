@@ -38,8 +38,8 @@ class Bench:
 
     def __init__(self, **config: Any) -> None:
         self.now = 100.0
-        given = TenantConfig(name="a", key=KEY, **config)
-        self.tenants = Tenants([given], lambda: self.now)
+        self.configs = [TenantConfig(name="a", key=KEY, **config)]
+        self.tenants = Tenants(lambda: self.configs, lambda: self.now)
         self.tenant = self.tenants.of(f"Bearer {KEY}")
 
     def enter(self, model: str = "m", num_sequences: int = 1) -> None:
@@ -53,7 +53,8 @@ class Bench:
 
 def test_a_key_names_its_tenant_plain_or_by_its_digest() -> None:
     digest = "sha256:" + hashlib.sha256(OTHER.encode()).hexdigest()
-    tenants = Tenants([TenantConfig(name="a", key=KEY), TenantConfig(name="b", key=digest)])
+    configs = [TenantConfig(name="a", key=KEY), TenantConfig(name="b", key=digest)]
+    tenants = Tenants(lambda: configs)
     assert tenants.of(f"Bearer {KEY}").config.name == "a"
     assert tenants.of(f"bearer  {OTHER} ").config.name == "b"
     basic, digested = f"Basic {KEY}", f"Bearer {digest}"
@@ -91,7 +92,8 @@ def test_so_many_at_a_time_also_after_the_file_has_changed() -> None:
     bench.enter()
     bench.enter()
     assert bench.denied().status == 429
-    bench.tenants.replace([TenantConfig(name="a", key=OTHER, max_running=2)])
+    bench.configs = [TenantConfig(name="a", key=OTHER, max_running=2)]
+    bench.tenants.reload()
     with pytest.raises(Denied):
         bench.tenants.of(f"Bearer {KEY}")
     bench.tenant = bench.tenants.of(f"Bearer {OTHER}")

@@ -1,7 +1,6 @@
 """Invariants of the controller's parts, which hold between its steps."""
 
 from collections import Counter
-from dataclasses import replace
 
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.controller_state import ControllerState
@@ -68,14 +67,14 @@ def check_fleet(fleet: Fleet) -> None:
     for each in fleet:
         check_replica(each)
         check_goal(each)
-    check_prefixes(fleet._shared.prefixes)
+    check_prefixes(fleet._prefixes)
     assert all(each.cache.owner is each and not each.cache.is_gone for each in fleet)
     for states, found in fleet._in_states.items():
         wanted = (states,) if isinstance(states, State) else states
         assert found == tuple(each for each in fleet if each.state in wanted)
     kept = fleet._listed, fleet._sharing
     fleet._listed = fleet._sharing = None
-    assert kept[0] is None or replace(kept[0], shares={}) == replace(fleet.listed, shares={})
+    assert kept[0] is None or kept[0] == fleet.listed
     assert kept[1] is None or kept[1] == fleet.sharing()
     fleet._listed, fleet._sharing = kept
 

@@ -6,15 +6,18 @@ by their `RequestHandler`, those of replicas by `Replicas`.
 """
 
 import asyncio
+import gc
 import logging
 import platform
 import random
+import resource
 import secrets
 import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +31,7 @@ from vllm_kvpool.router.config import (
     RouterConfig,
     controller_of,
     listen_address,
+    read_tenants,
 )
 from vllm_kvpool.router.control.events import (
     Abort,
@@ -46,9 +50,9 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import TAKES_DECODE, TAKES_PREFILL, UP, ReplicaId
-from vllm_kvpool.router.dataplane.control_plane import Handler
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
 from vllm_kvpool.router.dataplane.request_body import MAX_OUTPUT_TOKENS
+from vllm_kvpool.router.dataplane.request_handler import RequestHandler
 from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
 from vllm_kvpool.router.ops.metrics import Telemetry
@@ -67,6 +71,9 @@ LENGTHS_EVERY_S = 1.0
 REFUSALS_LOGGED_EVERY_S = 10.0
 MAX_ASKED = 3
 """Engines that are asked, one after the other, for what is only passed on."""
+SPARE_FILES = 512
+GC_THRESHOLD = 10_000
+"""New objects until the youngest are searched for cycles; Python's 700 are those of one request."""
 
 
 class Router:
@@ -79,7 +86,7 @@ class Router:
         self._clock = clock
         self._events: deque[Event] = deque()
         self._is_stepping = False
-        self._open: dict[RequestId, Handler] = {}
+        self._open: dict[RequestId, RequestHandler] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._unlogged: Counter[int] = Counter()
         """Refusals since the last line of the log, by status."""
@@ -103,7 +110,8 @@ class Router:
         fleet = self.controller.state.fleet
         self.replicas = Replicas(config, fleet, self._upstream, self.post)
         self.discovery = Discovery(config, fleet, self.post)
-        self._tenants = Tenants.of_file(config.front.keys_file, clock)
+        keys = config.front.keys_file
+        self._tenants = Tenants(partial(read_tenants, Path(keys)), clock) if keys else None
         self.data_plane = DataPlane(config, self, self._upstream, self._tenants, clock=clock)
         self.front_port = 0
         self.admin_port = 0
@@ -251,7 +259,7 @@ class Router:
         state = self.controller.state
         return state.rates.current(state.now).tokens_per_byte
 
-    def begin(self, ask: RequestSpec, handler: Handler) -> None:
+    def begin(self, ask: RequestSpec, handler: RequestHandler) -> None:
         """Take a request that waits for a directive; `over` follows."""
         self._open[ask.request_id] = handler
         self.post(Arrived(ask))
@@ -276,7 +284,7 @@ class Router:
         Each is entered while it is asked, and gives its URL.
         """
         fleet = self.controller.state.fleet
-        model = model if model in fleet.listed.names else ""
+        model = model if model in fleet.listed.groups else ""
         up = fleet.in_states(UP)
         serving = [each for each in up if each.serves(model) and not each.goal.is_final]
         random.shuffle(serving)  # of equally busy ones, not always the first
@@ -396,3 +404,43 @@ async def serve_router(config: RouterConfig, read: Callable[[], RouterConfig]) -
         raise ConfigError(f"cannot listen: {error}") from None
     await stopped.wait()
     await router.stop()
+
+
+def allow_connections(max_connections: int) -> int:
+    """Let the process have so many of clients, and as many to engines; how many files it may have.
+
+    What the system does not allow is said in the log: further connections will then be refused.
+    """
+    wanted = 2 * max_connections + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning(
+            "%d open files are allowed, %d connections may need %d; raise the limit (ulimit -n)",
+            allowed,
+            max_connections,
+            wanted,
+        )
+    return allowed
+
+
+def serve(config: RouterConfig, read: Callable[[], RouterConfig]) -> None:
+    """Run a router until SIGINT or SIGTERM; ConfigError if it cannot start.
+
+    On SIGHUP replicas (by `read`) and keys are read again.
+    """
+    allow_connections(config.front.max_connections)
+    new_loop = None
+    with suppress(ImportError):
+        import uvloop
+
+        new_loop = uvloop.new_event_loop
+    # A request makes a thousand objects: those there are from the start are not looked at again.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(serve_router(config, read))

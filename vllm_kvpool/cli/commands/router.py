@@ -24,8 +24,7 @@ def router_command(given: str, check: bool, log_level: str) -> None:
     # Here, and not above: other commands do without what the router needs.
     with extra("router"):
         from vllm_kvpool.router.config import load_config, reload_config
-        from vllm_kvpool.router.process import serve
-        from vllm_kvpool.router.run import admin_token
+        from vllm_kvpool.router.run import admin_token, serve
 
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
     path = Path(given)

@@ -6,11 +6,7 @@
 from collections.abc import Set
 
 from vllm_kvpool.router.control.controller_state import ControllerState
-from vllm_kvpool.router.control.overload import (
-    Pressure,
-    Rejection,
-    Shedder,
-)
+from vllm_kvpool.router.control.overload import OVERDUE, Pressure, Rejection, Shedder
 from vllm_kvpool.router.control.rates import StartRate
 from vllm_kvpool.router.control.requests import DEFAULT_BLOCK_SIZE, Request, Waiting
 from vllm_kvpool.router.control.settings import OverloadConfig
@@ -27,15 +23,12 @@ class Admission:
     def __init__(self, state: ControllerState, config: OverloadConfig) -> None:
         self._state = state
         self.shedder = Shedder(config)
+        self.overdue_s = OVERDUE * config.ttft_target_s
+        """Seconds after which an admitted request has waited too long."""
         self._starts: dict[frozenset[str], StartRate] = {}
         """By the group of models (`Fleet.group_of`) whose requests have waited for decoders."""
         self._waited = NO_GROUPS
         """Groups of models whose requests waited for decoders at the end of the last step."""
-
-    @property
-    def overdue_s(self) -> float:
-        """Seconds after which an admitted request has waited too long."""
-        return self.shedder.overdue_s
 
     def decide(self, request: Request) -> Rejection | None:
         """Return why a new request is refused; None if it is admitted."""

@@ -28,6 +28,7 @@ from vllm_kvpool.router.control.settings import PlannerConfig
 from vllm_kvpool.router.control.states import (
     DRAINING,
     MAY_WORK,
+    ROLE_OF,
     TAKES_DECODE,
     TAKES_PREFILL,
     ReplicaId,
@@ -37,10 +38,8 @@ from vllm_kvpool.router.control.states import (
 
 SERVING = {Role.PREFILL: TAKES_PREFILL, Role.DECODE: TAKES_DECODE}
 _LOADING = {
-    Role.PREFILL: frozenset(
-        {State.LOADING_PREFILL, State.NEW_PREFILL, State.REFRACTORY_PREFILL, State.AUS_PREFILL}
-    ),
-    Role.DECODE: frozenset({State.LOADING_DECODE, State.AUS_DECODE}),
+    role: frozenset(state for state in State if ROLE_OF[state] is role) - serving - DRAINING
+    for role, serving in SERVING.items()
 }
 _SHUTTING = {Role.PREFILL: State.SHUTTING_PREFILL, Role.DECODE: State.SHUTTING_DECODE}
 
@@ -198,7 +197,7 @@ class Autoscaler:
         self.mode = config.mode
         self._config = config
         self._memory = PlanMemory()
-        self._due = math.inf
+        self._due: float | None = None
         self._backlog = _Lasting()
         self._incoming = _Lasting()
         self._used = _Lasting()
@@ -208,25 +207,18 @@ class Autoscaler:
         """Steps of the last plan, carried out or not."""
         self.planned_at: float | None = None
 
-    def preview(self) -> tuple[Plan, list[Step]]:
-        """Return the plan that would be made now, and its steps; nothing is carried out."""
-        made, steps, _ = self._make()
-        return made, steps
-
     def tick(self) -> None:
         """Plan anew if it is time to, and in automatic mode carry it out."""
         state = self._state
-        if self._due == math.inf:
-            self._due = state.now + EVERY_S  # until then all that there is is added
-            state.rates.asked_tokens.add(state.now, 0.0)
-            state.rates.handed_tokens.add(state.now, 0.0)
-        if state.now < self._due:
+        if self._due is not None and state.now < self._due:
             return
-        self._due = state.now + EVERY_S
+        is_first, self._due = self._due is None, state.now + EVERY_S
         state.rates.asked_tokens.add(state.now, 0.0)
         state.rates.handed_tokens.add(state.now, 0.0)
-        self.plan, self.steps, memory = self._make()
-        self.planned_at = state.now
+        if is_first:
+            return  # all that there is is added until the next time
+        self.plan, memory = plan(self._inputs(), self._config, self._memory)
+        self.steps, self.planned_at = self._choose_steps(self.plan), state.now
         if self.mode is Mode.AUTOMATIC:
             self._memory = memory
             for step in self.steps:
@@ -235,31 +227,22 @@ class Autoscaler:
         # What is not carried out leaves one trace: since when roles have too many.
         for role in Role:
             if self.plan.of(role).delta >= 0:
-                self._memory.of(role).too_many_since = memory.of(role).too_many_since
+                self._memory.roles[role].too_many_since = memory.roles[role].too_many_since
 
-    def _make(self) -> tuple[Plan, list[Step], PlanMemory]:
-        config, state = self._config, self._state
-        made, memory = plan(self._inputs(), config, self._memory)
+    def _choose_steps(self, made: Plan) -> list[Step]:
+        state = self._state
         steps = choose_steps(made, state.fleet)
-        idle = expired_standby(state.fleet, state.now, config.standby_ttl_s)
+        idle = expired_standby(state.fleet, state.now, self._config.standby_ttl_s)
         if idle is not None and all(each.replica != idle.replica for each in steps):
             steps.append(idle)
-        return made, steps, memory
+        return steps
 
     def _take(self, step: Step) -> None:
-        fleet, why = self._state.fleet, f"planned: {step.action.value}"
-        replica = fleet[step.replica]
+        replica, why = self._state.fleet[step.replica], f"planned: {step.action.value}"
         if step.action is ScalingAction.RETIRE:
             self._lifecycle.expire(replica, why)
         elif step.action is ScalingAction.DRAIN:
-            if replica.state is State.DECODE and not replica.work:
-                self._lifecycle.idle(replica, why)
-            else:
-                self._lifecycle.drain(replica, why)
-        elif step.action is ScalingAction.WAKE:
-            assert step.role is not None
-            live = bool(fleet.prefillers())
-            self._lifecycle.load(replica, step.role, why, live=live)
+            self._lifecycle.drain(replica, why)
         else:
             assert step.role is not None
             self._lifecycle.give(replica, step.role, why)
@@ -268,16 +251,13 @@ class Autoscaler:
         state = self._state
         fleet, now = state.fleet, state.now
         # One look at each replica: there may be hundreds.
-        oldest, is_complete, largest, block_tokens = now, True, 0, 0
+        oldest, is_complete, largest = now, True, 0
         for replica in (*fleet.prefillers(), *fleet.decoders()):
             if replica.sampled_at is None:
                 is_complete = False
             elif replica.sampled_at < oldest:
                 oldest = replica.sampled_at
-            sample = replica.sample
-            if sample.total_blocks:
-                largest = max(largest, sample.total_blocks)
-                block_tokens = max(block_tokens, sample.block_size)
+            largest = max(largest, replica.sample.total_blocks)
         is_known = is_complete and bool(fleet.prefillers() or fleet.decoders())
         # What a replica still decodes that is drained will be another one's.
         used = handed = 0
@@ -293,7 +273,7 @@ class Autoscaler:
             decode=self._counts(Role.DECODE),
             used_blocks=round(self._used.read(now, used)),
             blocks_per_replica=largest,
-            block_tokens=block_tokens or DEFAULT_BLOCK_SIZE,
+            block_tokens=state.table.block_size or DEFAULT_BLOCK_SIZE,
             waiting_tokens=self._backlog.read(now, state.backlog_tokens()),
             prompt_tokens_per_s=state.rates.asked_tokens.per_second(now),
             incoming_tokens=self._incoming.read(now, state.migration.tokens + handed),
@@ -320,8 +300,6 @@ class Autoscaler:
             for each in fleet.in_states(State.FAILED)
             if each.is_retried and each.spec.start and each.goal.role is role
         ]
-        return Counts(
-            len(fleet.in_states(SERVING[role])),
-            len(fleet.in_states(_LOADING[role])) + len(restarted),
-            sum(each.goal.role is role for each in fleet.in_states(DRAINING)),
-        )
+        loading = len(fleet.in_states(_LOADING[role])) + len(restarted)
+        draining = sum(each.goal.role is role for each in fleet.in_states(DRAINING))
+        return Counts(len(fleet.in_states(SERVING[role])), loading + draining)

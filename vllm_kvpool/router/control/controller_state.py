@@ -85,13 +85,8 @@ class ControllerState:
 
     def _says_pool_is_up(self) -> bool:
         """Return False if every replica with recent metrics says that the pool is down."""
-        says_down = False
-        for each in self.fleet:
-            if not self.is_stale(each):
-                if each.sample.pool_is_up:
-                    return True
-                says_down = True
-        return not says_down
+        fresh = (each.sample.pool_is_up for each in self.fleet if not self.is_stale(each))
+        return next(fresh, True) or any(fresh)
 
     def collapse(self) -> PromptPath | None:
         """Return why all prompts are computed where they are decoded; None if they are not."""

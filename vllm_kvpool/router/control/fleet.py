@@ -47,15 +47,6 @@ class Transition:
     why: str
 
 
-@dataclass(slots=True)
-class Shared:
-    """State that all replicas of a fleet refer to."""
-
-    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
-    changed: set["Replica"] = field(default_factory=set)
-    """Since that was last looked at."""
-
-
 @dataclass(slots=True, eq=False)
 class Replica:
     """An engine process as the controller knows it. Owned by the controller."""
@@ -82,18 +73,20 @@ class Replica:
     """Requests that its engine answers without admission, beside `work`."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Numbers of first samples, by rate, that are not counted: a new engine is slower."""
-    shared: Shared = field(default_factory=Shared)
+    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    """The fleet's; so is `changed`."""
+    changed: set["Replica"] = field(default_factory=set)
     cache: Holder = field(init=False)
-    """Its engine's, as `Shared.prefixes` has it."""
+    """Its engine's, as `prefixes` has it."""
 
     def __post_init__(self) -> None:
         self.replica_id = self.spec.replica_id
         self.cache = Holder(self)
-        self.work = Work(partial(self.shared.changed.add, self))
+        self.work = Work(partial(self.changed.add, self))
 
     def measured(self, sample: Sample, now: float) -> None:
         """Take in its engine's metrics."""
-        self.shared.changed.add(self)
+        self.changed.add(self)
         self.sample, self.sampled_at = sample, now
         self.work.measured(sample)
         for name, meter in self.meters.items():
@@ -111,20 +104,19 @@ class Replica:
 
     def remember(self, prefix: Sequence[int]) -> None:
         """Note that its cache has a prompt."""
-        self.shared.prefixes.add(prefix, self.cache)
+        self.prefixes.add(prefix, self.cache)
 
     def serves(self, model: str) -> bool:
         """Return True if the replica lists a model, or has not listed its models yet."""
         return not model or not self.models or model in self.models
 
-    @property
-    def used_share(self) -> float:
-        """Share of the replica's blocks in use."""
-        return self.work.used_blocks / (self.sample.total_blocks or 1 << 30)
+    def used_share(self, more_blocks: int = 0) -> float:
+        """Return the share of the replica's blocks in use, with so many more."""
+        return (self.work.used_blocks + more_blocks) / (self.sample.total_blocks or 1 << 30)
 
     def forget_engine(self) -> None:
         """Forget what was known of its engine, which has ended."""
-        self.shared.changed.add(self)
+        self.changed.add(self)
         self.cache.is_gone, self.cache = True, Holder(self)
         self.left_out.clear()
         self.sampled_at = None
@@ -133,7 +125,7 @@ class Replica:
 
     def pause(self, until: float) -> None:
         """Give it no work until then."""
-        self.shared.changed.add(self)
+        self.changed.add(self)
         self.health.busy_until = until
 
 
@@ -154,13 +146,10 @@ def _groups_of(sets: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
 class ListedModels:
     """The models that the replicas of a fleet list."""
 
-    names: frozenset[str]
     groups: dict[str, frozenset[str]]
     """By model, the models that share replicas with it, directly or through other models."""
     is_single_set: bool
     """True if all replicas that have listed models list the same names."""
-    shares: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Answers of `Fleet.share_of`."""
 
 
 class Fleet:
@@ -172,8 +161,8 @@ class Fleet:
     def __init__(self, health: HealthConfig | None = None) -> None:
         self._replicas: dict[ReplicaId, Replica] = {}
         self._health = health or HealthConfig()
-        self._shared = Shared()
-        self.changed = self._shared.changed
+        self._prefixes = PrefixIndex()
+        self.changed: set[Replica] = set()
         """Replicas that have changed since `LoadTable.refresh`, which empties it."""
         self.version = 0
         """Number of changes of states, models, pairs and of the pool.
@@ -217,7 +206,8 @@ class Fleet:
             since=now,
             last_work=now,
             health=Health(ReplicaBreaker(self._health)),
-            shared=self._shared,
+            prefixes=self._prefixes,
+            changed=self.changed,
         )
         self._drop_derived()
         self.changed.add(replica)
@@ -262,8 +252,7 @@ class Fleet:
         """The models that the replicas list."""
         if self._listed is None:
             sets = {each.models for each in self if each.models}
-            names: frozenset[str] = frozenset().union(*sets)
-            self._listed = ListedModels(names, _groups_of(sets), len(sets) <= 1)
+            self._listed = ListedModels(_groups_of(sets), len(sets) <= 1)
         return self._listed
 
     def group_of(self, models: Collection[str]) -> frozenset[str]:
@@ -276,19 +265,14 @@ class Fleet:
 
     def share_of(self, model: str, other: str) -> float:
         """Return the share of the other model's replicas that serve this model as well."""
-        listed = self.listed
-        if model in ("", other) or listed.is_single_set:
+        if model in ("", other) or self.listed.is_single_set:
             return 1.0
-        share = listed.shares.get((model, other))
-        if share is None:
-            serving = [each for each in self if each.serves(other)]
-            number = sum(each.serves(model) for each in serving)
-            share = listed.shares[model, other] = number / len(serving) if serving else 0.0
-        return share
+        serving = [each for each in self if each.serves(other)]
+        return sum(each.serves(model) for each in serving) / len(serving) if serving else 0.0
 
     def holders(self, ask: RequestSpec, most: int) -> dict[Replica, int]:
         """Return the replicas with the longest beginnings of a prompt, and the tokens of each."""
-        found = self._shared.prefixes.holders(ask.prefix, most) if ask.prefix else {}
+        found = self._prefixes.holders(ask.prefix, most) if ask.prefix else {}
         return {each.owner: spans_of(depth) * ask.prefix_tokens for each, depth in found.items()}
 
     def prefillers(self) -> Sequence[Replica]:

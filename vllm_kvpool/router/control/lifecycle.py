@@ -211,12 +211,6 @@ class Lifecycle:
         if replica.goal is not Goal.REMOVE:
             self._emit(Retire(replica.replica_id))
 
-    def idle(self, replica: Replica, why: str) -> None:
-        """Make a decoder without work a standby at once."""
-        assert not replica.work
-        replica.goal = Goal.STANDBY
-        self._move(replica, Cause.IDLE, why)
-
     # What follows by itself
 
     def settle(self) -> None:

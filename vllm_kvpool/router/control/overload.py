@@ -234,11 +234,6 @@ class Shedder:
         self._credit: dict[float, float] = {}  # by allowance, of which there are three
         self._refused = 0
 
-    @property
-    def overdue_s(self) -> float:
-        """Seconds that a request may wait for the requests before it."""
-        return OVERDUE * self._config.ttft_target_s
-
     def decide(self, pressure: Pressure, request: Request) -> Rejection | None:
         """Return why a request is refused; None if it is admitted."""
         config, rates, ask = self._config, pressure.rates, request.ask

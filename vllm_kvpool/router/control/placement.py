@@ -109,7 +109,7 @@ def choose_decode(
         rank = (
             replica.replica_id in request.avoid,
             missing,
-            _share(replica, blocks_for(tokens, replica)),
+            replica.used_share(blocks_for(tokens, replica)),
             len(replica.work.active) + len(replica.work.prefills),
             replica.replica_id,
         )
@@ -127,11 +127,6 @@ def choose_to_clear(tokens: int, decoders: Sequence[Replica], settings: Settings
         if blocks_for(tokens, each) <= each.sample.total_blocks * settings.headroom:
             return each
     return decoders[0]
-
-
-def _share(replica: Replica, blocks: int) -> float:
-    """Return the share of a replica's blocks in use with some more."""
-    return (replica.work.used_blocks + blocks) / (replica.sample.total_blocks or 1 << 30)
 
 
 MAX_TRIED = 32
@@ -281,7 +276,7 @@ class LoadTable:
             and replica.work.num_sequences < settings.decode_requests
             and replica_id not in self._locked
         ):
-            key = replica.used_share, num_active + len(replica.work.prefills), replica_id
+            key = replica.used_share(), num_active + len(replica.work.prefills), replica_id
         self.decoders.set(replica, key)
 
     def _drop(self, replica: Replica) -> None:

@@ -42,18 +42,12 @@ class Counts:
     """Replicas of one role."""
 
     serving: int
-    loading: int = 0
-    mutating: int = 0  # towards the role
+    coming: int = 0  # loading, or draining towards the role
 
     @property
     def all(self) -> int:
         """Replicas of the role, whether they serve yet or not."""
-        return self.serving + self.loading + self.mutating
-
-    @property
-    def is_settled(self) -> bool:
-        """True if every replica of the role serves."""
-        return self.all == self.serving
+        return self.serving + self.coming
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +59,7 @@ class PlanInputs:
     prefill: Counts
     decode: Counts
     used_blocks: int  # of requests on decode replicas, commitments included
-    blocks_per_replica: int
+    blocks_per_replica: int  # 0: not known
     block_tokens: int
     waiting_tokens: float  # to be computed: the router's queue and that of prefill replicas
     prompt_tokens_per_s: float  # to be computed, of all that ask to be let in, refused ones too
@@ -76,16 +70,6 @@ class PlanInputs:
     def of(self, role: Role) -> Counts:
         """Return the replicas of a role."""
         return self.prefill if role is Role.PREFILL else self.decode
-
-    def missing(self) -> list[str]:
-        """Return the names of what must be positive and is not."""
-        given = {
-            "blocks_per_replica": self.blocks_per_replica,
-            "block_tokens": self.block_tokens,
-            "prefill_tokens_per_s": self.rates.prefill_tokens_per_s,
-            "transfer_tokens_per_s": self.rates.transfer_tokens_per_s,
-        }
-        return [name for name, value in given.items() if not value > 0]
 
 
 # Prefill at half to full of `high`: twice the load before a step down is taken back. Memory of
@@ -134,7 +118,7 @@ def _replicas(exactly: float) -> int:
 
 
 def equations(inputs: PlanInputs, queue_target_s: float) -> tuple[Equation, ...]:
-    """Return the demands of decode, then of prefill. Needs inputs of which nothing is missing.
+    """Return the demands of decode, then of prefill. `blocks_per_replica` is not 0.
 
     Each is a demand in replicas that would be fully used, divided by the utilisation they may have:
 
@@ -222,14 +206,11 @@ class RoleMemory:
 class PlanMemory:
     """The memory of earlier plans."""
 
-    prefill: RoleMemory = field(default_factory=RoleMemory)
-    decode: RoleMemory = field(default_factory=RoleMemory)
+    roles: dict[Role, RoleMemory] = field(
+        default_factory=lambda: {role: RoleMemory() for role in Role}
+    )
     flipped_to: Role | None = None
     flipped_at: float = LONG_AGO
-
-    def of(self, role: Role) -> RoleMemory:
-        """Return the memory of a role."""
-        return self.prefill if role is Role.PREFILL else self.decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,25 +265,25 @@ class _Bounds(NamedTuple):
         """
         if urgently:
             return self.counts.serving > self.floor
-        return self.counts.is_settled and not self.up and self.counts.all > self.target
+        return not self.counts.coming and not self.up and self.counts.all > self.target
 
 
 def plan(inputs: PlanInputs, config: PlannerConfig, memory: PlanMemory) -> tuple[Plan, PlanMemory]:
     """Return the next plan and what to remember of it; `memory` is left as it is."""
-    memory = replace(memory, prefill=replace(memory.prefill), decode=replace(memory.decode))
+    memory = replace(memory, roles={role: replace(each) for role, each in memory.roles.items()})
     now = inputs.now
     held = _not_trusted(inputs)
     terms = () if held else equations(inputs, QUEUE_TARGET_S)
     bounds_of = {role: _bounds(role, inputs, floor_of(role, config), terms) for role in Role}
     for role, bounds in bounds_of.items():
-        mine = memory.of(role)
+        mine = memory.roles[role]
         if bounds.counts.all <= bounds.most:
             mine.too_many_since = None
         elif mine.too_many_since is None:
             mine.too_many_since = now
     # Additions, those by a flip among them.
     deltas = {
-        role: bounds.up if now - memory.of(role).up_at >= UP_COOLDOWN_S else 0
+        role: bounds.up if now - memory.roles[role].up_at >= UP_COOLDOWN_S else 0
         for role, bounds in bounds_of.items()
     }
     flip_to = _flip(bounds_of, deltas, memory, now)
@@ -315,7 +296,7 @@ def plan(inputs: PlanInputs, config: PlannerConfig, memory: PlanMemory) -> tuple
         have, delta = bounds.counts.all, deltas[role]
         words = f"{role.value}: {have} replicas, wanted {have + delta}"
         words += ", one by a flip" if flip_to is not None else ""
-        mine, later = memory.of(role), bounds.up - max(0, delta)
+        mine, later = memory.roles[role], bounds.up - max(0, delta)
         if later > 0:
             words += f", {later} more after the cooldown"
         elif mine.too_many_since is not None:
@@ -336,8 +317,8 @@ def plan(inputs: PlanInputs, config: PlannerConfig, memory: PlanMemory) -> tuple
 
 
 def _not_trusted(inputs: PlanInputs) -> str:
-    if missing := inputs.missing():
-        return f"hold: no {', '.join(missing)} known"
+    if not inputs.blocks_per_replica:
+        return "hold: no blocks_per_replica known"
     if inputs.metrics_age_s is None:
         return "hold: measurements are missing"
     if inputs.metrics_age_s > MAX_METRICS_AGE_S:
@@ -371,7 +352,7 @@ def _flip(
     """Return the role that is to get a replica from the other."""
     for role in (Role.DECODE, Role.PREFILL):
         urgent = bounds_of[role].is_urgent
-        back_s = memory.of(role.other).longer(FLIP_COOLDOWN_S)
+        back_s = memory.roles[role.other].longer(FLIP_COOLDOWN_S)
         is_back_soon = memory.flipped_to is role.other and now - memory.flipped_at < back_s
         if is_back_soon and not urgent:
             continue
@@ -390,9 +371,9 @@ def _down(
     """Return the role that has had too many for longest, if any may go down now."""
     ready: list[tuple[float, Role]] = []
     for role, bounds in bounds_of.items():
-        mine = memory.of(role)
+        mine = memory.roles[role]
         since, last = mine.too_many_since, max(mine.up_at, mine.down_at)
-        if since is None or deltas[role] or not bounds.counts.is_settled:
+        if since is None or deltas[role] or bounds.counts.coming:
             continue
         is_held = now - since < mine.longer(down_hold_s)
         if not is_held and now - last >= DOWN_COOLDOWN_S:

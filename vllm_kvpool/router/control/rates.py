@@ -79,7 +79,6 @@ class Rate:
 
     prior: float
     outlier_factor: float = OUTLIER_FACTOR
-    half_life_s: float = HALF_LIFE_S
     trusted_after: int = MIN_SAMPLES
     """Samples until the prior counts nothing."""
     samples: int = 0
@@ -93,7 +92,7 @@ class Rate:
             # What was too slow took less, what was too fast was less: neither gains weight.
             took = min(took, _quotient(amount * self.outlier_factor, self._ratio))
             amount = min(amount, self._ratio * self.outlier_factor * took)
-        weight = self._weight * 0.5 ** (max(0.0, now - self._at) / self.half_life_s)
+        weight = self._weight * 0.5 ** (max(0.0, now - self._at) / HALF_LIFE_S)
         if took > 0.0:
             self._ratio = (self._ratio * weight + amount) / (weight + took)
             self._weight, self._at = weight + took, max(now, self._at)
@@ -118,6 +117,8 @@ class Line:
     prior_s_per_token: float
     half_life_s: float = HALF_LIFE_S
     trusted_after: int = MIN_SAMPLES
+    ageing_half_life_s: float = math.inf
+    """Half-life of what was learned, while no sample comes."""
     samples: int = 0
     _weight: float = 0.0
     _at: float = 0.0
@@ -145,7 +146,7 @@ class Line:
 
     def aged(self, now: float) -> tuple[float, float]:
         """Return `value`, the nearer to the prior the longer nothing was added."""
-        share = 0.5 ** (max(0.0, now - self._at) / AGEING_HALF_LIFE_S)
+        share = 0.5 ** (max(0.0, now - self._at) / self.ageing_half_life_s)
         overhead_s, s_per_token = self.value
         return (
             self.prior_overhead_s + share * (overhead_s - self.prior_overhead_s),
@@ -263,39 +264,39 @@ class RateEstimator:
     `left_out` of a method counts the samples of an engine that were left out, by their kind.
     """
 
-    def __init__(self, prior: Rates, half_life_s: float = HALF_LIFE_S) -> None:
-        def mean(value: float) -> Rate:
-            # Lengths of answers and prompts differ by more than any factor, and rightly.
-            return Rate(value, float("inf"), half_life_s)
-
-        def stage(value: float) -> Rate:
-            return Rate(value, half_life_s=half_life_s, trusted_after=1)
-
-        self._prefill = stage(prior.prefill_tokens_per_s)
-        self._transfer = stage(prior.transfer_tokens_per_s)
+    def __init__(self, prior: Rates) -> None:
+        self._prefill = Rate(prior.prefill_tokens_per_s, trusted_after=1)
+        self._transfer = Rate(prior.transfer_tokens_per_s, trusted_after=1)
         self._step = Line(prior.step_base_s, prior.step_s_per_request, STEP_HALF_LIFE_S, 1)
-        self._handoff = Line(prior.handoff_overhead_s, prior.handoff_s_per_token, half_life_s)
-        self._local = stage(prior.local_prefill_s_per_token)
-        self._local_line = Line(prior.local_overhead_s, prior.local_s_per_token, half_life_s)
+        self._handoff = Line(
+            prior.handoff_overhead_s,
+            prior.handoff_s_per_token,
+            ageing_half_life_s=AGEING_HALF_LIFE_S,
+        )
+        self._local = Rate(prior.local_prefill_s_per_token, trusted_after=1)
+        self._local_line = Line(prior.local_overhead_s, prior.local_s_per_token)
         self.asked_tokens = CounterRate(RATE_WINDOW_S)
         """Prompt tokens to be computed apart, of arrived requests, refused ones included."""
         self.handed_tokens = CounterRate(RATE_WINDOW_S)
         """Prompt tokens that have been computed apart."""
         self._current = prior
         self._current_until = -math.inf
-        self._output = mean(prior.output_tokens_per_request)
-        self._prompt = mean(prior.tokens_per_byte)
-        self._learned: dict[str, Rate | Line] = {
+        # Lengths of answers and prompts differ by more than any factor, and rightly.
+        self._output = Rate(prior.output_tokens_per_request, outlier_factor=math.inf)
+        self._prompt = Rate(prior.tokens_per_byte, outlier_factor=math.inf)
+        self._rates = {
             "prefill_tokens_per_s": self._prefill,
             "transfer_tokens_per_s": self._transfer,
-            **dict.fromkeys(("handoff_overhead_s", "handoff_s_per_token"), self._handoff),
             "local_prefill_s_per_token": self._local,
-            **dict.fromkeys(("local_overhead_s", "local_s_per_token"), self._local_line),
-            **dict.fromkeys(("step_base_s", "step_s_per_request"), self._step),
             "output_tokens_per_request": self._output,
             "tokens_per_byte": self._prompt,
         }
-        """By the names of `Rates`, what their values come from."""
+        """By the names of `Rates`, what their values come from; likewise `_lines`."""
+        self._lines = {
+            ("handoff_overhead_s", "handoff_s_per_token"): self._handoff,
+            ("local_overhead_s", "local_s_per_token"): self._local_line,
+            ("step_base_s", "step_s_per_request"): self._step,
+        }
 
     def prefilled(self, left_out: Counter[str], now: float, tokens: int, busy_s: float) -> None:
         """Count tokens that a prefill replica has computed in so many seconds of work."""
@@ -342,23 +343,12 @@ class RateEstimator:
 
     def snapshot(self, now: float) -> Rates:
         """Return the rates at `now`."""
-        overhead_s, s_per_token = self._handoff.aged(now)
-        local_overhead_s, local_s_per_token = self._local_line.value
-        step_base_s, step_s_per_request = self._step.value
-        return Rates(
-            prefill_tokens_per_s=self._prefill.value,
-            transfer_tokens_per_s=self._transfer.value,
-            handoff_overhead_s=overhead_s,
-            handoff_s_per_token=s_per_token,
-            local_prefill_s_per_token=self._local.value,
-            local_overhead_s=local_overhead_s,
-            local_s_per_token=local_s_per_token,
-            step_base_s=step_base_s,
-            step_s_per_request=step_s_per_request,
-            output_tokens_per_request=self._output.value,
-            tokens_per_byte=self._prompt.value,
-            unmeasured=frozenset(name for name, each in self._learned.items() if not each.samples),
-        )
+        found = {name: each.value for name, each in self._rates.items()}
+        unmeasured = [name for name, each in self._rates.items() if not each.samples]
+        for names, line in self._lines.items():
+            found |= zip(names, line.aged(now), strict=True)
+            unmeasured += () if line.samples else names
+        return Rates(**found, unmeasured=frozenset(unmeasured))
 
     def _is_warm(self, kind: str, left_out: Counter[str]) -> bool:
         if left_out[kind] >= COLD_SAMPLES:

@@ -92,7 +92,7 @@ class RequestFlow:
         A model that no replica lists is for an engine to judge.
         """
         state = self._state
-        if ask.model and ask.model not in state.fleet.listed.names:
+        if ask.model and ask.model not in state.fleet.listed.groups:
             ask = replace(ask, model="", hands_over=False)
         self._arrivals += 1
         tokens = state.tokens_of(ask)
@@ -129,7 +129,7 @@ class RequestFlow:
         if request is None:
             return
         self._state.counts.events["cancelled"] += 1
-        self._end(request, Phase.CANCELLED)
+        self._end(request)
 
     def prefill_ended(self, event: PrefillEnded) -> None:
         """Measure a prefill that ended, then hand its request over, or compute it again."""
@@ -267,23 +267,21 @@ class RequestFlow:
             return
         request.output_tokens += event.output_tokens
         if event.outcome in ANSWERED:
-            self._count_answer(event.outcome)
-            if event.outcome is Outcome.OK:
+            is_served = event.outcome is Outcome.OK
+            state.counts.events["served" if is_served else event.outcome.value] += 1
+            if is_served:
                 state.rates.counted(state.now, event.prompt_tokens, request.ask.prompt_bytes)
                 state.rates.answered(state.now, request.output_tokens)
                 if request.first_token is None:
                     self._remember_prompt(request, replica)
             if event.outcome is Outcome.HOPELESS:
                 self._emit(Probe(event.replica))
-            self._end(request, Phase.DONE)
+            self._end(request)
         elif active.is_sent_away or self._may_go_on(request, replica, event.outcome):
             state.counts.events["resumed"] += 1
             self.migrate(request, request.source)
             if active.is_sent_away:
                 request.deadline = max(request.deadline, state.now + HANDOVER_GRACE_S)
-
-    def _count_answer(self, outcome: Outcome) -> None:
-        self._state.counts.events["served" if outcome is Outcome.OK else outcome.value] += 1
 
     # Where requests wait
 
@@ -406,11 +404,11 @@ class RequestFlow:
         assert status in REFUSALS, status
         self._state.counts.refusals[status] += 1
         self._emit(Refuse(request.ask.request_id, status, retry_after_s, why))
-        self._end(request, Phase.REFUSED)
+        self._end(request)
 
-    def _end(self, request: Request, end: Phase) -> None:
+    def _end(self, request: Request) -> None:
         """End a request; calls in flight end by themselves."""
-        self._state.enter(request, end)
+        self._state.enter(request, Phase.ENDED)
         del self._state.requests[request.ask.request_id]
 
 
@@ -533,7 +531,8 @@ class Dispatcher:
                 continue
             path = self._flow.path(request, state.pool.unknown_tokens(request.ask))
             if path is not PromptPath.HANDED_OVER:
-                if len(state.migration) >= self._whole_limit():
+                # More whole requests stay here: prefill replicas that come back may compute them.
+                if len(state.migration) >= LOOK_AHEAD * max(1, len(state.fleet)):
                     return
                 request.path = path
                 self._flow.migrate(request, None)
@@ -594,13 +593,6 @@ class Dispatcher:
         if not first and not found and avoid:
             first = ranking.first(1, accepts, model)
         return [*found, *(each for each in first if each not in found)]
-
-    def _whole_limit(self) -> int:
-        """Return the limit of whole requests; more stay in the queue.
-
-        Prefill replicas that come back may compute them.
-        """
-        return LOOK_AHEAD * max(1, len(self._state.fleet))
 
     def _bind(self, request: Request) -> bool:
         state = self._state

@@ -92,9 +92,7 @@ class Phase(Enum):
     PREFILLING = "prefilling"
     HANDING = "handing"  # waits for a replica that decodes, and computes what the pool lacks
     DECODING = "decoding"  # a replica has all of it: decodes, does both, or waits for the prompt
-    DONE = "done"
-    REFUSED = "refused"
-    CANCELLED = "cancelled"
+    ENDED = "ended"
 
 
 WAITS = frozenset({Phase.QUEUED, Phase.BOUND, Phase.HANDING})

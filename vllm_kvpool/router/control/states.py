@@ -98,7 +98,6 @@ class Cause(Enum):
     DEACTIVATE = "deactivate"
     REVIVE = "revive"
     DRAINED = "drained"
-    IDLE = "idle"
     USE_PREFILL = "use_prefill"
     USE_DECODE = "use_decode"
     READY = "ready"
@@ -134,7 +133,6 @@ EDGES: Mapping[tuple[State, Cause], State] = {
     (_S.SHUTTING_PREFILL, _C.REVIVE): _S.PREFILL,
     (_S.SHUTTING_PREFILL, _C.DRAINED): _S.SHUTTING_NULL,
     (_S.DECODE, _C.DEACTIVATE): _S.SHUTTING_DECODE,
-    (_S.DECODE, _C.IDLE): _S.SHUTTING_NULL,
     (_S.SHUTTING_DECODE, _C.REVIVE): _S.AUS_DECODE,
     (_S.SHUTTING_DECODE, _C.DRAINED): _S.SHUTTING_NULL,
     (_S.SHUTTING_NULL, _C.USE_PREFILL): _S.AUS_PREFILL,

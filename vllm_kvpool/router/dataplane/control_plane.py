@@ -1,7 +1,7 @@
-"""The seam between what serves clients and what decides: `ControlPlane`, `Handler`, directives."""
+"""The seam between what serves clients and what decides: `ControlPlane`, directives."""
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_kvpool.router.control.events import (
     Cancelled,
@@ -15,6 +15,9 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.ops.request_log import RequestLog
+
+if TYPE_CHECKING:
+    from vllm_kvpool.router.dataplane.request_handler import RequestHandler
 
 Directive = Prefill | Decode | Refuse
 """An order of the controller to a request's handler."""
@@ -34,7 +37,7 @@ class ControlPlane(Protocol):
         The result is None if it is unknown.
         """
 
-    def begin(self, ask: RequestSpec, handler: "Handler") -> None:
+    def begin(self, ask: RequestSpec, handler: "RequestHandler") -> None:
         """Take a request that waits for a directive; `over` follows."""
 
     def post(self, event: RequestEvent) -> None:
@@ -66,16 +69,3 @@ class ControlPlane(Protocol):
 
     def metrics(self) -> tuple[str, bytes]:
         """Return the content type and body for `/metrics`."""
-
-
-class Handler(Protocol):
-    """The performer of one request's directives."""
-
-    def enqueue(self, directive: Directive) -> None:
-        """Perform a directive, after those before it."""
-
-    def abort(self, replica: ReplicaId) -> None:
-        """End the call at a replica."""
-
-    def fail(self) -> None:
-        """Fail the request, as the controller has failed with it."""

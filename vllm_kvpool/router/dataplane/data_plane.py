@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from urllib.parse import unquote
 
 import msgspec
 from multidict import CIMultiDict
 
-from vllm_kvpool.router.config import BODY_COPIES, RouterConfig, listen_address
+from vllm_kvpool.router.config import BODY_COPIES, RouterConfig, listen_address, read_salt
 from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.dataplane.calls import ClientExchange
 from vllm_kvpool.router.dataplane.control_plane import ControlPlane
@@ -130,7 +131,7 @@ class DataPlane:
         self._control = control
         self._upstream = upstream
         self._tenants = tenants
-        self._salts = TenantSalts.of_file(config.front.salt_file)
+        self._salts = TenantSalts(read_salt(Path(front.salt_file))) if front.salt_file else None
         self._clock = clock
         self._numbers = itertools.count(1)
         endpoint = front.otlp_traces_endpoint

@@ -44,21 +44,15 @@ _WANTED = (
 
 def read_sample(text: str) -> Sample:
     """Read Prometheus's text form; EngineLost where it is none. Engines of a process add up."""
-    # vLLM has thousands of lines, most of them of histograms, and the parser is slow.
-    lines = [line for line in text.split("\n") if line.startswith(_WANTED)]
     try:
-        # vLLM exports a connector's metrics, if only their names, from its start.
-        return _sum_up(
-            "\n".join(lines) + "\n" if lines else text,
-            has_connector=_OF_CONNECTOR in text,
-            counts_expected=_EXPECTED in text,
-            has_notices=_NOTICES in text,
-        )
+        return _sum_up(text)
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise EngineLost(f"/metrics cannot be read: {error}") from None
 
 
-def _sum_up(text: str, *, has_connector: bool, counts_expected: bool, has_notices: bool) -> Sample:
+def _sum_up(text: str) -> Sample:
+    # vLLM has thousands of lines, most of them of histograms, and the parser is slow.
+    lines = [line for line in text.split("\n") if line.startswith(_WANTED)]
     sums = dict.fromkeys((*_SUMS.values(), "bytes_in", "bytes_out"), 0.0)
     usage: list[float] = []
     tiers: list[float] = []
@@ -67,7 +61,7 @@ def _sum_up(text: str, *, has_connector: bool, counts_expected: bool, has_notice
     expected: dict[str, ExpectedPrompts] = {}
     endpoints: dict[str, dict[str, None]] = {}
     pending: int | None = None
-    for family in text_string_to_metric_families(text):
+    for family in text_string_to_metric_families("\n".join(lines) + "\n" if lines else text):
         for name, labels, value, *_ in family.samples:
             if name in _SUMS:
                 sums[_SUMS[name]] += value
@@ -111,12 +105,13 @@ def _sum_up(text: str, *, has_connector: bool, counts_expected: bool, has_notice
         bytes_out=sums["bytes_out"],
         # One tier that engines can share is enough; without any, nothing is known against it.
         pool_is_up=not tiers or any(tiers),
-        has_connector=has_connector,
+        # vLLM exports a connector's metrics, if only their names, from its start.
+        has_connector=_OF_CONNECTOR in text,
         namespace=namespace,
         chunk_tokens=chunk_tokens,
         pending_save_tokens=pending,
-        expected=expected if counts_expected else None,
-        notices=_notices(list(endpoints.values())) if has_notices else None,
+        expected=expected if _EXPECTED in text else None,
+        notices=_notices(list(endpoints.values())) if _NOTICES in text else None,
     )
 
 

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import NamedTuple, cast
@@ -75,41 +75,35 @@ class ClientGone(Exception):
     """A client has closed its connection, or has taken nothing for too long."""
 
 
+@dataclass(slots=True, eq=False)
 class HttpRequest:
     """A request with its whole body, and its answer. Used in its connection's loop.
 
     ClientGone from whatever writes or waits. What waits may be cancelled and called again.
     """
 
-    __slots__ = (
-        *("_connection", "method", "path", "query", "headers", "body", "is_http_1_1"),
-        *("keeps_alive", "status", "is_answered"),
-        *("url", "has_head", "is_refused", "is_left_off", "received", "raw_bytes"),
-    )
-
-    def __init__(self, connection: "_Connection") -> None:
-        self._connection = connection
-        self.method = ""
-        self.path = ""
-        """Without its query, as it came."""
-        self.query = ""
-        self.headers: CIMultiDict[str] = CIMultiDict()
-        self.body = b""
-        self.is_http_1_1 = True
-        self.keeps_alive = True
-        self.status = 0
-        """Status of the answer; 0 until the answer has begun."""
-        self.is_answered = False
-        # While it is read
-        self.url = b""
-        self.has_head = False
-        self.is_refused = False
-        self.is_left_off = False
-        """Its parser ends before its body."""
-        self.received = bytearray()
-        """Bytes of the body so far. A list of one-byte chunks would take 40 times the memory."""
-        self.raw_bytes = 0
-        """Bytes of it received after the first read, framing included."""
+    _connection: "_Connection"
+    method: str = ""
+    path: str = ""
+    """Without its query, as it came."""
+    query: str = ""
+    headers: CIMultiDict[str] = field(default_factory=CIMultiDict)
+    body: bytes = b""
+    is_http_1_1: bool = True
+    keeps_alive: bool = True
+    status: int = 0
+    """Status of the answer; 0 until the answer has begun."""
+    is_answered: bool = False
+    # While it is read
+    url: bytes = b""
+    has_head: bool = False
+    is_refused: bool = False
+    is_left_off: bool = False
+    """Its parser ends before its body."""
+    received: bytearray = field(default_factory=bytearray)
+    """Bytes of the body so far. A list of one-byte chunks would take 40 times the memory."""
+    raw_bytes: int = 0
+    """Bytes of it received after the first read, framing included."""
 
     @property
     def client(self) -> str:

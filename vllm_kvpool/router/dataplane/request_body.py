@@ -401,7 +401,36 @@ def parse_request(
     `cache_salt` that engines are sent of the client's own.
     """
     raw, fields = _permitted(raw, is_trusted, salt)
-    return _read(kind, raw, fields, tenant)
+    model = _model(value_of(fields, "model"))
+    if kind is ApiPath.RESPONSES:
+        _refuse_kept(fields)
+    prompts, num_prompts = _prompts(kind, fields)
+    text = bytes(prompts[0]) if prompts else b""
+    media = [] if kind is ApiPath.COMPLETION else _media(text)
+    single_ids = num_prompts == 1 and text.startswith(b"[")
+    num_choices = _whole(fields, "n") or 1
+    has_echo = kind is ApiPath.COMPLETION and bool(value_of(fields, "echo"))
+    is_single = num_choices == 1 and num_prompts == 1
+    return ClientRequest(
+        api_path=kind,
+        raw=raw,
+        fields=fields,
+        model=model,
+        stream=_truth(fields, "stream"),
+        n=num_choices,
+        max_output_tokens=_max_output_tokens(kind, fields),
+        priority=_whole(fields, "priority") or 0,
+        num_prompts=num_prompts,
+        num_sequences=_num_sequences(fields, num_choices) * max(1, num_prompts),
+        prompt_bytes=sum(len(memoryview(each)) for each in prompts) - sum(media),
+        num_media=len(media),
+        prompt_ids=prompts[0] if kind is ApiPath.COMPLETION and single_ids else None,
+        prefix=_prefix(fields, text if num_prompts == 1 else text[1:].lstrip()),
+        wants_handoff=kind in READ and _wants_handoff(fields, num_prompts),
+        asks_token_ids=bool(value_of(fields, "return_token_ids")),
+        trackable=is_single and "prompt_embeds" not in fields and not has_echo,
+        tenant=tenant,
+    )
 
 
 def parse_forwarded(
@@ -450,39 +479,6 @@ def _permitted(raw: bytes, is_trusted: bool, salt: Salt | None) -> tuple[bytes, 
     if salt is not None:
         kept = {**kept, CACHE_SALT: Raw(msgspec.json.encode(salt(_given_salt(kept))))}
     return (raw if kept is fields else msgspec.json.encode(kept)), kept
-
-
-def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw], tenant: str) -> ClientRequest:
-    model = _model(value_of(fields, "model"))
-    if kind is ApiPath.RESPONSES:
-        _refuse_kept(fields)
-    prompts, num_prompts = _prompts(kind, fields)
-    text = bytes(prompts[0]) if prompts else b""
-    media = [] if kind is ApiPath.COMPLETION else _media(text)
-    single_ids = num_prompts == 1 and text.startswith(b"[")
-    num_choices = _whole(fields, "n") or 1
-    has_echo = kind is ApiPath.COMPLETION and bool(value_of(fields, "echo"))
-    is_single = num_choices == 1 and num_prompts == 1
-    return ClientRequest(
-        api_path=kind,
-        raw=raw,
-        fields=fields,
-        model=model,
-        stream=_truth(fields, "stream"),
-        n=num_choices,
-        max_output_tokens=_max_output_tokens(kind, fields),
-        priority=_whole(fields, "priority") or 0,
-        num_prompts=num_prompts,
-        num_sequences=_num_sequences(fields, num_choices) * max(1, num_prompts),
-        prompt_bytes=sum(len(memoryview(each)) for each in prompts) - sum(media),
-        num_media=len(media),
-        prompt_ids=prompts[0] if kind is ApiPath.COMPLETION and single_ids else None,
-        prefix=_prefix(fields, text if num_prompts == 1 else text[1:].lstrip()),
-        wants_handoff=kind in READ and _wants_handoff(fields, num_prompts),
-        asks_token_ids=bool(value_of(fields, "return_token_ids")),
-        trackable=is_single and "prompt_embeds" not in fields and not has_echo,
-        tenant=tenant,
-    )
 
 
 def _num_sequences(fields: Mapping[str, Raw], num_choices: int) -> int:

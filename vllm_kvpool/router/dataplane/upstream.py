@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Self, cast
+from typing import Self, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -31,8 +31,6 @@ from vllm_kvpool.router.dataplane.responses import FIRST_STATUS, LAST_STATUS, En
 
 MAX_UNREAD_BYTES = 256 << 10
 """Limit of the unread bytes of an answer; the engine waits beyond that."""
-COPIED_BYTES = 64 << 10
-"""A larger body is handed to the connection beside its head, not behind it in one piece."""
 END_TIMEOUT_S = 0.1
 """A stream that has said all may take so long to end, for its connection to be kept."""
 CONNECT_TIMEOUT_S = 3.0
@@ -69,19 +67,14 @@ _Origin = tuple[str, str, int]
 """Scheme, host, port."""
 
 
-class _Target(NamedTuple):
-    origin: _Origin
-    head: bytes
-    """The rest of the request line, and the Host header."""
-
-
 @lru_cache(4096)
-def _target_of(url: str) -> _Target:
+def _target_of(url: str) -> tuple[_Origin, bytes]:
+    """Return a URL's origin, and the rest of the request line with the Host header."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     head = f"{path} HTTP/1.1\r\nHost: {parts.netloc}\r\n".encode("latin-1")
-    return _Target((parts.scheme, parts.hostname or "", port), head)
+    return (parts.scheme, parts.hostname or "", port), head
 
 
 class Upstream:
@@ -104,16 +97,12 @@ class Upstream:
         self._idle: dict[_Origin, deque[UpstreamConnection]] = defaultdict(deque)
         """The longest unused first."""
         self._connections: set[UpstreamConnection] = set()
-        self._sweep: asyncio.TimerHandle | None = None
-        """Runs while connections are kept."""
         self._tls: ssl.SSLContext | None = None
         self._is_closed = False
 
     async def close(self) -> None:
         """Close all connections; calls that run end as broken, and none can begin."""
         self._is_closed = True
-        if self._sweep is not None:
-            self._sweep.cancel()
         while self._connections:
             for each in tuple(self._connections):  # also those that are made meanwhile
                 each.abort()
@@ -135,18 +124,17 @@ class Upstream:
         Reading it raises EngineLost beyond `most_bytes`. The engine's silence does not count before
         the time that `silent_until` returns. Without `silence_s` the limit is that of streams.
         """
-        target = _target_of(url)
-        idle = self._idle[target.origin]
-        _abort_unused(idle)
+        origin, target = _target_of(url)
+        idle = self._idle[origin]
         while idle:
             connection = idle.pop()
-            if connection.is_open:
+            if connection.is_open and not connection.is_unused:
                 break
             connection.abort()
         else:
-            connection = await self._connect(target.origin)
+            connection = await self._connect(origin)
         length = b"" if method == "GET" else b"Content-Length: %d\r\n" % len(body)
-        head = b"%b %b%b%b\r\n" % (method.encode(), target.head, encode_headers(headers), length)
+        head = b"%b %b%b%b\r\n" % (method.encode(), target, encode_headers(headers), length)
         limit_s = self._silence_timeout_s if silence_s is None else silence_s
         return await connection.call(head, body, limit_s, most_bytes, silent_until)
 
@@ -157,15 +145,25 @@ class Upstream:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         most_bytes: int = SMALL_ANSWER_BYTES,
+        *,
+        method: str = "POST",
     ) -> EngineResponse:
-        """Send a POST and read the whole answer.
+        """Send a request and read the whole answer.
 
         Without headers it is a request of the router's own.
         """
         if headers is None:
-            headers = self._own_headers | {"Content-Type": "application/json"}
+            content = {"Content-Type": "application/json"} if method == "POST" else {}
+            headers = self._own_headers | content
         limit_s = self._answer_timeout_s if timeout_s is None else timeout_s
-        return await self._whole("POST", url, body, headers, limit_s, most_bytes)
+        try:
+            async with asyncio.timeout(limit_s):
+                with await self.open(
+                    url, body, headers, most_bytes, method=method, silence_s=float("inf")
+                ) as response:
+                    return await response.read()
+        except TimeoutError:
+            raise EngineBroke(f"no answer within {limit_s:g} s") from None
 
     async def get(
         self,
@@ -174,62 +172,25 @@ class Upstream:
         headers: Mapping[str, str] | None = None,
         most_bytes: int = SMALL_ANSWER_BYTES,
     ) -> EngineResponse:
-        """Send a GET and read the whole answer.
-
-        Without headers it is a request of the router's own.
-        """
-        given = self._own_headers if headers is None else headers
-        return await self._whole("GET", url, b"", given, timeout_s, most_bytes)
-
-    async def _whole(
-        self,
-        method: str,
-        url: str,
-        body: bytes,
-        headers: Mapping[str, str],
-        timeout_s: float,
-        most_bytes: int,
-    ) -> EngineResponse:
-        try:
-            async with asyncio.timeout(timeout_s):
-                with await self.open(
-                    url, body, headers, most_bytes, method=method, silence_s=float("inf")
-                ) as response:
-                    return await response.read()
-        except TimeoutError:
-            raise EngineBroke(f"no answer within {timeout_s:g} s") from None
+        """Send a GET and read the whole answer, as `post` does."""
+        return await self.post(url, b"", headers, timeout_s, most_bytes, method="GET")
 
     def keep(self, connection: "UpstreamConnection") -> None:
         """Keep a connection whose call has ended for the next one.
 
-        It is kept for KEEP_ALIVE_S or little longer.
+        It closes itself after KEEP_ALIVE_S: an engine whose machine is gone does not close its own,
+        and may never be called again.
         """
         self._idle[connection.origin].append(connection)
-        if self._sweep is None:
-            self._close_unused_later()
 
     def lost(self, connection: "UpstreamConnection") -> None:
         """Forget a connection that has ended."""
         self._connections.discard(connection)
-        idle = self._idle.get(connection.origin)
-        if idle and connection in idle:
+        idle = self._idle[connection.origin]
+        if connection in idle:
             idle.remove(connection)
-
-    def _close_unused_later(self) -> None:
-        self._sweep = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._close_unused)
-
-    def _close_unused(self) -> None:
-        """Close connections that no call has used for KEEP_ALIVE_S, of all engines.
-
-        An engine whose machine is gone does not close its own, and may never be called again.
-        """
-        self._sweep = None
-        for origin, idle in list(self._idle.items()):
-            _abort_unused(idle)
-            if not idle:
-                del self._idle[origin]
-        if self._idle:
-            self._close_unused_later()
+        if not idle:
+            del self._idle[connection.origin]
 
     async def _connect(self, origin: _Origin) -> "UpstreamConnection":
         scheme, host, port = origin
@@ -402,7 +363,13 @@ class UpstreamConnection(asyncio.Protocol):
         self._last_s = 0.0
         """When something has last come."""
         self._timer: asyncio.TimerHandle | None = None
-        self.idle_since = 0.0
+        self._unused: asyncio.TimerHandle | None = None
+        """Closes the connection if it is idle for KEEP_ALIVE_S."""
+
+    @property
+    def is_unused(self) -> bool:
+        """True if no call has used the connection for KEEP_ALIVE_S, though the timer is late."""
+        return self._unused is not None and self._unused.when() <= self._loop.time()
 
     @property
     def is_open(self) -> bool:
@@ -420,16 +387,16 @@ class UpstreamConnection(asyncio.Protocol):
         """Send a request; returns once the head of its answer has come."""
         if self._transport is None:
             raise EngineBroke("has closed its connection")
+        if self._unused is not None:
+            self._unused.cancel()
+            self._unused = None
         response = self._response = UpstreamResponse(self, most_bytes)
         self._head_bytes = 0
         self._silence_s, self._last_s = silence_s, self._loop.time()
         self._silent_until = silent_until
         if self._timer is None:
             self._check_silence()
-        if len(body) > COPIED_BYTES:
-            self._transport.writelines((head, body))
-        else:
-            self._transport.write(head + body)
+        self._transport.writelines((head, body))
         try:
             await response.head()
         except BaseException:
@@ -556,17 +523,10 @@ class UpstreamConnection(asyncio.Protocol):
         response.is_complete = True
         self._response = self._silent_until = None
         if self._parser.should_keep_alive() and not self._is_paused:
-            self.idle_since = self._loop.time()
+            self._unused = self._loop.call_later(KEEP_ALIVE_S, self.abort)
             self._upstream.keep(self)
         else:
             self.abort()
-
-
-def _abort_unused(idle: deque[UpstreamConnection]) -> None:
-    """Close those of one engine that no call has used for KEEP_ALIVE_S."""
-    since = asyncio.get_running_loop().time() - KEEP_ALIVE_S
-    while idle and idle[0].idle_since <= since:
-        idle.popleft().abort()
 
 
 def _huge_head() -> EngineLost:

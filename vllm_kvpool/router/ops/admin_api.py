@@ -42,7 +42,7 @@ from vllm_kvpool.router.dataplane.http_server import (
 )
 from vllm_kvpool.router.dataplane.origins import Origins
 from vllm_kvpool.router.ops.metrics import Telemetry
-from vllm_kvpool.router.ops.snapshot import RouterView, plan_now, state_of
+from vllm_kvpool.router.ops.snapshot import RouterView, plan_of, state_of
 from vllm_kvpool.router.ops.tenants import Denied
 
 log = logging.getLogger(__name__)
@@ -50,29 +50,15 @@ log = logging.getLogger(__name__)
 _ID = re.compile(r"[!-~]{1,128}")
 
 
-class Access:
-    """The rules of one admin address."""
-
-    def __init__(self, token: str, hosts: Iterable[str] = ()) -> None:
-        """Set the names by which the address goes: `hosts`, addresses and localhost."""
-        assert token, "an empty token would let everybody in"
-        self._token = token.encode()
-        self._origins = Origins(tuple(hosts), option="hosts of [admin]")
-
-    def check_place(self, host: str | None, origin: str | None) -> Denied | None:
-        """Return the refusal of a request for another address, or from another site's page."""
-        why = self._origins.refusal(host, origin)
-        return None if why is None else Denied(403, why)
-
-    def check_token(self, authorization: str | None) -> Denied | None:
-        """Return the refusal of a request without the token."""
-        if authorization is None:
-            return Denied(401, "the token is missing; send 'Authorization: Bearer TOKEN'")
-        given = bearer_token(authorization) or ""
-        # Whatever bytes a client has sent: they are only compared.
-        if hmac.compare_digest(given.encode(errors="surrogateescape"), self._token):
-            return None
-        return Denied(401, "the token is wrong; it is token of [admin], or in the router's log")
+def token_error(authorization: str | None, token: str) -> str | None:
+    """Return why a request is refused for its `Authorization`; None if it has the token."""
+    if authorization is None:
+        return "the token is missing; send 'Authorization: Bearer TOKEN'"
+    given = bearer_token(authorization) or ""
+    # Whatever bytes a client has sent: they are only compared.
+    if hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode()):
+        return None
+    return "the token is wrong; it is token of [admin], or in the router's log"
 
 
 MAX_BODY_BYTES = 64 << 10
@@ -152,7 +138,9 @@ class Admin:
         self._controller = controller
         self._post = post
         self._telemetry = telemetry
-        self._access = Access(token, hosts)
+        assert token, "an empty token would let everybody in"
+        self._token = token
+        self._origins = Origins(tuple(hosts), option="hosts of [admin]")
         self._clock = clock
         page = Path(__file__).with_name("page")
         self._page = {path: (page / name).read_bytes() for path, (name, _) in PAGE.items()}
@@ -169,10 +157,13 @@ class Admin:
     def _check(self, http: HttpRequest) -> Response | None:
         """Refuse a request that may not be made, before its body is read."""
         headers = http.headers
-        denial = self._access.check_place(headers.get("Host"), headers.get("Origin"))
-        if denial is None and not (http.method == "GET" and http.path in PAGE):
-            denial = self._access.check_token(headers.get("Authorization"))
-        return None if denial is None else _error(denial.status, str(denial))
+        why = self._origins.refusal(headers.get("Host"), headers.get("Origin"))
+        if why is not None:
+            return _error(403, why)
+        if http.method == "GET" and http.path in PAGE:
+            return None
+        why = token_error(headers.get("Authorization"), self._token)
+        return None if why is None else _error(401, why)
 
     async def _handle(self, http: HttpRequest) -> None:
         http.respond(self._answer(http))
@@ -198,9 +189,6 @@ class Admin:
 
     def _file(self, http: HttpRequest, _: str) -> Response:
         return _response(200, f"{PAGE[http.path][1]}; charset=utf-8", self._page[http.path])
-
-    def _metrics(self, _http: HttpRequest, _: str) -> Response:
-        return _response(200, *self._telemetry.expose())
 
     # Orders
 
@@ -228,15 +216,9 @@ class Admin:
         self._carry_out(Added(spec=spec, role=order.role))
         return self._replica(replica_id)
 
-    def _remove(self, http: HttpRequest, replica_id: str) -> Response:
-        return self._order(http, Remove(ReplicaId(replica_id)))
-
-    def _drain(self, http: HttpRequest, replica_id: str) -> Response:
-        return self._order(http, Drain(ReplicaId(replica_id)))
-
-    def _set_role(self, http: HttpRequest, replica_id: str) -> Response:
+    def _set_role(self, http: HttpRequest, replica_id: ReplicaId) -> Response:
         role = _read(http.body, RoleOrder, '{"role": "prefill"} or "decode"').role
-        return self._order(http, SetRole(ReplicaId(replica_id), role))
+        return self._order(http, SetRole(replica_id, role))
 
     def _order(self, http: HttpRequest, order: Remove | Drain | SetRole) -> Response:
         """Post an order, and return the replica as it is then.
@@ -276,18 +258,18 @@ class Admin:
         return _json({"id": replica_id, "state": None}, 202)
 
 
-Handler = Callable[[Admin, HttpRequest, str], Response]
+Handler = Callable[[Admin, HttpRequest, ReplicaId], Response]
 """Answers a request, given the `{id}` in its path."""
 ROUTES: Mapping[tuple[str, str], Handler] = {
     ("GET", "/"): Admin._file,
     ("GET", "/state"): lambda admin, *_: _json(admin._view()),
-    ("GET", "/metrics"): Admin._metrics,
+    ("GET", "/metrics"): lambda admin, *_: _response(200, *admin._telemetry.expose()),
     ("GET", "/replicas"): lambda admin, *_: _json({"replicas": admin._view().replicas}),
-    ("GET", "/plan"): lambda admin, *_: _json(plan_now(admin._controller)),
+    ("GET", "/plan"): lambda admin, *_: _json(plan_of(admin._controller)),
     ("POST", "/planner/mode"): Admin._set_mode,
     ("POST", "/replicas"): Admin._add,
-    ("DELETE", "/replicas/{id}"): Admin._remove,
-    ("POST", "/replicas/{id}/drain"): Admin._drain,
+    ("DELETE", "/replicas/{id}"): lambda admin, http, of: admin._order(http, Remove(of)),
+    ("POST", "/replicas/{id}/drain"): lambda admin, http, of: admin._order(http, Drain(of)),
     ("POST", "/replicas/{id}/role"): Admin._set_role,
 }
 _HANDLERS = {**{("GET", path): Admin._file for path in PAGE}, **ROUTES}
@@ -303,12 +285,12 @@ def _read(body: bytes, kind: type[_T], example: str) -> _T:
         raise Denied(400, f"{error}; send {example}") from None
 
 
-def _route_of(path: str) -> tuple[str, str]:
+def _route_of(path: str) -> tuple[str, ReplicaId]:
     """Return a path as `ROUTES` writes it, and the id in it."""
     match path.split("/"):
         case ["", "replicas", replica_id, *rest]:
-            return "/".join(("", "replicas", "{id}", *rest)), unquote(replica_id)
-    return path, ""
+            return "/".join(("", "replicas", "{id}", *rest)), ReplicaId(unquote(replica_id))
+    return path, ReplicaId("")
 
 
 def _json(value: object, status: int = 200) -> Response:

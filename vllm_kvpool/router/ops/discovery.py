@@ -163,7 +163,8 @@ class Discovery:
             self._warned.pop(url, None)
 
     def _add(self, url: str, replica_id: str, of: ReplicaConfig) -> None:
-        added = Added(spec=_spec(replica_id, of), role=ROLES[of.role])
+        spec = ReplicaSpec(replica_id=ReplicaId(replica_id), url=url, start=of.start, stop=of.stop)
+        added = Added(spec=spec, role=ROLES[of.role])
         try:
             self._post(added)
         except ConfigError as error:
@@ -188,12 +189,6 @@ class Discovery:
         if self._warned.get(key) != why:
             self._warned[key] = why
             log.warning("%s", why)
-
-
-def _spec(name: str, of: ReplicaConfig) -> ReplicaSpec:
-    return ReplicaSpec(
-        replica_id=ReplicaId(name), url=of.url.rstrip("/"), start=of.start, stop=of.stop
-    )
 
 
 def _named_by_address(of: ReplicaConfig) -> ReplicaConfig:

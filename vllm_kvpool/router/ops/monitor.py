@@ -18,11 +18,11 @@ from vllm_kvpool.router.control.events import (
     Measured,
     ModelsListed,
     ReplicaLoaded,
+    ReplicaSpec,
     SleepFailed,
     Warmed,
 )
 from vllm_kvpool.router.control.settings import HealthConfig
-from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.engine_metrics import sample
 from vllm_kvpool.router.dataplane.responses import BUSY_STATUSES, NOT_FOUND, OK, EngineLost
 from vllm_kvpool.router.dataplane.upstream import EngineResponse, EngineUnreached, Upstream
@@ -49,16 +49,16 @@ class Monitor:
 
     def __init__(
         self,
-        replica: ReplicaId,
-        url: str,
+        spec: ReplicaSpec,
         engines: Upstream,
         config: HealthConfig,
         post: Callable[[Event], None],
         *,
         saves_timeout_s: float = SAVES_TIMEOUT_S,
     ) -> None:
-        self.replica = replica
-        self.url = url
+        self.spec = spec
+        self.replica = spec.replica_id
+        self.url = spec.url
         self.models: dict[str, dict[str, Any]] = {}
         """Models of the engine's /v1/models, by name."""
         self.has_failed = False
@@ -67,7 +67,7 @@ class Monitor:
         self._config = config
         self._post = post
         self._asked = asyncio.Event()
-        self._tasks = Tasks(f"monitor of {replica}")
+        self._tasks = Tasks(f"monitor of {self.replica}")
         """By name: poll, load, warm, sleep."""
         self._is_asked_to_sleep = False
         """True while the engine has the request to sleep."""

@@ -47,8 +47,6 @@ class Replicas:
         """The compatibility watch, and the end of each engine that is ended by command."""
         self._stops = Tasks("monitors")
         """Stops of the monitors of removed replicas."""
-        self._specs: dict[ReplicaId, ReplicaSpec] = {}
-        """Specs of the monitored replicas."""
 
     def start(self) -> None:
         """Watch whether engines differ from one another."""
@@ -94,36 +92,35 @@ class Replicas:
 
     def _load(self, action: Load) -> None:
         replica_id = action.replica
-        spec = self._specs[replica_id] = self._fleet[replica_id].spec
+        spec = self._fleet[replica_id].spec
         self._tasks.cancel(_end_of(spec))  # the engine is wanted again
         monitor = self.monitors.get(replica_id)
         if monitor is None:
-            monitor = Monitor(replica_id, spec.url, self._engines, self._config.health, self._post)
+            monitor = Monitor(spec, self._engines, self._config.health, self._post)
             self.monitors[replica_id] = monitor
             monitor.start()
         if spec.start:
-            monitor.load(start=partial(self._start, spec, monitor, is_hung=monitor.has_failed))
+            monitor.load(start=partial(self._start, monitor, is_hung=monitor.has_failed))
         else:
             monitor.load()
 
-    async def _start(self, spec: ReplicaSpec, monitor: Monitor, *, is_hung: bool) -> None:
+    async def _start(self, monitor: Monitor, *, is_hung: bool) -> None:
         """Start an engine that does not answer; EngineLost.
 
         One that has served before and then failed may hang: it is stopped first.
         """
+        spec = monitor.spec
         if is_hung:
             await self._stop(spec)
         elif await monitor.is_healthy():
             return
-        await run_command(
-            spec.replica_id, "start", spec.start, self._config.health.command_timeout_s
-        )
+        limit_s = self._config.health.command_timeout_s
+        await run_command(spec.replica_id, "start", spec.start, limit_s)
 
     async def _stop(self, spec: ReplicaSpec) -> None:
+        limit_s = self._config.health.command_timeout_s
         try:
-            await run_command(
-                spec.replica_id, "stop", spec.stop, self._config.health.command_timeout_s
-            )
+            await run_command(spec.replica_id, "stop", spec.stop, limit_s)
         except EngineLost as error:
             log.warning("%s: %s", spec.replica_id, error)
 
@@ -131,18 +128,18 @@ class Replicas:
         monitor = self.monitors.get(replica_id)
         if monitor is None:
             return  # it has never been loaded
-        spec = self._specs[replica_id]
+        spec = monitor.spec
         if spec.stop:
-            self._tasks.start(_end_of(spec), partial(self._end, spec, monitor))
+            self._tasks.start(_end_of(spec), partial(self._end, monitor))
         monitor.rest(sleeps=not (spec.stop or forget))
         if forget:
-            del self.monitors[replica_id], self._specs[replica_id]
+            del self.monitors[replica_id]
             self._stops.start(f"{spec.url} {id(monitor)}", monitor.stop)
 
-    async def _end(self, spec: ReplicaSpec, monitor: Monitor) -> None:
+    async def _end(self, monitor: Monitor) -> None:
         """End an engine; one that has saved something first ends its saves."""
         await monitor.await_saves()
-        await self._stop(spec)
+        await self._stop(monitor.spec)
 
 
 def _end_of(spec: ReplicaSpec) -> str:

@@ -16,7 +16,7 @@ from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.fleet import Fleet, Replica, Transition
-from vllm_kvpool.router.control.planner import Plan, Wanted
+from vllm_kvpool.router.control.planner import Wanted
 from vllm_kvpool.router.control.requests import PromptPath
 from vllm_kvpool.router.control.states import BROKEN, EDGES, LOADING, Goal, Role, State
 from vllm_kvpool.router.ops.compatibility import Problem, problems
@@ -205,13 +205,18 @@ def health_of(fleet: Fleet) -> HealthView:
 def plan_of(controller: Controller) -> PlanView:
     """Return the last plan that has been made."""
     scaling = controller.scaling
-    return _plan(scaling.mode, scaling.plan, scaling.steps, scaling.planned_at)
-
-
-def plan_now(controller: Controller) -> PlanView:
-    """Return the plan that would be made now; nothing is carried out."""
-    made, steps = controller.scaling.preview()
-    return _plan(controller.scaling.mode, made, steps, controller.state.now)
+    if (plan := scaling.plan) is None:
+        return PlanView(mode=scaling.mode)
+    return PlanView(
+        mode=scaling.mode,
+        at=scaling.planned_at,
+        prefill=plan.prefill,
+        decode=plan.decode,
+        flip_to=plan.flip_to,
+        held=plan.held,
+        why=plan.why,
+        steps=tuple(_step(each) for each in scaling.steps),
+    )
 
 
 def transition_counts(controller: Controller) -> Iterator[tuple[tuple[str, str, str], int]]:
@@ -254,21 +259,6 @@ def _replica(
         generated_tokens_per_s=meters["generated_tokens"].per_second(now),
         sampled_at=replica.sampled_at,
         is_stale=state.is_stale(replica),
-    )
-
-
-def _plan(mode: Mode, plan: Plan | None, steps: Iterable[Step], at: float | None) -> PlanView:
-    if plan is None:
-        return PlanView(mode=mode)
-    return PlanView(
-        mode=mode,
-        at=at,
-        prefill=plan.prefill,
-        decode=plan.decode,
-        flip_to=plan.flip_to,
-        held=plan.held,
-        why=plan.why,
-        steps=tuple(_step(each) for each in steps),
     )
 
 

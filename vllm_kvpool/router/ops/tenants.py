@@ -10,9 +10,8 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-from vllm_kvpool.router.config import TenantConfig, read_salt, read_tenants
+from vllm_kvpool.router.config import TenantConfig
 from vllm_kvpool.router.dataplane.headers import bearer_token
 
 
@@ -46,31 +45,20 @@ class Tenants:
     """The tenants by their keys: `of` finds one, `enter` and `Tenant.leave` count its requests."""
 
     def __init__(
-        self, configs: Iterable[TenantConfig], clock: Callable[[], float] = time.monotonic
+        self,
+        read: Callable[[], Iterable[TenantConfig]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Read the tenants by `read`, which may raise ConfigError; so does `reload`."""
+        self._read = read
         self._clock = clock
         self._by_digest: dict[str, Tenant] = {}
         self._by_name: dict[str, Tenant] = {}
-        self._keys_file = Path()
-        self.replace(configs)
-
-    @classmethod
-    def of_file(
-        cls, keys_file: str, clock: Callable[[], float] = time.monotonic
-    ) -> "Tenants | None":
-        """Return the tenants of `front.keys_file`; None without such a file. Raises ConfigError."""
-        if not keys_file:
-            return None
-        tenants = cls(read_tenants(Path(keys_file)), clock)
-        tenants._keys_file = Path(keys_file)
-        return tenants
+        self.reload()
 
     def reload(self) -> None:
-        """Read the file again; ConfigError, and nothing has changed."""
-        self.replace(read_tenants(self._keys_file))
-
-    def replace(self, configs: Iterable[TenantConfig]) -> None:
-        """Take a changed file; running requests still count."""
+        """Read the tenants again; after ConfigError nothing has changed. Running requests count."""
+        configs = self._read()
         before, now = self._by_name, self._clock()
         self._by_digest, self._by_name = {}, {}
         for config in configs:
@@ -121,11 +109,6 @@ class TenantSalts:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-
-    @classmethod
-    def of_file(cls, salt_file: str) -> "TenantSalts | None":
-        """Read the secret of `front.salt_file`; None if the option is empty. Raises ConfigError."""
-        return cls(read_salt(Path(salt_file))) if salt_file else None
 
     def of(self, tenant: str, given: str) -> str:
         """Return the salt of a tenant's request that brings `given` itself; "": it brings none.
