@@ -210,6 +210,9 @@ def become(log: str, env: Mapping[str, str]) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(env)
+    config = sys.modules.get("torch._dynamo.config")
+    if config is not None and env.get("TORCH_COMPILE_DISABLE") == "1":
+        config.disable = True  # type: ignore[attr-defined]  # read from the environment on import
 
 
 def _serve(

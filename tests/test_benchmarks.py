@@ -167,6 +167,53 @@ class Leader:
         signal.pause()
 
 
+class Compiler:
+    """A process that tells whether `torch.compile` calls a compiler."""
+
+    def compiles(self) -> bool:
+        import torch
+
+        called = []
+
+        @torch.compile(backend=lambda graph, _: called.append(graph) or graph.forward)
+        def double(values: torch.Tensor) -> torch.Tensor:
+            return values * 2
+
+        double(torch.ones(2))
+        return bool(called)
+
+
+def test_child_forked_after_torch_with_compile_disabled_compiles_nothing(tmp_path: Path) -> None:
+    """Torch reads the variable on import, and a child is forked from a process with torch.
+
+    A decode with two ranks compiled a function with g++ within a measured request.
+    """
+    script = tmp_path / "script.py"
+    script.write_text("""
+from benchmarks.trace_caches import found_by_clairvoyance, found_without_bounds
+from benchmarks.common import Child, Result, run_script
+from tests.test_benchmarks import Compiler
+
+def measure(quick):
+    with Child(Compiler) as compiles, Child(Compiler, env={"TORCH_COMPILE_DISABLE": "1"}) as not_:
+        print(compiles.call("compiles"), not_.call("compiles"), flush=True)
+    return Result()
+
+if __name__ == "__main__":
+    run_script("", measure, ["torch._dynamo.config"])
+""")
+    env = {name: value for name, value in os.environ.items() if name != "TORCH_COMPILE_DISABLE"}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=env | {"PYTHONPATH": str(HERE.parent)},
+        check=True,
+    )
+    assert done.stdout.splitlines()[0] == "True False"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_script_that_is_ended_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
     """Its children end with it while they work, and so does what they forked."""

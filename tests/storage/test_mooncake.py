@@ -12,6 +12,7 @@ import pytest
 from tests.support.buffers import BufferArena, make_buffer, random_bytes
 from tests.support.mooncake_master import MooncakeMaster
 from tests.support.store_contract import StoreContract, get_one, key_of, new_namespace, put_one
+from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.errors import StoreUnreachable
 from vllm_kvpool.storage import mooncake
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Retention, Store, map_buffer
@@ -130,6 +131,32 @@ store.close()  # without unregister, which close must make up for
 """
 
 
+READER = """
+import os
+import signal
+import sys
+import time
+from vllm_kvpool.config import set_where_unset
+from vllm_kvpool.storage.backends import open_store
+from vllm_kvpool.storage.url import environment_for, parse_store_url
+from tests.support.store_contract import key_of
+from tests.support.buffers import BufferArena
+spec = parse_store_url(sys.argv[1])
+set_where_unset(environment_for(spec))
+store = open_store(spec, segment=False)
+arena = BufferArena(16 << 20)
+store.register(arena.buffer)
+targets = [arena.take(1 << 20) for _ in range(8)]
+names = [outcome.name for outcome in store.get([key_of(sys.argv[2], 0)], targets[:1])]
+os.kill(int(sys.argv[3]), signal.SIGSTOP)
+began = time.monotonic()
+keys = [key_of(sys.argv[2], number) for number in range(8)]
+names += [outcome.name for outcome in store.get(keys, targets)]
+print(time.monotonic() - began, *names, flush=True)
+os._exit(0)
+"""
+
+
 def places_of(master: MooncakeMaster, keys: list[str]) -> list[str]:
     """The sessions of the processes in whose memory these are."""
     client: Any = import_wheel().MooncakeDistributedStore()
@@ -216,6 +243,29 @@ def test_a_writer_that_is_killed_costs_its_cells_and_no_error() -> None:
         assert put_one(store, key_of(namespace, 99), target) is PutOutcome.FAILED
         store.unregister(target)
         store.close()
+
+
+@pytest.mark.slow
+def test_get_from_stopped_owner_ends_before_the_call_is_given_up() -> None:
+    """A process without a core looks so; a call that is given up keeps its thread and slots."""
+    with MooncakeMaster() as master:
+        namespace = new_namespace()
+        url = f"mooncake://{master.address}?segment=0"
+        with start_writer(master, namespace) as child:
+            try:
+                done = subprocess.run(
+                    [sys.executable, "-c", READER, url, namespace, str(child.pid)],
+                    capture_output=True,
+                    text=True,
+                    timeout=CHILD_LIMIT_S,
+                    check=True,
+                )
+            finally:
+                child.kill()
+        seconds, first, *others = done.stdout.split()
+        assert first == "OK"
+        assert others == ["FAILED"] * 8
+        assert float(seconds) < KVPoolConfig().call_timeout_s - 2
 
 
 def test_a_pool_that_cannot_make_room_is_full() -> None:

@@ -161,6 +161,7 @@ def get(reads: EngineReads, keys: str) -> list[int]:
 def test_reads_are_polled_with_pauses_and_few_are_in_flight(
     reads: EngineReads, engine: FakeReadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(mooncake_transfers, "FIRST_READS", 2)
     monkeypatch.setattr(mooncake_transfers, "MAX_READS", 3)
     assert get(reads, "abcdefg") == [100] * 7
     assert engine.begun == list(range(7))
@@ -218,12 +219,24 @@ def test_what_was_evicted_meanwhile_has_failed(
 def test_after_a_stall_no_read_begins(
     reads: EngineReads, engine: FakeReadEngine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(mooncake_transfers, "FIRST_READS", 2)
     monkeypatch.setattr(mooncake_transfers, "MAX_READS", 2)
     monkeypatch.setattr(mooncake_transfers, "MAX_PAUSE_S", 10.0)
     monkeypatch.setattr(mooncake_transfers, "MIN_PAUSE_S", 10.0)
     engine.broken = {1}
     assert get(reads, "abcde") == [100, READ_FAILED, 100, READ_FAILED, READ_FAILED]
     assert engine.begun == [0, 1, 2]
+
+
+def test_reads_from_silent_peer_end_after_one_round_of_its_transfers(
+    reads: EngineReads, engine: FakeReadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mooncake moves four at a time from a peer, and each is dropped after a time of its own."""
+    monkeypatch.setattr(mooncake_transfers, "MAX_PAUSE_S", 10.0)
+    monkeypatch.setattr(mooncake_transfers, "MIN_PAUSE_S", 10.0)
+    engine.broken = set(range(16))
+    assert get(reads, "abcdefghijklmnop") == [READ_FAILED] * 16
+    assert engine.begun == [0, 1, 2, 3]
 
 
 def test_an_error_comes_out_when_no_read_is_in_flight(

@@ -51,13 +51,13 @@ MAX_EXISTS_KEYS = 4096
 MAX_REMOVE_KEYS = 4096
 
 # The client reads these from the environment only. Its own 20 attempts of 30 s to connect hold the
-# GIL, and the guard retries anyway. A call to a master that does not answer should end before the
-# guard leaves it behind; over TCP one to a peer that has fallen silent waits so long for each of
-# up to 8 objects.
+# GIL, and the guard retries anyway. A call to a master that does not answer, and a get from a peer
+# that was silent before, should end before the guard leaves them behind. A put waits so long for
+# each of up to 8 objects.
 ENVIRONMENT: Final = {
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
     "MC_RPC_TIMEOUT_MS": "5000",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "10",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
 }
 
 # Mooncake's ErrorCode.

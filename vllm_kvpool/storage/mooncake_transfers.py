@@ -19,9 +19,10 @@ TRANSFER_FAILED: Final = -800
 READ_FAILED: Final = -1  # none of Mooncake's, as the master need not be asked for the size
 
 TRANSFER_KEYS = 8  # of one native call
-STALL_S = 5.0
+STALL_S = 4.0  # below MC_TCP_PROGRESS_TIMEOUT_SEC
 
-MAX_READS = 16  # in flight; Mooncake moves four at a time from a peer
+MAX_READS = 16  # in flight
+FIRST_READS = 4  # until one has ended: Mooncake moves so many at a time from a peer
 MIN_PAUSE_S = 50e-6
 MAX_PAUSE_S = 1e-3
 PAUSE_SHARE = 0.125  # of a read's time so far: its end is seen so late at most
@@ -256,15 +257,17 @@ class EngineReads:
     def _read(self, reads: Sequence[_Read]) -> set[int]:
         """Read objects; the places in the call of those that failed.
 
-        After a stall the rest fails at once. Does not end before its reads do.
+        After a stall the rest fails at once. Does not end before its reads do: those behind the
+        first four of a silent peer would stall after them.
         """
         engine, clock = self._open_engine(), self._clock
         waiting = deque(reads)
         flying: deque[_Flying] = deque()
         failed: set[int] = set()
+        limit = FIRST_READS
         try:
             while waiting or flying:
-                if waiting and len(flying) < MAX_READS:
+                if waiting and len(flying) < limit:
                     at, target, place = waiting.popleft()
                     began = clock()
                     number = engine.batch_transfer_async_read(
@@ -278,6 +281,7 @@ class EngineReads:
                     is_whole = self._wait_for(engine, flying[0])
                     flying.popleft()
                     if is_whole:
+                        limit = MAX_READS
                         continue
                 failed.add(at)
                 if clock() - began > STALL_S:
