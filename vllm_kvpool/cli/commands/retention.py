@@ -1,7 +1,6 @@
 """`kvpool purge` and `kvpool pin`."""
 
 import sys
-from collections.abc import Sequence
 
 import click
 
