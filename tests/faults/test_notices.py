@@ -106,7 +106,7 @@ def test_decode_hears_each_chunk_and_the_end(workshop: Workshop, tp: int) -> Non
         check_nothing_leaked(watcher.rig)
         for rank in watcher.rig.ranks:
             assert rank.executor is not None
-            assert not rank.executor.engine.saves.progress.num_open
+            assert not rank.executor.engine.saves.progress._hand_overs
 
 
 def test_endpoints_are_in_the_metrics_and_the_answer_of_a_hand_over_alone(

@@ -783,7 +783,7 @@ def test_whatever_comes_everybody_is_told_once(messages: list[str]) -> None:
         world.turn()
     world.run()
     assert len(removed) == messages.count("remove")
-    assert world.core.num_open == 0
+    assert not world.core._open
     assert len(world.results) >= messages.count("ask") - messages.count("forget")
 
 

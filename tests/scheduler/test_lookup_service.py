@@ -29,7 +29,7 @@ from vllm_kvpool.identity.keys import (
 from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler.lookup import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_core import MAX_KEYS_PER_ROUND
-from vllm_kvpool.scheduler.lookup_service import LookupService, NoticeReceiver, OnLost, OnNotice
+from vllm_kvpool.scheduler.lookup_service import LookupService, OnLost, OnNotice
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.transfer.ops import HostCacheChange
 
@@ -55,7 +55,7 @@ class Pool:
         self,
         num_stores: int = 1,
         host_ranks: int = 0,
-        open_notices: Callable[[OnNotice, OnLost], NoticeReceiver] | None = None,
+        open_notices: Callable[[OnNotice, OnLost], Any] | None = None,
     ) -> None:
         self.memories = [MemoryStore("", 1 << 20) for _ in range(num_stores)]
         self.stores = [FaultyStore(memory) for memory in self.memories]
@@ -476,7 +476,7 @@ def test_what_is_forgotten_is_not_asked_any_more(pool: Pool) -> None:
     pool.service.cancel(99)
     pool.ask(2, search=False)
     assert set(pool.answers()) == {2}
-    assert pool.service.core.num_open == 0
+    assert not pool.service.core._open
 
 
 def test_remove_all_removes_the_own_namespace_only(pool: Pool) -> None:

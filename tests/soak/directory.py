@@ -6,6 +6,7 @@ damages an object in place, as a bad disk would. Damaged objects are recognized 
 since a store overwrites the files of evicted objects.
 """
 
+import contextlib
 import os
 import sqlite3
 import time
@@ -27,7 +28,7 @@ from vllm_kvpool.identity.keys import HeadShard, ParsedKey, key_digest
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, verify
 from vllm_kvpool.storage.file.format import PAGE_BYTES, read_footer
 from vllm_kvpool.storage.file.index import SOFT_SHARE
-from vllm_kvpool.storage.file.paths import entries, open_lock, try_flock
+from vllm_kvpool.storage.file.paths import HeldLock, entries
 from vllm_kvpool.storage.file.space import (
     FORMAT_DIR,
     LOOK_EVERY_S,
@@ -291,11 +292,9 @@ def dead_writers(writers: Iterable[Path]) -> list[Path]:
     """Return the writers' directories whose process was killed."""
     found = []
     for writer in writers:
-        try:
-            fd = open_lock(str(writer / "lock"))
-        except OSError:
-            continue
-        if try_flock(fd):
-            found.append(writer)
-        os.close(fd)
+        lock = HeldLock(str(writer / "lock"))
+        with contextlib.suppress(OSError):
+            if lock.take():
+                found.append(writer)
+                lock.release()
     return found

@@ -840,7 +840,7 @@ def abandon(space: FileSpace) -> None:
     assert space._thread is not None
     space._thread.join()
     space.index.close()
-    os.close(space._own[-1]._lock_fd)
+    space._own[-1]._lock.release()
 
 
 def test_an_eviction_counts_what_others_are_writing(root: Path) -> None:

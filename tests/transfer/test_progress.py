@@ -98,7 +98,7 @@ class Saves:
         return self.take(self.progress.ends(HandOverEnd(request, TOPIC, found, int(chunks))))
 
     def over(self) -> None:
-        assert not self.progress.num_open
+        assert not self.progress._hand_overs
 
 
 VERBS: dict[str, Callable[..., Any]] = {
@@ -207,7 +207,7 @@ def test_last_word_is_the_first_chunk_that_is_not_stored(data: st.DataObject) ->
             assert ended is None or ended >= now
             stored = now
     assert saves.told[TOPIC] == (min(lost, default=at),) * 2
-    assert not saves.progress.num_open
+    assert not saves.progress._hand_overs
 
 
 def test_newest_progress_of_each_prompt_is_told_and_an_end_before_another_request() -> None:

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
-    Int64s = np.ndarray[Any, np.dtype[np.int64]]
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +117,9 @@ class SlabMove(NamedTuple):
     tokens, all numbers count rows.
     """
 
-    addresses: "Int64s"
+    addresses: Int64s
     """The address of each piece's payload in staging memory, `[pieces]`."""
-    places: "Int64s"
+    places: Int64s
     """A template, `[pieces, 4]`: layer_start, layer_stop, head_start, head_stop; local, half open.
     All chunks have the same array object, which is never modified: copiers keep what they derive
     from it."""

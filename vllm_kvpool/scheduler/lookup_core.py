@@ -409,11 +409,6 @@ class LookupCore:
         """Return the removals that no call has been made for yet; the service is about to end."""
         return [call for tier in self._tiers for call in tier.removals]
 
-    @property
-    def num_open(self) -> int:
-        """Number of lookups without a final answer."""
-        return len(self._open)
-
     # Lookups
 
     def _usable(self, now: float) -> list[int]:

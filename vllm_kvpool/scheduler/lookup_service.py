@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from vllm_kvpool.errors import StoreError
+from vllm_kvpool.handover.consumer import NoticeClient
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.aliases import Aliases
@@ -44,19 +45,6 @@ class _Task(NamedTuple):
     give_up: Callable[[], None]
     """Called after a bug in `run`, so that no caller waits for ever."""
     is_lookup: bool = False
-
-
-class NoticeReceiver(Protocol):
-    """Tells what other engines have stored of prompts (`NoticeClient`)."""
-
-    def watch(self, endpoints: Sequence[str], topic: bytes) -> None:
-        """Ask the engines at `endpoints` for notices about a prompt."""
-
-    def unwatch(self, topic: bytes) -> None:
-        """Stop the notices about a prompt."""
-
-    def close(self) -> None:
-        """End the thread that receives notices."""
 
 
 OnNotice = Callable[[bytes, int, int | None], None]
@@ -84,7 +72,7 @@ class LookupService:
         registry: MetricsRegistry | None = None,
         *,
         loses_cells: bool = False,
-        open_notices: Callable[[OnNotice, OnLost], NoticeReceiver] | None = None,
+        open_notices: Callable[[OnNotice, OnLost], NoticeClient] | None = None,
         aliases: Aliases | None = None,
     ) -> None:
         self._stores = stores
@@ -124,7 +112,7 @@ class LookupService:
         self._reading: set[int] = set()
         self._topics: dict[int, bytes] = {}  # of lookups that wait for notices; lookup thread
         self._open_notices = open_notices
-        self._notices: NoticeReceiver | None = None  # from the first watch on; lookup thread
+        self._notices: NoticeClient | None = None  # from the first watch on; lookup thread
         for name in self._tier_names:
             self._registry.set("kvpool_lookup_tier_up", 1, tier=name)
         for thread in self._threads:

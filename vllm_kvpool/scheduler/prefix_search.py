@@ -12,7 +12,7 @@ With recurrent states the hit is cut to the largest boundary that has a state of
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 from vllm_kvpool.identity.keys import (
     CellKey,
@@ -129,28 +129,6 @@ class Tail(NamedTuple):
     def is_end(self) -> bool:
         """True if all its tokens are the prompt's: it is named by them."""
         return self.tokens == self.cell_tokens
-
-
-class Search(Protocol):
-    """The next questions of a lookup, and its finding by the answers so far."""
-
-    @property
-    def found(self) -> int:
-        """Chunks that can be loaded, by the answers so far."""
-
-    @property
-    def attention(self) -> int:
-        """Chunks whose attention cells are stored, whether or not their states are."""
-
-    @property
-    def done(self) -> bool:
-        """True if no answer can change `found` any more."""
-
-    def questions(self) -> "tuple[Question, ...]":
-        """Return the next questions, all at once for one call of a tier."""
-
-    def answer(self, questions: "Sequence[Question]", present: Sequence[bool]) -> None:
-        """Take for each question whether its cells are stored."""
 
 
 class TailSearch:

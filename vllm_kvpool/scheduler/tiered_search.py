@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from itertools import compress, pairwise
 
 from vllm_kvpool.identity.keys import CellKey
-from vllm_kvpool.scheduler.prefix_search import Question, Search
+from vllm_kvpool.scheduler.prefix_search import HitSearch, Question, TailSearch
+
+Search = HitSearch | TailSearch
+"""Asks about some chunks at a time, and narrows by the answers how many can be loaded."""
 
 
 @dataclass(slots=True, eq=False)

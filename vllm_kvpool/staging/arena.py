@@ -15,18 +15,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.host_memory import huge_pages_left
+from vllm_kvpool.layout.pages import Int64s
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import Buffer
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
-
-if TYPE_CHECKING:
-    from vllm_kvpool.layout.pages import Int64s
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +124,7 @@ class Arena:
             for slot, nbytes in zip(slots, sizes, strict=True)
         ]
 
-    def payload_addresses(self, slots: Sequence[Slot]) -> "Int64s":
+    def payload_addresses(self, slots: Sequence[Slot]) -> Int64s:
         """Return the addresses of the cell payloads in these slots, as int64."""
         numbers = np.array(slots, np.int64)
         owners = self._owners[numbers >> MEMBER_BITS]
@@ -241,52 +238,47 @@ def _madvise(address: int, nbytes: int, advice: int) -> bool:
     return bool(result == 0)
 
 
-def _allocate(nbytes: int, large: bool, shared: bool) -> tuple[mmap.mmap, int | None]:
-    """Return memory, and its descriptor if it is a memory file."""
+Mapped = tuple[mmap.mmap, int | None]
+"""Memory, and its descriptor if it is a memory file."""
+
+
+def _allocate(nbytes: int, large: bool, shared: bool) -> Mapped:
     if shared:
         try:
-            return _allocate_file(nbytes, large)
+            return _in_large_pages(nbytes, large, _mapped_file)
         except OSError as error:
             logger.warning(
                 "kvpool: staging memory cannot be shared with other ranks on this host: %s", error
             )
-    return _allocate_private(nbytes, large), None
+    return _in_large_pages(nbytes, large, _mapped_privately)
 
 
-def _allocate_private(nbytes: int, large: bool) -> mmap.mmap:
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+def _in_large_pages(nbytes: int, large: bool, mapped: Callable[[int, bool], Mapped]) -> Mapped:
+    """Return memory in huge pages if `large` and the system has so many, else transparent ones."""
     rounded = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     if large and rounded <= huge_pages_left():
         try:
-            memory = mmap.mmap(-1, rounded, flags | _MAP_HUGETLB)
+            memory = mapped(rounded, True)
         except OSError:
             logger.info("kvpool: no huge pages are set aside; trying transparent ones")
         else:
             logger.info("kvpool: %d MiB of staging memory in huge pages", rounded >> 20)
             return memory
-    memory = mmap.mmap(-1, nbytes, flags)
+    memory = mapped(nbytes, False)
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory[0].madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
-def _allocate_file(nbytes: int, large: bool) -> tuple[mmap.mmap, int]:
-    """Return memory without a name, and its descriptor.
-
-    It ends with the last process that maps it.
-    """
-    rounded = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    if large and rounded <= huge_pages_left():
-        with contextlib.suppress(OSError):  # none are set aside
-            return _mapped_file(rounded, os.MFD_HUGETLB)
-    memory, descriptor = _mapped_file(nbytes, 0)
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory, descriptor
+def _mapped_privately(nbytes: int, is_huge: bool) -> Mapped:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_HUGETLB if is_huge else 0)
+    return mmap.mmap(-1, nbytes, flags), None
 
 
-def _mapped_file(nbytes: int, flags: int) -> tuple[mmap.mmap, int]:
-    descriptor = os.memfd_create("kvpool", flags | os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def _mapped_file(nbytes: int, is_huge: bool) -> Mapped:
+    """Return memory without a name, which ends with the last process that maps it."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if is_huge else 0)
+    descriptor = os.memfd_create("kvpool", flags)
     try:
         os.ftruncate(descriptor, nbytes)
         memory = mmap.mmap(descriptor, nbytes)

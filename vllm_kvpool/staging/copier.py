@@ -2,14 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from vllm_kvpool.layout.pages import LayerPages, SlabMove
-
-if TYPE_CHECKING:
-    from vllm_kvpool.layout.pages import Int64s
+from vllm_kvpool.layout.pages import Int64s, LayerPages, SlabMove
 
 MAX_TEMPLATES = 1024  # that are remembered; those of a model are far fewer
 
@@ -35,7 +32,7 @@ class Copier(Protocol):
 class Template:
     """The `places` of slabs, checked against a rank's pages. Its identity is a key of caches."""
 
-    array: "Int64s"  # keeps its id valid
+    array: Int64s  # keeps its id valid
     places: tuple[tuple[int, int, int, int], ...]
     id_tokens: int  # of a manager block
     num_ids: int  # all block ids are below it
@@ -55,8 +52,8 @@ class Slabs(NamedTuple):
 
     template: Template
     shape: Shape
-    addresses: "Int64s"  # [moves, pieces]
-    block_ids: "Int64s"  # [moves, blocks that are touched]
+    addresses: Int64s  # [moves, pieces]
+    block_ids: Int64s  # [moves, blocks that are touched]
 
 
 class MoveChecker:
@@ -104,7 +101,7 @@ class MoveChecker:
             slabs.append(Slabs(template, shape, addresses, table))
         return slabs
 
-    def _remember(self, array: "Int64s") -> Template:
+    def _remember(self, array: Int64s) -> Template:
         """Check a template, once for all moves that have it."""
         places = tuple(map(tuple, array.tolist()))
         sizes: set[int] = set()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from functools import lru_cache
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -20,11 +20,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from vllm_kvpool.layout.pages import LayerPages, SlabMove
+from vllm_kvpool.layout.pages import Int64s, LayerPages, SlabMove
 from vllm_kvpool.staging.copier import MoveChecker, Shape, Template
-
-if TYPE_CHECKING:
-    from vllm_kvpool.layout.pages import Int64s
 
 LINE_BYTES = 64  # a cache line: what one non-temporal store should fill
 ELEM_BYTES = (1, 2, 4, 8)  # of elements that can be transposed
@@ -68,9 +65,6 @@ class CpuCopier:
         entries = np.zeros((0, 0, 2), np.int64)
         no_groups, no_ids = _table([], _GROUP_COLUMNS), _table([], 0)
         _move_slabs(True, self._runs, self._layer_table, no_groups, entries, no_ids)
-
-    def fence(self) -> None:
-        """Do nothing: on the host a computation has ended when its call returns."""
 
     def gather(self, moves: Sequence[SlabMove]) -> None:
         """Copy pages into staging memory, on the caller's thread."""

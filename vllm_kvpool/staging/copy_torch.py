@@ -14,17 +14,14 @@ import ctypes
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_kvpool.layout.pages import LayerPages, Run, SlabMove
+from vllm_kvpool.layout.pages import Int64s, LayerPages, Run, SlabMove
 from vllm_kvpool.staging.copier import MoveChecker, Shape, Slabs
 from vllm_kvpool.staging.devices import Device, device_for
-
-if TYPE_CHECKING:
-    from vllm_kvpool.layout.pages import Int64s
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDEST_WORD_BYTES = max(_WORDS)
@@ -47,8 +44,8 @@ class _Group(NamedTuple):
     shape: Shape
     layers: tuple[int, int]
     heads: list[tuple[int, int]]  # of each piece
-    addresses: "Int64s"  # [chunks, pieces]
-    block_ids: "Int64s"  # [chunks, blocks that are touched]
+    addresses: Int64s  # [chunks, pieces]
+    block_ids: Int64s  # [chunks, blocks that are touched]
 
     @property
     def all_heads(self) -> slice:

@@ -13,12 +13,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, product
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from vllm_kvpool.layout.pages import LayerPages, SlabMove
+from vllm_kvpool.layout.pages import Int64s, LayerPages, SlabMove
 from vllm_kvpool.staging.copier import MoveChecker
 from vllm_kvpool.staging.triton_tables import (
     FRAGMENT_ENTRIES,
@@ -28,9 +28,6 @@ from vllm_kvpool.staging.triton_tables import (
     RoundCutter,
     RunTable,
 )
-
-if TYPE_CHECKING:
-    from vllm_kvpool.layout.pages import Int64s
 
 BUFFER_BYTES = 16 << 20  # 0.3 ms of PCIe: longer than a round takes to prepare
 NUM_BUFFERS = 2
@@ -55,7 +52,7 @@ class DeviceStream(Protocol):
     def wait(self, event: DeviceEvent) -> None:
         """Let later work of the stream wait for the event."""
 
-    def copy(self, copies: "Int64s") -> None:
+    def copy(self, copies: Int64s) -> None:
         """Copy contiguous bytes between host and device.
 
         Rows are addresses of target and source, and bytes. The caller keeps their memory until the
@@ -103,9 +100,9 @@ class _Buffer:
 
     stream: DeviceStream
     payload: torch.Tensor  # uint8, on the device
-    host_table: "Int64s"  # pinned; begins with the runs
+    host_table: Int64s  # pinned; begins with the runs
     table: torch.Tensor  # int64, on the device
-    upload: "Int64s"  # the copy of the table
+    upload: Int64s  # the copy of the table
     uploaded: DeviceEvent | None = None
 
 
@@ -203,8 +200,8 @@ class TritonCopier:
     def _move_pages(
         self,
         buffer: _Buffer,
-        rows: "Int64s",
-        block_ids: "Int64s",
+        rows: Int64s,
+        block_ids: Int64s,
         launches: Sequence[tuple[RunTable, int, tuple[int, ...]]],
         *,
         is_gather: bool,

@@ -1,17 +1,15 @@
 """The streams of an NVIDIA GPU, as `copy_triton.py` uses them."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from vllm_kvpool.layout.pages import Int64s
 from vllm_kvpool.staging.copy_triton import DeviceEvent
 from vllm_kvpool.staging.driver_copies import driver_copies
 from vllm_kvpool.staging.triton_kernel import NUM_WARPS, kernel_constants, move_fragments
 from vllm_kvpool.staging.triton_tables import RunTable
-
-if TYPE_CHECKING:
-    from vllm_kvpool.layout.pages import Int64s
 
 
 class CudaStreams:
@@ -61,7 +59,7 @@ class CudaStream:
         assert isinstance(event, torch.cuda.Event)
         self._stream.wait_event(event)
 
-    def copy(self, copies: "Int64s") -> None:
+    def copy(self, copies: Int64s) -> None:
         """Queue copies between host and GPU by one call of the driver; RuntimeError if refused."""
         stream = int(self._stream.cuda_stream)
         error = driver_copies()(copies.view(np.uint64), stream)

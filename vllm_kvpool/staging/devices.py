@@ -211,18 +211,8 @@ def device_for(device: torch.device) -> Device:
 _PORTABLE, _MAPPED = 1, 2
 
 
-class Locker(Protocol):
-    """Page-locks memory for a device. Used by one thread at a time."""
-
-    def lock(self, address: int, nbytes: int) -> str:
-        """Lock memory; returns why it failed, or an empty string."""
-
-    def unlock(self, address: int) -> None:
-        """Unlock memory that `lock` has locked; no copy may be using it."""
-
-
 class CudaLocker:
-    """Locks memory for one NVIDIA GPU."""
+    """Page-locks memory for one NVIDIA GPU. Used by one thread at a time."""
 
     def __init__(self, device_index: int) -> None:
         self._device_index = device_index
@@ -236,7 +226,7 @@ class CudaLocker:
         return str(runtime.cudaGetErrorString(result)) if int(result) else ""
 
     def unlock(self, address: int) -> None:
-        """Unlock memory; an error is logged, and the memory stays locked."""
+        """Unlock memory that no copy uses; an error is logged, and the memory stays locked."""
         torch.cuda.set_device(self._device_index)
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         result = int(runtime.cudaHostUnregister(address))
@@ -250,7 +240,7 @@ class PageLock:
     A refusal is a warning: copies then are correct but slow, and not asynchronous.
     """
 
-    def __init__(self, locker: Locker) -> None:
+    def __init__(self, locker: CudaLocker) -> None:
         self._locker = locker
         self._locked: list[int] = []
         self._refused = False

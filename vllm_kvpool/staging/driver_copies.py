@@ -8,14 +8,12 @@ call for a list 0.5 (fits over rows that an H200 gave).
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    Rows = np.ndarray[Any, np.dtype[np.uint64]]
-
-StartCopies = Callable[["Rows", int], int]
+Rows = np.ndarray[Any, np.dtype[np.uint64]]
+StartCopies = Callable[[Rows, int], int]
 """Starts rows of target, source and bytes on a stream; returns the driver's first error, or 0."""
 
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source is read after the work before it
@@ -66,7 +64,7 @@ def in_one_call(batch: Callable[..., int], one_by_one: StartCopies) -> StartCopi
     attributes = _Attributes(source_order=_STREAM_ORDER)
     first = ctypes.c_size_t(0)
 
-    def start(copies: "Rows", stream: int) -> int:
+    def start(copies: Rows, stream: int) -> int:
         count = len(copies)
         if count == 1:
             return one_by_one(copies, stream)

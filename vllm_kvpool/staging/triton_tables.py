@@ -13,15 +13,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_kvpool.layout.pages import LayerPages, Run
+from vllm_kvpool.layout.pages import Int64s, LayerPages, Run
 from vllm_kvpool.staging.copier import Shape, Template
-
-if TYPE_CHECKING:
-    from vllm_kvpool.layout.pages import Int64s
 
 UNITS = (16, 8, 4, 2, 1)  # bytes that a thread moves at once; 16 is the widest on a GPU
 WORD_BYTES = 8  # the widest integer
@@ -167,9 +164,9 @@ class Round(NamedTuple):
 class Rounds(NamedTuple):
     """A call's work without addresses and block ids. Its arrays are shared and never modified."""
 
-    rows: "Int64s"  # of the kernel's table; `address` counts from the buffer's start
-    copies: "Int64s"  # target, source, bytes; addresses count from the payload's and buffer's start
-    pieces: "Int64s"  # each fragment's piece, among those of all moves
+    rows: Int64s  # of the kernel's table; `address` counts from the buffer's start
+    copies: Int64s  # target, source, bytes; addresses count from the payload's and buffer's start
+    pieces: Int64s  # each fragment's piece, among those of all moves
     parts: list[Round]
 
 
@@ -246,9 +243,7 @@ class RoundCutter:
 
 
 @lru_cache(MAX_CUTS)
-def cut(
-    template: Template, shape: Shape, bytes_before: tuple[int, ...], max_bytes: int
-) -> "Int64s":
+def cut(template: Template, shape: Shape, bytes_before: tuple[int, ...], max_bytes: int) -> Int64s:
     """Return each `Fragment` of a move of such `Slabs` in a row, ordered by `first_id`.
 
     `bytes_before`: of one token's row of one head in all layers before each, and in all.

@@ -13,7 +13,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from enum import Enum
-from typing import Protocol
 
 HALF_LIFE_NS = 300 * 10**9
 MAX_HALF_LIVES = 32  # that uses can add up to: those of 2**32 uses at once
@@ -21,37 +20,29 @@ MAX_SKEW_NS = 3600 * 10**9  # between the clocks of hosts that share a directory
 REMEMBERED = 4  # scores of evicted chunks, for each chunk that fits
 
 
-class EvictionPolicy(Protocol):
-    """Scores in nanoseconds of the owner's clock, never above `highest_score`.
+class EvictionPolicy:
+    """Scores in nanoseconds of the owner's clock, never above `highest_score`."""
 
-    `score` is the chunk's last score; results are monotonic in it.
-    """
-
-    remembered: int
+    remembered = 0
     """Size of the evicted chunks whose scores are remembered, in multiples of the store's size."""
 
     def on_put(self, now_ns: int) -> int:
         """Return the score of a new chunk."""
+        return now_ns
 
     def on_hit(self, score: int, now_ns: int) -> int:
-        """Return the score of a chunk that is read, or put again after its eviction."""
+        """Return the score of a chunk that is read, or put again after its eviction.
+
+        `score` is the chunk's last score; results are monotonic in it.
+        """
+        return now_ns
 
 
-class Lru:
+class Lru(EvictionPolicy):
     """Least recently used: evicts the chunk whose last use is longest ago."""
 
-    remembered = 0
 
-    def on_put(self, now_ns: int) -> int:
-        """Return the score of a chunk that is stored at `now_ns`."""
-        return now_ns
-
-    def on_hit(self, score: int, now_ns: int) -> int:
-        """Return the score after a use at `now_ns`; the old score does not count."""
-        return now_ns
-
-
-class Lrfu:
+class Lrfu(EvictionPolicy):
     """Evicts the chunk with the least use, where a use loses half its weight in `HALF_LIFE_NS`.
 
     This is LRFU (Lee et al., IEEE Transactions on Computers 50, 2001). A chunk's value is the sum
@@ -62,10 +53,6 @@ class Lrfu:
     """
 
     remembered = REMEMBERED
-
-    def on_put(self, now_ns: int) -> int:
-        """Return the score of a chunk that is stored at `now_ns`: one use."""
-        return now_ns
 
     def on_hit(self, score: int, now_ns: int) -> int:
         """Return the score after a use at `now_ns`, added to the faded value of earlier uses."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome, Store
@@ -27,7 +27,6 @@ from vllm_kvpool.storage.mooncake_transfers import (
     GetClient,
     PutClient,
     PutSessions,
-    ReadEngine,
 )
 from vllm_kvpool.storage.mooncake_wheel import advice, installed_wheels, transport
 
@@ -103,15 +102,6 @@ class MooncakeOptions:
         return f"{host}:{self.master_port}"
 
 
-class ReplicateConfig(Protocol):
-    """The wheel's settings of one put."""
-
-    group_ids: list[str]
-    preferred_segment: str
-    soft_pin_action: object
-    soft_pin_ttl_ms: int | None
-
-
 class Native(PutClient, GetClient, Protocol):
     """The part of the wheel's `MooncakeDistributedStore` that is used here."""
 
@@ -153,23 +143,16 @@ class Native(PutClient, GetClient, Protocol):
         """Leave the cluster; any later call crashes the process."""
 
 
-class Wheel(Protocol):
-    """The wheel's module `mooncake.store`."""
+def import_wheel() -> Any:
+    """Import the wheel's module `mooncake.store`, which has no types.
 
-    def MooncakeDistributedStore(self) -> Native:
-        """Return a client that is not set up yet."""
-
-    def ReplicateConfig(self) -> ReplicateConfig:
-        """Return the default placement of the replicas of a put."""
-
-
-def import_wheel() -> Wheel:
-    """Import the wheel; ConfigError says what to install if it or a library is missing."""
+    ConfigError says what to install if the wheel or a library is missing.
+    """
     try:
         import mooncake.store
     except ImportError as error:
         raise ConfigError(advice(error, installed_wheels())) from error
-    return cast("Wheel", mooncake.store)
+    return mooncake.store
 
 
 def probe_master(options: MooncakeOptions) -> str:
@@ -280,10 +263,6 @@ def gets_sleep(native: Native, options: MooncakeOptions) -> bool:
     return hasattr(native, "batch_put_session_start") and is_plain_tcp
 
 
-def _read_engine(engine: SharedEngine, own_host: str) -> ReadEngine:
-    return cast("ReadEngine", engine.open(bare_host(own_host)))
-
-
 def bare_host(address: str) -> str:
     """Return an address without its port; IPv6 gets brackets."""
     if address.count(":") > 1 and not address.startswith("["):
@@ -299,7 +278,7 @@ PUT_OUTCOMES: Final = {
 }
 
 
-def has_groups(wheel: Wheel) -> bool:
+def has_groups(wheel: Any) -> bool:
     """Return True if the cluster evicts the cells of a chunk together.
 
     Wheels before 0.3.12 have no groups; the Ascend documentation pins one.
@@ -326,7 +305,7 @@ class MooncakeStore(Store):
         self._engine: SharedEngine | None = None
         if options.protocol in DEVICE_PROTOCOLS and not options.fabric:
             self._engine = shared_engine(options.protocol)
-        native = self._wheel.MooncakeDistributedStore()
+        native: Native = self._wheel.MooncakeDistributedStore()
         own_host = options.local_hostname or own_address
         gives_memory = segment and options.segment_bytes > 0
         reads = shared_engine(options.protocol) if gets_sleep(native, options) else None
@@ -363,7 +342,7 @@ class MooncakeStore(Store):
         if reads is not None:
             own_session = reads.session if gives_memory else ""
             # Opened by the first get: a scheduler's client has none.
-            opened = partial(_read_engine, reads, own_host)
+            opened = partial(reads.open, bare_host(own_host))
             self._get_into = EngineReads(native, opened, own_session=own_session).get
             if not gives_memory:
                 self._put_from = PutSessions(native).put

@@ -26,7 +26,7 @@ METADATA = "P2PHANDSHAKE"
 # whatever its value, every engine made then uses TCP alone. Others of the process may want RDMA.
 FORCE_TCP = {FORCE_TCP_NAME: "1"}
 
-# Results of `transfer_submit_write` and `transfer_check_status`.
+# Results of `transfer_submit_write`, `batch_transfer_async_read` and `transfer_check_status`.
 REFUSED = 0
 WRITTEN = 1
 FAILED = -1
@@ -56,10 +56,15 @@ class NativeEngine(Protocol):
     def transfer_submit_write(self, session: str, source: int, target: int, nbytes: int) -> int:
         """Start a write; its number, or REFUSED. Blocks to connect to a new session."""
 
-    def transfer_check_status(self, number: int) -> int:
-        """Return WRITTEN or FAILED if a write has ended, another value while it goes on.
+    def batch_transfer_async_read(
+        self, session: str, targets: list[int], sources: list[int], sizes: list[int]
+    ) -> int:
+        """Start a read; its number, or REFUSED. Blocks to connect to a new session."""
 
-        The number of a write that has ended is invalid.
+    def transfer_check_status(self, number: int) -> int:
+        """Return WRITTEN or FAILED if a transfer has ended, another value while it goes on.
+
+        The number of a transfer that has ended is invalid.
         """
 
 

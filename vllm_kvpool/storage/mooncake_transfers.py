@@ -9,9 +9,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple, Protocol, TypeGuard
+from typing import Any, Final, NamedTuple, Protocol, TypeGuard
 
-from vllm_kvpool.storage.mooncake_engine import FAILED, REFUSED, WRITTEN
+from vllm_kvpool.storage.mooncake_engine import FAILED, REFUSED, WRITTEN, NativeEngine
 
 OK: Final = 0
 NOT_FOUND: Final = -704
@@ -135,50 +135,17 @@ class PutSessions:
                     self._keys.difference_update(set(keys).difference(left_open))
 
 
-class BufferDescriptor(Protocol):
-    """The place of an object in its peer's memory."""
-
-    transport_endpoint: str
-    buffer_address: int
-    size: int
-
-
-class MemoryDescriptor(Protocol):
-    """The place in memory of a replica."""
-
-    buffer_descriptor: BufferDescriptor
-
-
-class ReplicaDescriptor(Protocol):
-    """A complete copy of an object, in memory or on a disk."""
-
-    def is_memory_replica(self) -> bool:
-        """Return True if the replica is in memory, False if it is on a disk."""
-
-    def get_memory_descriptor(self) -> MemoryDescriptor:
-        """Return the replica's place in memory; only for a memory replica."""
-
-
 class GetClient(Protocol):
     """The part of the wheel's `MooncakeDistributedStore` that `EngineReads` uses."""
 
     def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
         """Read whole objects; return for each key its bytes or a negative error code."""
 
-    def batch_get_replica_desc(self, keys: list[str]) -> dict[str, Sequence[ReplicaDescriptor]]:
-        """Return the replicas of the keys that are there, and give these a lease."""
+    def batch_get_replica_desc(self, keys: list[str]) -> dict[str, Sequence[Any]]:
+        """Return the complete copies of the keys that are there, and give these a lease.
 
-
-class ReadEngine(Protocol):
-    """The part of the wheel's `TransferEngine` that `EngineReads` uses."""
-
-    def batch_transfer_async_read(
-        self, session: str, targets: list[int], sources: list[int], sizes: list[int]
-    ) -> int:
-        """Start a read; its number, or REFUSED. Blocks to connect to a new session."""
-
-    def transfer_check_status(self, number: int) -> int:
-        """Return the status of a transfer, as `NativeEngine.transfer_check_status`."""
+        A copy is in memory or on a disk (`_in_memory`).
+        """
 
 
 class _Place(NamedTuple):
@@ -210,7 +177,7 @@ class EngineReads:
     def __init__(
         self,
         client: GetClient,
-        open_engine: Callable[[], ReadEngine],
+        open_engine: Callable[[], NativeEngine],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         own_session: str = "",
@@ -292,7 +259,7 @@ class EngineReads:
                 self._wait_for(engine, each)
         return failed
 
-    def _wait_for(self, engine: ReadEngine, read: _Flying) -> bool:
+    def _wait_for(self, engine: NativeEngine, read: _Flying) -> bool:
         """Wait for the end of a read; whether it has moved all."""
         while True:
             status = engine.transfer_check_status(read.number)
@@ -302,7 +269,7 @@ class EngineReads:
             self._sleep(min(max(pause_s, MIN_PAUSE_S), MAX_PAUSE_S))
 
 
-def _in_memory(replicas: Sequence[ReplicaDescriptor]) -> _Place | None:
+def _in_memory(replicas: Sequence[Any]) -> _Place | None:
     """Return the place of the first replica in memory."""
     for replica in replicas:
         if replica.is_memory_replica():

@@ -47,6 +47,7 @@ from vllm_kvpool.transfer.ops import (
     TimePassed,
 )
 from vllm_kvpool.transfer.planner import Planner
+from vllm_kvpool.transfer.replicas import ReplicaExchange
 from vllm_kvpool.transfer.trace import NO_TRACE, Instant, Level, RecordSpan, Trace, no_span
 
 logger = logging.getLogger(__name__)
@@ -125,16 +126,6 @@ Plan = LoadPlan | SavePlan | PrefetchPlan
 Post = Plan | Fenced | Command | Message | LenderGone | BorrowerGone | UseNamespace | Close
 
 
-class Exchange(Protocol):
-    """Sends messages to ranks on this host that hold the same KV. Never blocks."""
-
-    def send(self, message: Message) -> None:
-        """Send a message; engine thread."""
-
-    def close(self) -> None:
-        """Neither lend nor borrow any more: the engine has failed."""
-
-
 class NoticeSender(Protocol):
     """Tells other engines how far prompts are stored. Never blocks."""
 
@@ -164,7 +155,7 @@ class Executor:
         call_timeout_s: float = CALL_TIMEOUT_S,
         on_hung: Callable[[LaneName], None] = lambda lane: None,
         on_lane_start: Callable[[], None] = lambda: None,
-        exchange: Exchange | None = None,
+        exchange: ReplicaExchange | None = None,
         notices: NoticeSender | None = None,
         record_span: RecordSpan = no_span,
     ) -> None:

@@ -128,7 +128,6 @@ class Lane:
         default_factory=lambda: tuple(OrderedDict() for _ in Priority)
     )
     passed_over: list[int] = field(default_factory=lambda: [0] * len(Priority))
-    num_passed_over: int = 0  # the sum of `passed_over`
     num_ready: int = 0  # cells
     num_batches: int = 0  # in flight
     running_bytes: int = 0
@@ -346,12 +345,12 @@ class Scheduler:
 
     def _next_ops(self, lane: Lane) -> list[Op]:
         """Return a batch from the first queue that an op may start from, in the order of turns."""
-        for priority in lane.turns() if lane.num_passed_over else IN_ORDER:
+        for priority in lane.turns() if any(lane.passed_over) else IN_ORDER:
             if not lane.queues[priority]:
                 continue
             ops = self._cut(lane, lane.queues[priority])
             if ops:
-                if lane.num_ready or lane.num_passed_over:
+                if lane.num_ready or any(lane.passed_over):
                     self._count_passed_over(lane, priority)
                 return ops
             queue = lane.queues[priority]
@@ -365,7 +364,6 @@ class Scheduler:
         passed_over[taken] = 0
         for priority in range(taken + 1, len(passed_over)):
             passed_over[priority] = passed_over[priority] + 1 if lane.queues[priority] else 0
-        lane.num_passed_over = sum(passed_over)
 
     def _cut(self, lane: Lane, queue: OrderedDict[Op, None]) -> list[Op]:
         limits, admit = lane.limits, lane.admit

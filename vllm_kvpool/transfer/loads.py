@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from vllm_kvpool.transfer.context import NAME_EVERY_S, Marker, SlabOp, TransferContext
+from vllm_kvpool.transfer.fetches import Fetches
 from vllm_kvpool.transfer.graph import Op, OpState, Owner, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry
 from vllm_kvpool.transfer.ops import (
@@ -35,9 +35,6 @@ from vllm_kvpool.transfer.ops import (
     SpanLoaded,
     worst_of,
 )
-
-if TYPE_CHECKING:
-    from vllm_kvpool.transfer.fetches import Fetches
 
 CLEAR_S = 1.0
 """Further time for a load that has had all but optional slabs by its deadline, to clear theirs."""
@@ -98,7 +95,7 @@ class _Load:
 class Loads:
     """The loads in progress."""
 
-    def __init__(self, context: TransferContext, fetches: "Fetches") -> None:
+    def __init__(self, context: TransferContext, fetches: Fetches) -> None:
         self._context = context
         self._fetches = fetches
         self._scatters = context.lane(OpKind.SCATTER)

@@ -62,11 +62,6 @@ class SaveProgress:
     def __init__(self) -> None:
         self._hand_overs: dict[bytes, _HandOver] = {}
 
-    @property
-    def num_open(self) -> int:
-        """Hand-overs that have not ended."""
-        return len(self._hand_overs)
-
     def planned(self, job: SaveJob) -> list[HandOverProgress]:
         """Take the begin of a save of a request that is handed over."""
         plan = job.plan

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -128,8 +128,8 @@ class FileIndex:
         self._lock = threading.Lock()  # guards the connection
         self._db: sqlite3.Connection | None = None
         self._opened: tuple[int, int] | None = None  # device, inode
-        self._noted: deque[tuple[bytes, _Hits]] = deque()  # by any thread; goes into `_hits`
-        self._hits: dict[bytes, _Hits] = {}  # by chunk, not written yet
+        self._hits_lock = threading.Lock()
+        self._hits: dict[bytes, _Hits] = {}  # by chunk, not written yet; guarded by `_hits_lock`
         # On a network file system a reboot of this host loses no writes.
         is_local = file_system_of(os.path.dirname(path)).is_local
         check = self._check_after_reboot if is_local else self.used_bytes
@@ -297,14 +297,14 @@ class FileIndex:
         The next put or `write_hits` writes it.
         """
         now_ns = self._clock_ns()
-        if len(self._noted) + len(self._hits) < MAX_NOTED_HITS:
-            for name, num_cells in Counter(chunks).items():
-                self._noted.append((name, _Hits(num_cells, now_ns)))
+        with self._hits_lock:
+            if len(self._hits) < MAX_NOTED_HITS:
+                for name, num_cells in Counter(chunks).items():
+                    before, _ = self._hits.get(name, (0, 0))
+                    self._hits[name] = _Hits(before + num_cells, now_ns)
 
     def write_hits(self) -> None:
         """Write the hits so far, `MAX_ROWS` in a transaction."""
-        with self._locked():
-            self._gather_hits()
         for _ in range(0, len(self._hits), MAX_ROWS):
             with self._writing() as rows:
                 self._write_hits(rows)
@@ -543,19 +543,12 @@ class FileIndex:
     def _write_hits(self, rows: Rows) -> None:
         if rows.incomplete_since:  # a raised score would expose found chunks to eviction
             return
-        self._gather_hits()
-        hits = dict(self._hits.popitem() for _ in range(min(MAX_ROWS, len(self._hits))))
+        with self._hits_lock:
+            hits = dict(self._hits.popitem() for _ in range(min(MAX_ROWS, len(self._hits))))
         for chunk in rows.named(hits):
             num_cells, time_ns = hits[chunk.name]
             chunk.hits += num_cells
             chunk.score = self._policy.on_hit(chunk.score, time_ns)
-
-    def _gather_hits(self) -> None:
-        """Add up what was noted, so that many cells of a chunk are one use of it."""
-        while self._noted:
-            name, (num_cells, time_ns) = self._noted.popleft()
-            before, _ = self._hits.get(name, (0, 0))
-            self._hits[name] = _Hits(before + num_cells, time_ns)
 
     # The connection
 

@@ -15,6 +15,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from vllm_kvpool.errors import ConfigError, StoreError
 
@@ -249,7 +250,8 @@ def check_parents(path: str) -> None:
     """
     trusted = (os.geteuid(), 0, os.stat("/").st_uid)
     parent = os.path.dirname(path)
-    for each in dict.fromkeys([*_ways_to(parent), *_ways_to(os.path.realpath(parent))]):
+    ways = (Path(parent), Path(os.path.realpath(parent)))
+    for each in dict.fromkeys(str(above) for way in ways for above in (way, *way.parents)):
         try:
             link, status = os.lstat(each), os.stat(each)
         except FileNotFoundError:  # to be made
@@ -270,15 +272,6 @@ def check_parents(path: str) -> None:
             )
 
 
-def _ways_to(path: str) -> list[str]:
-    """Return a path and every directory above it."""
-    found = [path]
-    while path != os.path.dirname(path):
-        path = os.path.dirname(path)
-        found.append(path)
-    return found
-
-
 def create_file(path: str, flags: int) -> int:
     """Create a new file with `FILE_MODE` whatever the umask."""
     fd = os.open(path, os.O_WRONLY | os.O_EXCL | _CREATE | flags, FILE_MODE)
@@ -297,20 +290,11 @@ def open_lock(path: str) -> int:
     return fd
 
 
-def try_flock(fd: int) -> bool:
-    """Take a lock if it is free, and return True if it was.
-
-    `kill -9` releases the lock; threads with descriptors of their own exclude each other.
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 class HeldLock:
-    """A lock between processes, taken without waiting; thread-safe."""
+    """A lock between processes, taken without waiting; thread-safe.
+
+    `kill -9` releases the lock. Two of these objects exclude each other in one process, too.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -322,11 +306,11 @@ class HeldLock:
         with self._guard:
             if self._fd < 0:
                 fd = open_lock(self._path)
-                with contextlib.ExitStack() as undo:
-                    undo.callback(os.close, fd)
-                    if not try_flock(fd):
-                        return False
-                    undo.pop_all()
+                try:
+                    with closed_on_error(fd):
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return False
                 self._fd = fd
             return True
 

@@ -48,7 +48,6 @@ from vllm_kvpool.storage.file.paths import (
     open_to_overwrite,
     rename_new,
     take_away_foreign,
-    try_flock,
 )
 from vllm_kvpool.storage.file.rows import (
     FOREIGN,
@@ -152,9 +151,9 @@ class WriterDirectory:
         self.path = os.path.join(writers, self.name)
         with contextlib.ExitStack() as undo:
             undo.callback(_remove_writer, unlocked)
-            self._lock_fd = open_lock(os.path.join(unlocked, LOCK_FILE))
-            undo.callback(os.close, self._lock_fd)
-            try_flock(self._lock_fd)
+            self._lock = HeldLock(os.path.join(unlocked, LOCK_FILE))
+            undo.callback(self._lock.release)
+            self._lock.take()
             os.rename(unlocked, self.path)
             undo.pop_all()
         self._lock_path = os.path.join(self.path, LOCK_FILE)
@@ -172,7 +171,7 @@ class WriterDirectory:
     def close(self) -> None:
         """Remove the directory; every reservation must be closed."""
         _remove_writer(self.path)
-        os.close(self._lock_fd)
+        self._lock.release()
 
 
 _WRITER = re.compile(r"\.?[0-9a-f]{16}", re.ASCII)
