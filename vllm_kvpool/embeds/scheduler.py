@@ -88,6 +88,8 @@ class StepMeta:
 
     weights: WeightsChanged = FIRST_WEIGHTS
     loads: tuple[ItemLoad, ...] = ()
+    reused: tuple[str, ...] = ()
+    """Items of an encoder's requests that it does not encode again."""
 
 
 @dataclass(slots=True)
@@ -119,7 +121,8 @@ class EmbedsScheduler:
         self._offered: dict[str, None] = {}  # names of items that no request waits for
         self._requests: dict[str, EmbedsRequestState] = {}
         self._next_order = 0
-        self._loads: list[ItemLoad] = []  # of this step, as is the next
+        self._loads: list[ItemLoad] = []  # of this step, as are the next two
+        self._reused: dict[str, None] = {}
         self._allocated: set[str] = set()
         self._unavailable: set[str] = set()
         self._held_bytes = 0
@@ -327,7 +330,10 @@ class EmbedsScheduler:
         pushes = self._state_of(request.request_id).pushes
         encodes = False
         for feature in ahead:
-            encodes |= not self._is_resident(feature.mm_hash)
+            if not self._is_resident(feature.mm_hash):
+                encodes = True
+            elif feature.is_named:
+                self._reused[feature.mm_hash] = None
             is_new = feature.is_named and feature.mm_hash not in pushes
             if is_new and request.delivery.consumers:
                 push = pushes[feature.mm_hash] = Push(feature.mm_hash, request.delivery.consumers)
@@ -388,10 +394,11 @@ class EmbedsScheduler:
         self._allocated.clear()
         self._log.tick()
         loads, self._loads = tuple(self._loads), []
+        reused, self._reused = tuple(self._reused), {}
         self._channel.flush()
         if is_idle and self.is_waiting:
             self._poll_workers(idle_wait_s)
-        return StepMeta(self._weights, loads)
+        return StepMeta(self._weights, loads, reused)
 
     @property
     def is_waiting(self) -> bool:
