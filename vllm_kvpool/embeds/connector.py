@@ -177,7 +177,8 @@ class KVPoolECConnector(ECConnectorBase):
 
     def ensure_cache_available(self, request: "Request", num_computed_tokens: int) -> bool:
         """Return True if a request's items allow it to be scheduled; never waits."""
-        return self._side.ensure(self._view(request), num_computed_tokens)
+        is_started = adapt.is_started(request)
+        return self._side.ensure(self._view(request), num_computed_tokens, is_started=is_started)
 
     def update_state_after_alloc(self, request: "Request", index: int) -> None:
         """Note that the engine's cache has room for an item of this step."""

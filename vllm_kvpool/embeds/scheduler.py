@@ -25,6 +25,7 @@ from vllm_kvpool.embeds.availability import (
     availability,
 )
 from vllm_kvpool.embeds.protocol.messages import (
+    STARTED,
     Code,
     Expect,
     Forget,
@@ -96,9 +97,15 @@ class StepMeta:
 class EmbedsRequestState:
     """A request with items, until it ends."""
 
-    order: int  # by age: older requests are lower
+    age: int  # older requests are lower
+    is_started: bool = False  # the engine has begun to compute it
     encoded_here: set[str] = field(default_factory=set)  # items that it encodes here
     pushes: dict[str, Push] = field(default_factory=dict)  # the messages sent for it, by item
+
+    @property
+    def order(self) -> int:
+        """The order of its items among those of other requests."""
+        return self.age + STARTED if self.is_started else self.age
 
 
 class EmbedsScheduler:
@@ -134,7 +141,9 @@ class EmbedsScheduler:
 
     # From the engine
 
-    def ensure(self, request: EmbedsRequest, num_computed_tokens: int) -> bool:
+    def ensure(
+        self, request: EmbedsRequest, num_computed_tokens: int, *, is_started: bool = False
+    ) -> bool:
         """Return True if the request's items allow it to be scheduled."""
         self._poll_workers()
         self._check_workers()
@@ -147,6 +156,8 @@ class EmbedsScheduler:
             and feature.start <= num_computed_tokens + self._engine.max_step_tokens
         ]
         may_go = True
+        if ahead:
+            self._state_of(request.request_id).is_started = is_started
         if self._engine.is_consumer:
             lacks = not all(self._is_resident(each.mm_hash) for each in ahead)
             for feature in ahead:
@@ -269,10 +280,9 @@ class EmbedsScheduler:
         self._offered.pop(name, None)
 
     def _send_expect(self, item: ItemRecord, expect: Expect, rank: int | None = None) -> None:
-        """Tell a rank, or all, that a request waits for an item."""
-        if item.encodings.chosen:
-            expect = msgspec.structs.replace(expect, digest=item.encodings.chosen)
-        self._channel.send(expect, rank)
+        """Tell a rank, or all, that a request waits for an item, and how old the oldest one is."""
+        order, digest = _oldest(item).order, item.encodings.chosen
+        self._channel.send(msgspec.structs.replace(expect, order=order, digest=digest), rank)
 
     def _encode_here_or_fail(self, request_id: str, feature: Feature, item: ItemRecord) -> bool:
         """Encode an item here that cannot be received, or fail the request."""
@@ -296,11 +306,17 @@ class EmbedsScheduler:
 
     def _remove_request(self, request_id: str, item: ItemRecord) -> bool:
         """Remove a request that no longer waits for an item; return True if no other one does."""
-        is_last = item.requests.pop(request_id, None) is not None and not item.requests
-        if is_last:
+        removed = item.requests.pop(request_id, None)
+        if removed is None:
+            return False
+        if not item.requests:
             item.end_requests()
             self._drop_unused(item)
-        return is_last
+            return True
+        oldest = _oldest(item)
+        if removed.order < oldest.order and item.failure is None:
+            self._send_expect(item, oldest)
+        return False
 
     def _drop_unused(self, item: ItemRecord) -> None:
         """Drop a record that nothing needs, and its name if the item is only resident."""
@@ -429,7 +445,7 @@ class EmbedsScheduler:
         for item in self._by_name.values():
             item.encodings, item.failure = Encodings(), None
             for expect in item.requests.values():
-                self._channel.send(expect)
+                self._send_expect(item, expect)
 
     def encoder_cache_was_reset(self) -> None:
         """Treat all items as evicted from the encoder cache."""
@@ -535,3 +551,8 @@ class EmbedsScheduler:
         numbers, self._from_workers = self._from_workers, {}
         merge_samples(numbers, self.registry.take_changes())
         return numbers
+
+
+def _oldest(item: ItemRecord) -> Expect:
+    """Return the message sent for the oldest request that waits for an item."""
+    return min(item.requests.values(), key=lambda each: each.order)
