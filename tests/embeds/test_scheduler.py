@@ -110,6 +110,21 @@ def test_end_of_an_items_oldest_request_is_told_with_the_next_ones_order() -> No
     assert not rig.channel.take(Expect)
 
 
+def test_request_waits_no_longer_for_an_item_whose_tokens_are_computed() -> None:
+    """A prefix was found, or the engine's cache had the item. The request repeats the second."""
+    rig = Rig()
+    view = request("r", "a", "b", "b")
+    rig.ensure(view)
+    rig.ensure(view, computed=ROWS)
+    assert rig.channel.take(Forget) == [Forget("a")]
+    rig.ensure(view, computed=2 * ROWS)
+    assert not rig.channel.take(Forget)
+    rig.ensure(view, computed=3 * ROWS)
+    assert rig.channel.take(Forget) == [Forget("b")]
+    rig.scheduler.finished(view)
+    assert not rig.channel.take(Forget)
+
+
 def test_a_request_without_parameters_goes_on_at_once() -> None:
     rig = Rig()
     view = request("plain", "a", "b", delivery=NOWHERE, media=True)

@@ -8,7 +8,7 @@ workers'. Everything runs on the scheduler's thread.
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -155,6 +155,8 @@ class EmbedsScheduler:
             if num_computed_tokens < feature.end
             and feature.start <= num_computed_tokens + self._engine.max_step_tokens
         ]
+        to_come = {each.mm_hash for each in request.features if num_computed_tokens < each.end}
+        self._stop_waiting(request, but_for=to_come)
         may_go = True
         if ahead:
             self._state_of(request.request_id).is_started = is_started
@@ -424,12 +426,21 @@ class EmbedsScheduler:
 
     def finished(self, request: EmbedsRequest) -> None:
         """Drop an ended request, and tell workers to forget the items that none needs now."""
-        for feature in request.features:
-            item = self._items.get(feature.mm_hash)
-            if item is not None and self._remove_request(request.request_id, item):
-                self._channel.send(Forget(item.name))
+        self._stop_waiting(request)
         self._requests.pop(request.request_id, None)
         self._unavailable.discard(request.request_id)
+
+    def _stop_waiting(self, request: EmbedsRequest, but_for: Collection[str] = ()) -> None:
+        """Let a request wait for no items but these.
+
+        A received item that no request takes would hold its memory until the request ends.
+        """
+        for feature in request.features:
+            item = self._items.get(feature.mm_hash)
+            if item is None or feature.mm_hash in but_for:
+                continue
+            if self._remove_request(request.request_id, item):
+                self._channel.send(Forget(item.name))
 
     def take_unavailable(self) -> set[str]:
         """Return the requests whose items can neither be received nor encoded."""

@@ -236,7 +236,7 @@ def on_device(tensor: Any, vllm_config: "VllmConfig") -> Any:
 
 def is_started(request: "Request") -> bool:
     """Return True if a request holds blocks, and maybe a part of the encoder cache."""
-    return request.status == RequestStatus.RUNNING
+    return bool(request.status == RequestStatus.RUNNING)
 
 
 def transfer_params(request: "Request") -> Mapping[str, Any] | None:
