@@ -431,7 +431,7 @@ class EmbedsScheduler:
         self._unavailable.discard(request.request_id)
 
     def _stop_waiting(self, request: EmbedsRequest, but_for: Collection[str] = ()) -> None:
-        """Let a request wait for no items but these.
+        """Remove a request from its items, except the items `but_for`.
 
         A received item that no request takes would hold its memory until the request ends.
         """

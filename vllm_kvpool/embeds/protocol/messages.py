@@ -269,8 +269,8 @@ class Unknown(msgspec.Struct, frozen=True, gc=False, tag="unknown"):
 class Expect(msgspec.Struct, frozen=True, gc=False, tag="expect"):
     """S→C: a request waits for an item.
 
-    `order` is that of the oldest request that now waits for it: older ones are lower. `STARTED` is
-    added to the order of a request that the engine has begun to compute.
+    `order` belongs to the oldest request that waits now; older requests have lower orders.
+    `STARTED` is added to the order of a request that the engine has begun to compute.
     """
 
     mm_hash: str
