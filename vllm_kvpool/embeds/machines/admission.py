@@ -116,7 +116,7 @@ class ItemAdmission:
         self._queue.add(item.mm_hash, item.sender[0], item.order)
 
     def request(self, item: Item, order: int) -> None:
-        """Note that requests wait for an item; `order` is the oldest one's."""
+        """Note that requests wait for an item. `order`: the oldest request's."""
         if item.order == order:
             return
         if item.requested:

@@ -68,7 +68,7 @@ class EncodedItemCache:
         return item
 
     def renew(self, mm_hash: str, now: float) -> None:
-        """Keep an item, if it is here, as long as one that was just encoded."""
+        """Keep an item, if it is here, as long as a new item."""
         item = self.items.get(mm_hash)
         if item is not None:
             item.since = now

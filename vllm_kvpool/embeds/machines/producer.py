@@ -136,7 +136,7 @@ class Producer:
         return mm_hash in self.cache.items
 
     def reused(self, mm_hash: str, now: float) -> None:
-        """Keep an item as long as one that was just encoded."""
+        """Keep an item as long as a new item."""
         self.cache.renew(mm_hash, now)
 
     def prepared(self, item_id: int, digest: str, now: float) -> None:
