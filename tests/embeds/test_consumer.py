@@ -13,6 +13,7 @@ from vllm_kvpool.embeds.machines.effects import Allocate, DrainRows, Ready, Send
 from vllm_kvpool.embeds.machines.items import QUARANTINE_S
 from vllm_kvpool.embeds.machines.states import TransferState
 from vllm_kvpool.embeds.protocol.messages import (
+    STARTED,
     Expect,
     Grant,
     Offer,
@@ -282,6 +283,37 @@ def test_the_oldest_request_does_not_wait_for_what_nobody_asks_for() -> None:
     machine.expect(Expect("one", 0), 0.0)
     machine.offer("a", Offer(2, "one", shape_of(6), "digest"), 0.0)
     assert let_in(machine) == ["pushed", "one"]
+
+
+def test_received_item_whose_oldest_request_has_ended_holds_back_no_older_request() -> None:
+    machine = Consumer(1 << 12, limits(max_landing_bytes=shape_of(3).nbytes))
+    machine.peer_up("a", frozenset(), 0.0)
+    machine.expect(Expect("shared", 0), 0.0)
+    machine.offer("a", Offer(1, "shared", shape_of(3), "digest"), 0.0)
+    ((_, grant),) = granted(machine, 0.0)
+    fill(machine, grant)
+    machine.expect(Expect("now the oldest's", 1), 0.0)
+    machine.offer("a", Offer(2, "now the oldest's", shape_of(3), "digest"), 0.0)
+    assert let_in(machine, LATER_S) == []
+    machine.expect(Expect("shared", 2), LATER_S)
+    assert let_in(machine, LATER_S) == ["now the oldest's"]
+
+
+@pytest.mark.parametrize("oldest", [0, STARTED], ids=["waiting", "started"])
+def test_started_request_does_not_wait_for_received_items_of_an_older_one(oldest: int) -> None:
+    """The engine takes those only when the started request frees its part of a cache."""
+    machine = Consumer(1 << 12, limits(max_landing_bytes=shape_of(3).nbytes))
+    machine.peer_up("a", frozenset(), 0.0)
+    machine.expect(Expect("of the oldest", oldest), 0.0)
+    machine.offer("a", Offer(1, "of the oldest", shape_of(3), "digest"), 0.0)
+    ((_, grant),) = granted(machine, 0.0)
+    fill(machine, grant)
+    later = LATER_S
+    for number, (name, order) in enumerate((("waits", 1), ("started", 2 + STARTED)), 2):
+        machine.expect(Expect(name, order), later)
+        machine.offer("a", Offer(number, name, shape_of(3), "digest"), later)
+    assert let_in(machine, later + OLDEST_WAITS_S * 1.1) == ["started"]
+    assert machine.gauges()["landing_bytes"] == 2 * shape_of(3).nbytes
 
 
 def test_beyond_the_limit_one_is_let_in_at_a_time() -> None:

@@ -87,6 +87,19 @@ def test_consumers_are_written_to_in_turn_and_of_each_its_items() -> None:
     assert order == [("a", 1), ("b", 1), ("a", 3), ("b", 2), ("a", 2)]
 
 
+def test_item_that_a_request_reuses_is_kept_as_long_as_a_new_one() -> None:
+    machine = Producer(ProducerLimits(waiting_timeout_s=60.0))
+    for name in ("cat", "dog"):
+        machine.prepared(machine.produced(name, shape_of(4), 0.0), "digest", 0.0)
+    machine.reused("cat", 50.0)
+    machine.reused("a stranger", 50.0)
+    machine.tick(61.0)
+    assert (machine.keeps("cat"), machine.keeps("dog")) == (True, False)
+    machine.tick(111.0)
+    assert not machine.keeps("cat")
+    check_producer(machine)
+
+
 @pytest.mark.parametrize("later", [None, SharedWindow("host", "a", 4)], ids=["none", "smaller"])
 def test_a_window_stays_as_it_was_when_its_rows_were_granted(later: SharedWindow | None) -> None:
     """Else a stranger's two hellos fail a turn, and the loop ends after a few of those."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from tests.support.fakes import FakeClock
 from vllm_kvpool.embeds.availability import EmbedsRequest, Feature
 from vllm_kvpool.embeds.params import MAX_TARGETS, NOWHERE, Delivery, read_delivery
 from vllm_kvpool.embeds.protocol.messages import (
+    STARTED,
     Code,
     Expect,
     Forget,
@@ -84,6 +86,43 @@ def asking(view: EmbedsRequest, **options: Any) -> tuple[Rig, EmbedsRequest]:
 
 
 # What holds a request back
+
+
+def test_started_request_comes_before_older_ones_until_it_is_preempted() -> None:
+    rig = Rig()
+    for name, is_started in (("old", False), ("young", True), ("young", False)):
+        view = request(name, f"{name} {is_started}")
+        rig.scheduler.ensure(view, 0, is_started=is_started)
+    orders = [each.order for each in rig.channel.heard[0] if isinstance(each, Expect)]
+    assert orders == [0, 1 + STARTED, 1]
+
+
+def test_end_of_an_items_oldest_request_is_told_with_the_next_ones_order() -> None:
+    """Else the item would hold back the requests between the two, as if the oldest still waited."""
+    rig = Rig()
+    views = [request(name, item) for name, item in (("0", "a"), ("1", "b"), ("2", "a"))]
+    for view in views:
+        rig.ensure(view)
+    rig.scheduler.finished(views[0])
+    told = [(each.mm_hash, each.order) for each in rig.channel.take(Expect)]
+    assert told == [("a", 0), ("b", 1), ("a", 0), ("a", 2)]
+    rig.scheduler.finished(views[2])
+    assert not rig.channel.take(Expect)
+
+
+def test_request_waits_no_longer_for_an_item_whose_tokens_are_computed() -> None:
+    """A prefix was found, or the engine's cache had the item. The request repeats the second."""
+    rig = Rig()
+    view = request("r", "a", "b", "b")
+    rig.ensure(view)
+    rig.ensure(view, computed=ROWS)
+    assert rig.channel.take(Forget) == [Forget("a")]
+    rig.ensure(view, computed=2 * ROWS)
+    assert not rig.channel.take(Forget)
+    rig.ensure(view, computed=3 * ROWS)
+    assert rig.channel.take(Forget) == [Forget("b")]
+    rig.scheduler.finished(view)
+    assert not rig.channel.take(Forget)
 
 
 def test_a_request_without_parameters_goes_on_at_once() -> None:
@@ -652,12 +691,13 @@ def test_what_is_said_again_is_of_the_requests_that_still_wait(again: str) -> No
         rig.ensure(request(name, "image", delivery=where))
     said = rig.channel.take(Expect)
     rig.scheduler.finished(request("a", "image"))
+    rig.channel.take(Expect)
     if again == "weights":
         rig.scheduler.weights_changed("next")
     else:
         rig.channel.say(None)
         rig.ensure(request("plain", delivery=NOWHERE))
-    assert rig.channel.take(Expect) == said[1:]
+    assert rig.channel.take(Expect) == [msgspec.structs.replace(each, order=1) for each in said[1:]]
 
 
 def test_a_failure_of_old_weights_is_tried_again() -> None:

@@ -141,10 +141,11 @@ class KVPoolECConnector(ECConnectorBase):
             self._worker_part = EmbedsWorker(self._config, identity)
 
     def start_save_caches(self, **kwargs: Any) -> None:
-        """Send what the engine's cache has and consumers wait for, as a step begins."""
+        """Offer what the engine's cache has and consumers ask for, as a step begins."""
         encoder_cache = kwargs.get("encoder_cache")
         if self._worker_part is not None and encoder_cache:
-            self._worker_part.cached(encoder_cache, self._step().weights)
+            step = self._step()
+            self._worker_part.cached(encoder_cache, step.reused, step.weights)
 
     def save_caches(
         self, encoder_cache: "dict[str, torch.Tensor]", mm_hash: str, **kwargs: Any
@@ -176,7 +177,8 @@ class KVPoolECConnector(ECConnectorBase):
 
     def ensure_cache_available(self, request: "Request", num_computed_tokens: int) -> bool:
         """Return True if a request's items allow it to be scheduled; never waits."""
-        return self._side.ensure(self._view(request), num_computed_tokens)
+        is_started = adapt.is_started(request)
+        return self._side.ensure(self._view(request), num_computed_tokens, is_started=is_started)
 
     def update_state_after_alloc(self, request: "Request", index: int) -> None:
         """Note that the engine's cache has room for an item of this step."""

@@ -8,7 +8,7 @@ workers'. Everything runs on the scheduler's thread.
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from vllm_kvpool.embeds.availability import (
     availability,
 )
 from vllm_kvpool.embeds.protocol.messages import (
+    STARTED,
     Code,
     Expect,
     Forget,
@@ -88,15 +89,23 @@ class StepMeta:
 
     weights: WeightsChanged = FIRST_WEIGHTS
     loads: tuple[ItemLoad, ...] = ()
+    reused: tuple[str, ...] = ()
+    """Items of an encoder's requests that it does not encode again."""
 
 
 @dataclass(slots=True)
 class EmbedsRequestState:
     """A request with items, until it ends."""
 
-    order: int  # by age: older requests are lower
+    age: int  # older requests are lower
+    is_started: bool = False  # the engine has begun to compute it
     encoded_here: set[str] = field(default_factory=set)  # items that it encodes here
     pushes: dict[str, Push] = field(default_factory=dict)  # the messages sent for it, by item
+
+    @property
+    def order(self) -> int:
+        """The order of its items among those of other requests."""
+        return self.age + STARTED if self.is_started else self.age
 
 
 class EmbedsScheduler:
@@ -119,7 +128,8 @@ class EmbedsScheduler:
         self._offered: dict[str, None] = {}  # names of items that no request waits for
         self._requests: dict[str, EmbedsRequestState] = {}
         self._next_order = 0
-        self._loads: list[ItemLoad] = []  # of this step, as is the next
+        self._loads: list[ItemLoad] = []  # of this step, as are the next two
+        self._reused: dict[str, None] = {}
         self._allocated: set[str] = set()
         self._unavailable: set[str] = set()
         self._held_bytes = 0
@@ -131,7 +141,9 @@ class EmbedsScheduler:
 
     # From the engine
 
-    def ensure(self, request: EmbedsRequest, num_computed_tokens: int) -> bool:
+    def ensure(
+        self, request: EmbedsRequest, num_computed_tokens: int, *, is_started: bool = False
+    ) -> bool:
         """Return True if the request's items allow it to be scheduled."""
         self._poll_workers()
         self._check_workers()
@@ -143,7 +155,11 @@ class EmbedsScheduler:
             if num_computed_tokens < feature.end
             and feature.start <= num_computed_tokens + self._engine.max_step_tokens
         ]
+        to_come = {each.mm_hash for each in request.features if num_computed_tokens < each.end}
+        self._stop_waiting(request, but_for=to_come)
         may_go = True
+        if ahead:
+            self._state_of(request.request_id).is_started = is_started
         if self._engine.is_consumer:
             lacks = not all(self._is_resident(each.mm_hash) for each in ahead)
             for feature in ahead:
@@ -266,10 +282,9 @@ class EmbedsScheduler:
         self._offered.pop(name, None)
 
     def _send_expect(self, item: ItemRecord, expect: Expect, rank: int | None = None) -> None:
-        """Tell a rank, or all, that a request waits for an item."""
-        if item.encodings.chosen:
-            expect = msgspec.structs.replace(expect, digest=item.encodings.chosen)
-        self._channel.send(expect, rank)
+        """Tell a rank, or all, that a request waits for an item, and how old the oldest one is."""
+        order, digest = _oldest(item).order, item.encodings.chosen
+        self._channel.send(msgspec.structs.replace(expect, order=order, digest=digest), rank)
 
     def _encode_here_or_fail(self, request_id: str, feature: Feature, item: ItemRecord) -> bool:
         """Encode an item here that cannot be received, or fail the request."""
@@ -293,11 +308,17 @@ class EmbedsScheduler:
 
     def _remove_request(self, request_id: str, item: ItemRecord) -> bool:
         """Remove a request that no longer waits for an item; return True if no other one does."""
-        is_last = item.requests.pop(request_id, None) is not None and not item.requests
-        if is_last:
+        removed = item.requests.pop(request_id, None)
+        if removed is None:
+            return False
+        if not item.requests:
             item.end_requests()
             self._drop_unused(item)
-        return is_last
+            return True
+        oldest = _oldest(item)
+        if removed.order < oldest.order and item.failure is None:
+            self._send_expect(item, oldest)
+        return False
 
     def _drop_unused(self, item: ItemRecord) -> None:
         """Drop a record that nothing needs, and its name if the item is only resident."""
@@ -327,7 +348,10 @@ class EmbedsScheduler:
         pushes = self._state_of(request.request_id).pushes
         encodes = False
         for feature in ahead:
-            encodes |= not self._is_resident(feature.mm_hash)
+            if not self._is_resident(feature.mm_hash):
+                encodes = True
+            elif feature.is_named:
+                self._reused[feature.mm_hash] = None
             is_new = feature.is_named and feature.mm_hash not in pushes
             if is_new and request.delivery.consumers:
                 push = pushes[feature.mm_hash] = Push(feature.mm_hash, request.delivery.consumers)
@@ -388,10 +412,11 @@ class EmbedsScheduler:
         self._allocated.clear()
         self._log.tick()
         loads, self._loads = tuple(self._loads), []
+        reused, self._reused = tuple(self._reused), {}
         self._channel.flush()
         if is_idle and self.is_waiting:
             self._poll_workers(idle_wait_s)
-        return StepMeta(self._weights, loads)
+        return StepMeta(self._weights, loads, reused)
 
     @property
     def is_waiting(self) -> bool:
@@ -401,12 +426,21 @@ class EmbedsScheduler:
 
     def finished(self, request: EmbedsRequest) -> None:
         """Drop an ended request, and tell workers to forget the items that none needs now."""
-        for feature in request.features:
-            item = self._items.get(feature.mm_hash)
-            if item is not None and self._remove_request(request.request_id, item):
-                self._channel.send(Forget(item.name))
+        self._stop_waiting(request)
         self._requests.pop(request.request_id, None)
         self._unavailable.discard(request.request_id)
+
+    def _stop_waiting(self, request: EmbedsRequest, but_for: Collection[str] = ()) -> None:
+        """Remove a request from its items, except the items `but_for`.
+
+        A received item that no request takes would hold its memory until the request ends.
+        """
+        for feature in request.features:
+            item = self._items.get(feature.mm_hash)
+            if item is None or feature.mm_hash in but_for:
+                continue
+            if self._remove_request(request.request_id, item):
+                self._channel.send(Forget(item.name))
 
     def take_unavailable(self) -> set[str]:
         """Return the requests whose items can neither be received nor encoded."""
@@ -422,7 +456,7 @@ class EmbedsScheduler:
         for item in self._by_name.values():
             item.encodings, item.failure = Encodings(), None
             for expect in item.requests.values():
-                self._channel.send(expect)
+                self._send_expect(item, expect)
 
     def encoder_cache_was_reset(self) -> None:
         """Treat all items as evicted from the encoder cache."""
@@ -528,3 +562,8 @@ class EmbedsScheduler:
         numbers, self._from_workers = self._from_workers, {}
         merge_samples(numbers, self.registry.take_changes())
         return numbers
+
+
+def _oldest(item: ItemRecord) -> Expect:
+    """Return the message sent for the oldest request that waits for an item."""
+    return min(item.requests.values(), key=lambda each: each.order)

@@ -5,8 +5,9 @@ The model's thread calls `produced`, `cached` and `take`; none of them waits for
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.control import Control
@@ -171,10 +172,21 @@ class EmbedsWorker:
 
         self._control.post(call)
 
-    def cached(self, encoder_cache: Mapping[str, Tensor], weights: WeightsChanged) -> None:
-        """Send what consumers wait for and the engine still has from earlier steps."""
-        for mm_hash in self._control.missing:
-            if mm_hash in encoder_cache:
+    def cached(
+        self, encoder_cache: Mapping[str, Tensor], reused: Iterable[str], weights: WeightsChanged
+    ) -> None:
+        """Offer what the engine still has from earlier steps.
+
+        Consumers wait for these items, or a request of this step reuses them: its consumer asks
+        next, maybe when this engine runs no steps.
+        """
+        producer = self._producer
+        if producer is None:
+            return
+        for mm_hash in self._control.missing.union(reused):
+            if producer.keeps(mm_hash):
+                self._control.post(partial(producer.reused, mm_hash))
+            elif mm_hash in encoder_cache:
                 self.produced(mm_hash, encoder_cache[mm_hash], weights)
 
     def take(self, mm_hash: str) -> Tensor | None:

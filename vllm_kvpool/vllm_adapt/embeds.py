@@ -22,6 +22,7 @@ except ImportError as error:
     ) from error
 
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.request import RequestStatus
 
 from vllm_kvpool.config import MAX_ITEM_NAME, EmbedsConfig
 from vllm_kvpool.errors import ConfigError
@@ -231,6 +232,11 @@ def on_device(tensor: Any, vllm_config: "VllmConfig") -> Any:
     if device is None or device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def is_started(request: "Request") -> bool:
+    """Return True if a request holds blocks, and maybe a part of the encoder cache."""
+    return bool(request.status == RequestStatus.RUNNING)
 
 
 def transfer_params(request: "Request") -> Mapping[str, Any] | None:

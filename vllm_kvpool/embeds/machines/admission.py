@@ -2,10 +2,12 @@
 
 Pure; on the control thread. Memory for an item is taken whole, before its first grant, and freed
 when the engine has taken the item. So no item holds a part of its memory while it waits for the
-rest. Offered items queue: by request first, then one of each producer in turn. The oldest
-request's items may exceed `max_landing_bytes` in two cases: no other request's item is in transfer
-and so about to free memory, or nothing has changed for `OLDEST_WAITS_S`. So requests that wait for
-each other's memory cannot deadlock, and the excess is bounded by the needs of one request.
+rest. Offered items queue: by request first, then one of each producer in turn. The items of the
+oldest request, and of requests that the engine has started, may exceed `max_landing_bytes` in two
+cases: no other request's item is in transfer and so about to free memory, or nothing has changed
+for `OLDEST_WAITS_S`. So requests that wait for each other's memory cannot deadlock. Nor can a
+started request and one whose received items the engine takes only once the started request frees
+blocks or its part of the encoder cache. The excess is bounded by the needs of these requests.
 """
 
 from bisect import bisect_left, insort
@@ -114,8 +116,8 @@ class ItemAdmission:
         self._queue.add(item.mm_hash, item.sender[0], item.order)
 
     def request(self, item: Item, order: int) -> None:
-        """Note that a request of this age now waits for an item, maybe beside others."""
-        if item.requested and item.order <= order:
+        """Note that requests wait for an item. `order`: the oldest request's."""
+        if item.order == order:
             return
         if item.requested:
             self._forget_order(item)
@@ -153,8 +155,8 @@ class ItemAdmission:
             has_room = self._fits(item)
             if has_room and not is_full:
                 return requested
-            if not self._is_oldest(item):
-                return None  # older requests go first, and younger ones wait for it
+            if not (self._is_oldest(item) or item.order < NOT_REQUESTED):
+                return None  # started and older requests go first, younger ones wait for it
             waited_s = now - max(item.since, self._progress_at)
             may_wait = waited_s < OLDEST_WAITS_S and self._others_progress(item, has_room)
             return None if may_wait else requested

@@ -20,7 +20,7 @@ class EncodedItem:
     item_id: int
     mm_hash: str
     shape: ItemShape
-    since: float  # when it was encoded, or last taken
+    since: float  # when it was encoded, reused by a request, or last taken
     digest: str = ""
     is_prepared: bool = False  # in host memory, or it cannot be brought there
     transfers: set[int] = field(default_factory=set)
@@ -66,6 +66,13 @@ class EncodedItemCache:
         self.update_held_bytes(item)
         self.dropped.pop(mm_hash, None)
         return item
+
+    def renew(self, mm_hash: str, now: float) -> None:
+        """Keep an item, if it is here, as long as a new item."""
+        item = self.items.get(mm_hash)
+        if item is not None:
+            item.since = now
+            self.items.move_to_end(mm_hash)
 
     def begin(self, item: EncodedItem, tid: int) -> None:
         """Hold an item for a transfer that begins."""

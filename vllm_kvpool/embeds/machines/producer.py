@@ -125,10 +125,19 @@ class Producer:
     def produced(self, mm_hash: str, shape: ItemShape, now: float) -> int:
         """Keep an encoded item, and return its id, or 0 if it is here already."""
         if mm_hash in self.cache.items:
+            self.cache.renew(mm_hash, now)
             return 0
         item = self.cache.add(mm_hash, shape, now)
         self._turn.effects.append(Prepare(item.item_id))
         return item.item_id
+
+    def keeps(self, mm_hash: str) -> bool:
+        """Return True if an encoded item is here. Called by any thread."""
+        return mm_hash in self.cache.items
+
+    def reused(self, mm_hash: str, now: float) -> None:
+        """Keep an item as long as a new item."""
+        self.cache.renew(mm_hash, now)
 
     def prepared(self, item_id: int, digest: str, now: float) -> None:
         """Offer an item that is in host memory.
