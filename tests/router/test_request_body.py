@@ -120,7 +120,12 @@ def test_any_bytes_are_a_request_or_a_bad_one(kind: ApiPath, raw: bytes) -> None
         (CHAT, {"priority": -2, "n": None}, {"priority": -2, "n": 1}),
         (COMPLETION, {"prompt": ["a", "b"]}, {"num_prompts": 2, "prompt_ids": None}),
         (COMPLETION, {"prompt": [[1, 2], [3]]}, {"num_prompts": 2, "prompt_ids": None}),
-        (COMPLETION, {"prompt": None, "prompt_embeds": "xx"}, {"num_prompts": 0}),
+        (COMPLETION, {"prompt": None, "prompt_embeds": "xx"}, {"num_prompts": 1}),
+        (COMPLETION, {"prompt": None, "prompt_embeds": ["xx", "yy"]}, {"num_sequences": 2}),
+        (COMPLETION, {"prompt": "a", "prompt_embeds": "xx"}, {"num_sequences": 2}),
+        (COMPLETION, {"prompt": ["a"], "prompt_embeds": ["x", "y"], "n": 2}, {"num_sequences": 6}),
+        (COMPLETION, {"prompt": ["a", "b"], "prompt_embeds": ["x"]}, {"num_prompts": 3}),
+        (COMPLETION, {"prompt_embeds": None}, {"num_prompts": 1}),
     ],
 )
 def test_what_is_read(body: dict[str, Any], more: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -216,6 +221,7 @@ def test_the_hashes_of_a_prompt_are_bounded_and_say_how_many_tokens_they_are_of(
         ({"use_beam_search": True}, False),
         ({"truncate_prompt_tokens": -1}, False),
         ({"truncate_prompt_tokens": 5}, True),
+        ({"prompt": None, "prompt_embeds": "xx"}, False),
     ],
 )
 def test_whom_a_prefill_elsewhere_can_serve(more: dict[str, Any], expected: bool) -> None:
