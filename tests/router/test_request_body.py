@@ -6,6 +6,7 @@ import tracemalloc
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -150,6 +151,23 @@ def test_how_long_the_prompt_is(
     body: dict[str, Any], more: dict[str, Any], expected: float
 ) -> None:
     assert abs(request(body, **more).prompt_tokens(0.5) - expected) <= 1
+
+
+@pytest.mark.parametrize(
+    ("body", "more", "expected"),
+    [
+        (COMPLETION, {"prompt": [7] * 100}, 64),
+        (COMPLETION, {"prompt": "a" * 1000}, 64),
+        (COMPLETION, {"prompt": [[7] * 100, [8] * 100]}, 128),
+        (COMPLETION, {"prompt": [7] * 60}, 60),
+        (CHAT, {"messages": ["x" * 1000]}, 64),
+    ],
+)
+def test_prompt_longer_than_the_model_counts_as_what_engines_may_compute(
+    body: dict[str, Any], more: dict[str, Any], expected: int
+) -> None:
+    known = msgspec.structs.replace(request(body, **more), model_length=64)
+    assert known.prompt_tokens(0.5) == expected
 
 
 def conversation(*texts: str, **more: Any) -> ClientRequest:

@@ -230,10 +230,9 @@ class DataPlane:
             tenant="" if tenant is None else tenant.config.name,
             salt=self._salt_of(tenant),
         )
-        if request.max_output_tokens is None:
-            length = self._control.model_length(request.model)
-            if length is not None:
-                request = msgspec.structs.replace(request, model_length=length)
+        length = self._control.model_length(request.model)
+        if length is not None:
+            request = msgspec.structs.replace(request, model_length=length)
         most = self._config.flow.decode_requests
         if request.num_sequences > most:
             why = f"The request has {request.num_sequences} sequences (prompts times `n`), more "

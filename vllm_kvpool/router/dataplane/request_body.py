@@ -198,11 +198,14 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     def prompt_tokens(self, tokens_per_byte: float) -> int:
         """Return the tokens of the prompt: exact for token ids, else estimated.
 
-        `tokens_per_byte` is what was learned of others.
+        `tokens_per_byte` is what was learned of others. Engines cut or refuse, and do not compute,
+        what is longer than the model.
         """
         if self.prompt_ids is not None:
-            return count_ids(self.prompt_ids)
-        return round(self.prompt_bytes * tokens_per_byte) + MEDIA_TOKENS * self.num_media
+            tokens = count_ids(self.prompt_ids)
+        else:
+            tokens = round(self.prompt_bytes * tokens_per_byte) + MEDIA_TOKENS * self.num_media
+        return min(tokens, self.model_length * max(1, self.num_prompts))
 
     def prefix_tokens(self, tokens_per_byte: float) -> int:
         """Return the tokens that one entry of `prefix` stands for, at least 1."""
