@@ -64,7 +64,7 @@ COUNT_TOKENS = f"{ApiPath.MESSAGES.value}/count_tokens"
 _SALTED = frozenset(
     {
         *("/v1/embeddings", EMBED, POOLING, "/classify", "/score", "/v1/score"),
-        *("/rerank", "/v1/rerank", "/v2/rerank"),
+        *("/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring"),
     }
 )
 """Forwarded paths whose prompts engines cache. vLLM 0.32 reads a salt on all but `EMBED`."""
