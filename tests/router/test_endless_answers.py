@@ -81,6 +81,19 @@ async def test_answer_without_a_length_is_cut_at_the_models(stream: bool) -> Non
         assert reply.text == "a " * 64
 
 
+async def test_prompt_longer_than_the_model_waits_as_one_of_its_length() -> None:
+    """Clients were told to come back later (429, 503) with a prompt that no engine takes."""
+    async with RouterRig(0, 1, spec=ScriptedSpec(max_model_len=64)) as rig:
+        rig.fail(0, FaultKind.HANG)
+        requests = rig.router.controller.state.requests
+        task = asyncio.create_task(rig.told(COMPLETIONS, {"prompt": [7] * 9000, "max_tokens": 4}))
+        await rig.until(lambda: bool(requests), "it has arrived")
+        (asked,) = requests.values()
+        task.cancel()
+        await asyncio.wait({task})
+        assert asked.ask.prompt_tokens == 64
+
+
 def request(**fields: Any) -> ClientRequest:
     return parse_request(ApiPath.COMPLETION, json.dumps({"prompt": "x" * 100, **fields}).encode())
 

@@ -6,6 +6,7 @@ import tracemalloc
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,7 +121,12 @@ def test_any_bytes_are_a_request_or_a_bad_one(kind: ApiPath, raw: bytes) -> None
         (CHAT, {"priority": -2, "n": None}, {"priority": -2, "n": 1}),
         (COMPLETION, {"prompt": ["a", "b"]}, {"num_prompts": 2, "prompt_ids": None}),
         (COMPLETION, {"prompt": [[1, 2], [3]]}, {"num_prompts": 2, "prompt_ids": None}),
-        (COMPLETION, {"prompt": None, "prompt_embeds": "xx"}, {"num_prompts": 0}),
+        (COMPLETION, {"prompt": None, "prompt_embeds": "xx"}, {"num_prompts": 1}),
+        (COMPLETION, {"prompt": None, "prompt_embeds": ["xx", "yy"]}, {"num_sequences": 2}),
+        (COMPLETION, {"prompt": "a", "prompt_embeds": "xx"}, {"num_sequences": 2}),
+        (COMPLETION, {"prompt": ["a"], "prompt_embeds": ["x", "y"], "n": 2}, {"num_sequences": 6}),
+        (COMPLETION, {"prompt": ["a", "b"], "prompt_embeds": ["x"]}, {"num_prompts": 3}),
+        (COMPLETION, {"prompt_embeds": None}, {"num_prompts": 1}),
     ],
 )
 def test_what_is_read(body: dict[str, Any], more: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -145,6 +151,23 @@ def test_how_long_the_prompt_is(
     body: dict[str, Any], more: dict[str, Any], expected: float
 ) -> None:
     assert abs(request(body, **more).prompt_tokens(0.5) - expected) <= 1
+
+
+@pytest.mark.parametrize(
+    ("body", "more", "expected"),
+    [
+        (COMPLETION, {"prompt": [7] * 100}, 64),
+        (COMPLETION, {"prompt": "a" * 1000}, 64),
+        (COMPLETION, {"prompt": [[7] * 100, [8] * 100]}, 128),
+        (COMPLETION, {"prompt": [7] * 60}, 60),
+        (CHAT, {"messages": ["x" * 1000]}, 64),
+    ],
+)
+def test_prompt_longer_than_the_model_counts_as_what_engines_may_compute(
+    body: dict[str, Any], more: dict[str, Any], expected: int
+) -> None:
+    known = msgspec.structs.replace(request(body, **more), model_length=64)
+    assert known.prompt_tokens(0.5) == expected
 
 
 def conversation(*texts: str, **more: Any) -> ClientRequest:
@@ -216,6 +239,7 @@ def test_the_hashes_of_a_prompt_are_bounded_and_say_how_many_tokens_they_are_of(
         ({"use_beam_search": True}, False),
         ({"truncate_prompt_tokens": -1}, False),
         ({"truncate_prompt_tokens": 5}, True),
+        ({"prompt": None, "prompt_embeds": "xx"}, False),
     ],
 )
 def test_whom_a_prefill_elsewhere_can_serve(more: dict[str, Any], expected: bool) -> None:

@@ -65,7 +65,7 @@ COUNT_TOKENS = f"{ApiPath.MESSAGES.value}/count_tokens"
 _SALTED = frozenset(
     {
         *("/v1/embeddings", EMBED, POOLING, "/classify", "/score", "/v1/score"),
-        *("/rerank", "/v1/rerank", "/v2/rerank"),
+        *("/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring"),
     }
 )
 """Forwarded paths whose prompts engines cache. vLLM 0.32 reads a salt on all but `EMBED`."""
@@ -231,10 +231,9 @@ class DataPlane:
             tenant="" if tenant is None else tenant.config.name,
             salt=self._salt_of(tenant),
         )
-        if request.max_output_tokens is None:
-            length = self._control.model_length(request.model)
-            if length is not None:
-                request = msgspec.structs.replace(request, model_length=length)
+        length = self._control.model_length(request.model)
+        if length is not None:
+            request = msgspec.structs.replace(request, model_length=length)
         most = self._config.flow.decode_requests
         if request.num_sequences > most:
             why = f"The request has {request.num_sequences} sequences (prompts times `n`), more "

@@ -198,11 +198,14 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     def prompt_tokens(self, tokens_per_byte: float) -> int:
         """Return the tokens of the prompt: exact for token ids, else estimated.
 
-        `tokens_per_byte` is what was learned of others.
+        `tokens_per_byte` is what was learned of others. Engines cut or refuse, and do not compute,
+        what is longer than the model.
         """
         if self.prompt_ids is not None:
-            return count_ids(self.prompt_ids)
-        return round(self.prompt_bytes * tokens_per_byte) + MEDIA_TOKENS * self.num_media
+            tokens = count_ids(self.prompt_ids)
+        else:
+            tokens = round(self.prompt_bytes * tokens_per_byte) + MEDIA_TOKENS * self.num_media
+        return min(tokens, self.model_length * max(1, self.num_prompts))
 
     def prefix_tokens(self, tokens_per_byte: float) -> int:
         """Return the tokens that one entry of `prefix` stands for, at least 1."""
@@ -614,20 +617,21 @@ def _prompts(kind: ApiPath, fields: Mapping[str, Raw]) -> tuple[list[Raw], int]:
         if begin != b"[" and not (kind is ApiPath.RESPONSES and begin == b'"'):
             raise BadRequest(f"`{name}` must be a list of messages.", name)
         return [fields[name], *(fields[each] for each in _RENDERED if each in fields)], 1
-    prompt = fields.get("prompt")
+    prompt, embeds = fields.get("prompt"), fields.get("prompt_embeds")
+    num_embeds = 0 if embeds is None else _num_texts(bytes(embeds))  # each is in base64
     if prompt is None or _begin_of(prompt) == b"n":
-        if "prompt_embeds" in fields:
-            return [], 0
+        if embeds is not None:
+            return [], num_embeds
         raise _no_prompt()
     if _begin_of(prompt) not in (b"[", b'"'):
         raise _no_prompt()
     if _SEVERAL.match(prompt) is None:
-        return [prompt], 1
+        return [prompt], 1 + num_embeds
     number = _num_prompts(prompt)
     if number > 1:
-        return [prompt], number
+        return [prompt], number + num_embeds
     try:
-        return list(_decode_single(bytes(prompt))), 1
+        return list(_decode_single(bytes(prompt))), 1 + num_embeds
     except UNREADABLE:
         raise _no_prompt() from None
 
@@ -706,6 +710,8 @@ def _wants_handoff(fields: Mapping[str, Raw], num_prompts: int) -> bool:
         return False
     # An engine that scores the prompt computes all of it, whatever is cached.
     if value_of(fields, "prompt_logprobs") is not None or value_of(fields, "echo"):
+        return False
+    if value_of(fields, "prompt_embeds"):
         return False
     # How far it is cut off depends on how many tokens are asked for.
     if value_of(fields, "truncate_prompt_tokens") == -1:

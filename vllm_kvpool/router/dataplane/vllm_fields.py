@@ -52,7 +52,7 @@ FIELDS: Mapping[str, Trait] = {
     "instructions": _T.PREFIX | _T.RENDERED,
     "mm_processor_kwargs": _T.PREFIX,
     "model": _T.PREFIX,
-    "prompt_embeds": _T.NOT_STREAMED,  # the prompt's length
+    "prompt_embeds": _T.HAND_OVER | _T.NOT_STREAMED,  # the prompt's length
     "reasoning_effort": _T.PREFIX,
     "suffix": _T.PROMPT_ONLY,
     "system": _T.PREFIX | _T.RENDERED,
