@@ -1,5 +1,6 @@
 """Layer groups of drafters: how they are told, what is left out, and what tells drafters apart."""
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import (
@@ -14,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_kv_cache_config_from_groups,
     get_kv_cache_groups,
 )
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from tests.support.drafters import EvenShape, MimoShape, make_eagle, make_mimo, speculation
 from tests.support.models import LlamaShape, make_model
@@ -121,20 +123,46 @@ def test_a_group_of_a_drafters_layers_alone_is_stored(make: Make) -> None:
     assert not facts.reference_group.is_draft
 
 
-def test_drafters_differ_by_weights_method_and_form(make: Make, tmp_path: Path) -> None:
-    def drafter(method: str, path: Path | None = None, **specs: Any) -> str:
+def test_drafters_differ_by_method_weights_configuration_and_form(
+    make: Make, tmp_path: Path
+) -> None:
+    def drafter(method: str, path: Path | None = None, spec: FullAttentionSpec = FULL) -> str:
         config = make(method, path)
-        names = dict.fromkeys([*OWN, LAYERS[method]], FULL)
+        names = dict.fromkeys([*OWN, LAYERS[method]], spec)
         return read(config, cached(config, **names)[1]).drafter
 
-    other = make_eagle(tmp_path, SHAPE, version=1)
-    found = [drafter("eagle"), drafter("eagle", other), drafter("draft_model")]
-    assert len(set(found)) == 3
-    assert drafter("eagle") == found[0]
+    def configured(**values: Any) -> Path:
+        path = make_eagle(tmp_path / "-".join(values), SHAPE)
+        config = path / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | values))
+        return path
+
+    others = [
+        drafter("eagle", make_eagle(tmp_path, SHAPE, version=1)),
+        drafter("draft_model"),
+        drafter("eagle", configured(rms_norm_eps=0.125)),
+        drafter("eagle", configured(eagle_aux_hidden_state_layer_ids=[0, 1])),
+        drafter("eagle", spec=replace(FULL, dtype=torch.float16)),
+    ]
+    assert len({drafter("eagle"), *others}) == 1 + len(others)
+    assert drafter("eagle", make_eagle(tmp_path / "elsewhere", SHAPE)) == drafter("eagle")
 
 
 def _parallel(config: VllmConfig) -> None:
     config.parallel_config.pipeline_parallel_size = 2
+
+
+def _context(config: VllmConfig) -> None:
+    config.parallel_config.prefill_context_parallel_size = 2
+
+
+def _drafting(config: VllmConfig) -> None:
+    assert config.speculative_config is not None
+    config.speculative_config.parallel_drafting = True
+
+
+def _nothing(config: VllmConfig) -> None:
+    pass
 
 
 def _method(config: VllmConfig) -> None:
@@ -153,9 +181,12 @@ def _modules(config: VllmConfig) -> None:
     [
         (_method, {}, "not known of 'dflash'"),
         (_modules, {}, "3 modules"),
+        (_drafting, {}, "parallel_drafting"),
         (_parallel, {}, "pipeline parallelism"),
+        (_context, {}, "context parallelism"),
+        (_nothing, {"layerwise": True}, "layerwise"),
     ],
-    ids=["method", "modules", "pipeline"],
+    ids=["method", "modules", "drafting", "pipeline", "context", "layerwise"],
 )
 def test_a_drafter_that_is_not_stored_is_said_at_start(
     make: Make,
