@@ -565,8 +565,8 @@ def test_stats_have_the_shares_of_tenants(tmp_path: Path) -> None:
     guarded.store.close()
     with opened([spec]) as stores:
         assert [content] == contents(stores)
-    shares = {each["owner"]: each["chunks"] for each in content["shares"]}
-    assert shares == {"search": 1, "-": 0}  # nobody's manifest
+    shares = {each["owner"]: each["cells"] for each in content["shares"]}
+    assert shares == {"search": len(keys), "-": 0}  # nobody's manifest
 
 
 def test_an_address_that_cannot_be_had_is_named() -> None:

@@ -85,8 +85,10 @@ class Bench:
         return path.read_text().split() if path.exists() else []
 
     def pid(self) -> int:
-        path = self.folder / "pid"
-        return int(path.read_text() or 0) if path.exists() else 0
+        try:
+            return int((self.folder / "pid").read_text() or 0)
+        except FileNotFoundError:  # `STOP` removes it
+            return 0
 
 
 async def serves(router: Router) -> None:
