@@ -153,7 +153,8 @@ def test_endpoint_where_nobody_listens_ends_the_wait_at_once(client: Client) -> 
     asked = time.monotonic()
     client.watch([endpoint], TOPIC)
     assert client.hears() == (TOPIC, LOST)
-    assert time.monotonic() - asked < KILL_S
+    # The listener may accept and cut one connection as it closes; libzmq makes the next one then.
+    assert time.monotonic() - asked < KILL_S + transport_zmq.RECONNECT_MS / 1000
     with closing(
         NoticeServer(PLACE._replace(listen=endpoint), AllowedPeers(), MetricsRegistry())
     ) as again:
