@@ -168,6 +168,7 @@ main() {
     wanted=$(fingerprint)
     if [[ ${1:-} == engines ]]; then
         PACKAGE_OF_PROGRAM=()
+        PACKAGE_OF=([libnuma.so.1]=libnuma1)
         stamp=$STAMP_OF_ENGINES
     else
         REQUIREMENTS+=(requirements/test.txt)
