@@ -150,6 +150,8 @@ class ListedModels:
     """By model, the models that share replicas with it, directly or through other models."""
     is_single_set: bool
     """True if all replicas that have listed models list the same names."""
+    shares: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Answers of `Fleet.share_of`."""
 
 
 class Fleet:
@@ -265,10 +267,15 @@ class Fleet:
 
     def share_of(self, model: str, other: str) -> float:
         """Return the share of the other model's replicas that serve this model as well."""
-        if model in ("", other) or self.listed.is_single_set:
+        listed = self.listed
+        if model in ("", other) or listed.is_single_set:
             return 1.0
-        serving = [each for each in self if each.serves(other)]
-        return sum(each.serves(model) for each in serving) / len(serving) if serving else 0.0
+        share = listed.shares.get((model, other))
+        if share is None:
+            serving = [each for each in self if each.serves(other)]
+            number = sum(each.serves(model) for each in serving)
+            share = listed.shares[model, other] = number / len(serving) if serving else 0.0
+        return share
 
     def holders(self, ask: RequestSpec, most: int) -> dict[Replica, int]:
         """Return the replicas with the longest beginnings of a prompt, and the tokens of each."""
