@@ -216,7 +216,7 @@ class Autoscaler:
         state.rates.asked_tokens.add(state.now, 0.0)
         state.rates.handed_tokens.add(state.now, 0.0)
         if is_first:
-            return  # all that there is is added until the next time
+            return  # the router adds its first replicas before the next plan
         self.plan, memory = plan(self._inputs(), self._config, self._memory)
         self.steps, self.planned_at = self._choose_steps(self.plan), state.now
         if self.mode is Mode.AUTOMATIC:

@@ -74,10 +74,11 @@ class Replica:
     left_out: Counter[str] = field(default_factory=Counter)
     """Numbers of first samples, by rate, that are not counted: a new engine is slower."""
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
-    """The fleet's; so is `changed`."""
+    """The fleet's index of prompts."""
     changed: set["Replica"] = field(default_factory=set)
+    """The fleet's set of changed replicas."""
     cache: Holder = field(init=False)
-    """Its engine's, as `prefixes` has it."""
+    """The prompts in its engine's cache, as an entry of `prefixes`."""
 
     def __post_init__(self) -> None:
         self.replica_id = self.spec.replica_id
@@ -111,7 +112,7 @@ class Replica:
         return not model or not self.models or model in self.models
 
     def used_share(self, more_blocks: int = 0) -> float:
-        """Return the share of the replica's blocks in use, with so many more."""
+        """Return the share of the replica's blocks in use once `more_blocks` are taken."""
         return (self.work.used_blocks + more_blocks) / (self.sample.total_blocks or 1 << 30)
 
     def forget_engine(self) -> None:
