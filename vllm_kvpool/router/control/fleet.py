@@ -151,7 +151,7 @@ class ListedModels:
     """By model, the models that share replicas with it, directly or through other models."""
     is_single_set: bool
     """True if all replicas that have listed models list the same names."""
-    shares: dict[tuple[str, str], float] = field(default_factory=dict)
+    shares: dict[tuple[str, str], float] = field(default_factory=dict, compare=False)
     """Answers of `Fleet.share_of`."""
 
 
