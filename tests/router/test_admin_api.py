@@ -144,13 +144,17 @@ async def test_state_replicas_and_metrics_can_be_read() -> None:
 async def test_plan_route_shows_the_last_plan_and_posts_nothing() -> None:
     scene = Scene(mode=Mode.AUTOMATIC)
     scene.serving("p0", Role.PREFILL)
+    scene.serving("p1", Role.PREFILL)
+    scene.serving("d0", Role.DECODE)
     scene.tick()
+    planned_at = scene.now
+    scene.step(Remove(ReplicaId("p1")))
     before = len(scene.events)
 
     async with served(scene) as client:
-        plan = await talk(client, f"GET /plan -> 200 mode=automatic at={scene.now}")
-        assert plan["prefill"] == {"have": 1, "wanted": 1}
-        assert "prefill: 1 replicas, wanted 1" in plan["why"]
+        plan = await talk(client, f"GET /plan -> 200 mode=automatic at={planned_at}")
+        assert plan["prefill"] == {"have": 2, "wanted": 2}
+        assert "prefill: 2 replicas, wanted 2" in plan["why"]
     assert len(scene.events) == before
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.router.test_passed_on import MESSAGES, RESPONSES
@@ -79,6 +80,16 @@ async def test_answer_without_a_length_is_cut_at_the_models(stream: bool) -> Non
         asked = {"messages": TALK, "temperature": 0, "stream": stream, "max_tokens": None}
         reply = await (rig.stream if stream else rig.complete)(asked, CHAT)
         assert reply.text == "a " * 64
+
+
+async def test_length_of_a_model_beyond_the_output_limit_is_known() -> None:
+    length = 10 * MAX_OUTPUT_TOKENS
+    spec = ScriptedSpec(max_model_len=length, kv_blocks=length // 16)
+    async with RouterRig(0, 1, spec=spec) as rig:
+        assert rig.router.model_length("scripted") == length
+    chat = parse_request(ApiPath.CHAT, b'{"messages":[]}')
+    known = msgspec.structs.replace(chat, model_length=length)
+    assert known.most_tokens == chat.most_tokens == MAX_OUTPUT_TOKENS
 
 
 async def test_prompt_longer_than_the_model_waits_as_one_of_its_length() -> None:

@@ -160,5 +160,7 @@ def test_fleet_listed_models_follow_replicas_and_their_lists() -> None:
     fleet.list_models(second, frozenset({"a", "b"}))
     assert (fleet.listed.groups.keys(), fleet.listed.is_single_set) == ({"a", "b"}, False)
     assert fleet.share_of("b", "a") == 0.5
+    # Admission asks for each pair of models, under overload at each request.
+    assert fleet.listed.shares == {("b", "a"): 0.5}
     fleet.forget(first.replica_id)
     assert (fleet.share_of("b", "a"), fleet.listed.is_single_set) == (1.0, True)

@@ -414,3 +414,17 @@ async def test_an_error_is_told_once_and_where_the_client_is() -> None:
         client.send(plain)
         await client.head()
         assert await client.until(END) == chunk(b"data: 1\n\n") + END
+
+
+async def test_repr_of_a_request_shows_no_key_and_no_body() -> None:
+    seen: list[str] = []
+
+    async def handle(http: HttpRequest) -> None:
+        seen.append(repr(http))
+        http.respond(Response(200, {}))
+
+    async with served(handle) as (_, client):
+        client.send(POST.replace(b"Host", b"Authorization: Bearer secret\r\nHost") + b"hello")
+        await client.head()
+    assert "HttpRequest" in seen[0]
+    assert not [each for each in ("secret", "hello") if each in seen[0]]

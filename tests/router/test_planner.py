@@ -195,7 +195,7 @@ def test_what_was_not_missed_for_long_is_kept_less_long_again(
     [
         ({"metrics_age_s": None}, "hold: measurements are missing"),
         ({"metrics_age_s": 10.5}, "hold: measurements are 10.5 s old, 10 s at most count"),
-        ({"blocks_per_replica": 0}, "hold: no blocks_per_replica known"),
+        ({"blocks_per_replica": 0}, "hold: no engine has reported its KV blocks"),
     ],
 )
 def test_without_measurements_the_plan_is_to_stay(wrong: dict[str, Any], words: str) -> None:

@@ -127,6 +127,10 @@ def test_any_bytes_are_a_request_or_a_bad_one(kind: ApiPath, raw: bytes) -> None
         (COMPLETION, {"prompt": ["a"], "prompt_embeds": ["x", "y"], "n": 2}, {"num_sequences": 6}),
         (COMPLETION, {"prompt": ["a", "b"], "prompt_embeds": ["x"]}, {"num_prompts": 3}),
         (COMPLETION, {"prompt_embeds": None}, {"num_prompts": 1}),
+        (COMPLETION, {"prompt": [], "prompt_embeds": "xx"}, {"num_prompts": 1}),
+        (COMPLETION, {"prompt": [], "prompt_embeds": ["xx", "yy"]}, {"num_sequences": 2}),
+        (COMPLETION, {"prompt": "", "prompt_embeds": "xx"}, {"num_prompts": 2}),
+        (COMPLETION, {"prompt": [], "prompt_embeds": []}, {"num_prompts": 1}),
     ],
 )
 def test_what_is_read(body: dict[str, Any], more: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -168,6 +172,19 @@ def test_prompt_longer_than_the_model_counts_as_what_engines_may_compute(
 ) -> None:
     known = msgspec.structs.replace(request(body, **more), model_length=64)
     assert known.prompt_tokens(0.5) == expected
+
+
+def test_prompt_of_a_model_without_a_known_length_counts_whole() -> None:
+    assert request(COMPLETION, prompt="a" * 3_000_000).prompt_tokens(0.5) > 1_400_000
+
+
+def test_prefix_tokens_of_a_chat_with_media_and_a_short_model_are_those_of_its_text() -> None:
+    """Media were subtracted from a sum that the model's length had cut."""
+    images = "data:image/png;base64,AAAA " * 8
+    asked = request(CHAT, messages=[{"role": "user", "content": images + "a" * 5000}])
+    short = msgspec.structs.replace(asked, model_length=4096)
+    assert short.prompt_tokens(0.25) == 4096 < asked.prompt_tokens(0.25)
+    assert short.prefix_tokens(0.25) == asked.prefix_tokens(0.25) == SPAN_BYTES // 4
 
 
 def conversation(*texts: str, **more: Any) -> ClientRequest:

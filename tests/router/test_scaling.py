@@ -57,6 +57,16 @@ def test_inputs_of_the_planner(example: Example) -> None:
     example.play()
 
 
+def test_block_tokens_are_those_of_engines_that_serve_now() -> None:
+    steps = steps_with(Mode.MANUAL)
+    steps.fleet(prefill="p", decode="d e")
+    large = Sample(total_blocks=1000, block_size=256)
+    steps.step(Measured(ReplicaId("e"), large))
+    assert steps.controller.scaling._inputs().block_tokens == 256
+    steps.remove("e")
+    assert steps.controller.scaling._inputs().block_tokens == 16
+
+
 def test_hand_overs_need_decoders() -> None:
     steps = Steps(Settings(max_pending_handoffs=8), overload=ALL_IN)
     steps.fleet(prefill="p", decode="d")

@@ -203,6 +203,21 @@ async def test_silence_counts_from_the_end_of_what_is_waited_for(
     transport.abort()
 
 
+@pytest.mark.parametrize("parts", [[b"head"], [b"head", b"body"]])
+async def test_request_is_written_without_an_empty_part(parts: list[bytes]) -> None:
+    """From Python 3.12 on, asyncio's loop spins at 100 % of a core over an empty part."""
+    connection = UpstreamConnection(quick_upstream(), ("http", "e", 1))
+    transport = FakeTransport(connection)
+    connection.connection_made(transport)
+    call = connection.call(b"head", b"".join(parts[1:]), 1.0, MAX_ANSWER_BYTES)
+    asked = asyncio.ensure_future(call)
+    await asyncio.sleep(0)
+    assert transport.parts == parts
+    connection.data_received(FINE[0])
+    assert (await asked).status == 200
+    connection.abort()
+
+
 async def test_the_callers_own_errors_are_not_the_engines() -> None:
     async with calls() as engines, player(FINE) as (url, _):
         with pytest.raises(KeyError), await engines.open(url, b"", {}, MAX_ANSWER_BYTES):
@@ -375,3 +390,27 @@ async def test_a_connection_that_nobody_uses_is_closed_though_its_engine_does_no
         for _ in range(2):  # the second time as the first
             assert (await engines.post(url, b"")).status == 200
             await until(lambda: not (engines._connections or engines._idle), 5.0)
+
+
+async def test_engine_that_is_gone_leaves_no_list_of_idle_connections() -> None:
+    async with calls() as engines:
+        async with player(FINE, (CUT,)) as (url, _):
+            assert (await engines.post(url, b"")).status == 200
+            assert len(engines._idle) == 1
+            with pytest.raises(EngineBroke):
+                await engines.post(url, b"")
+            assert not engines._idle, "its last connection ended during a call"
+        with pytest.raises(EngineUnreached):
+            await engines.post(url, b"")
+        assert not engines._idle, "its host refuses connections"
+
+
+async def test_timer_of_an_idle_connection_ends_with_the_connection() -> None:
+    async with calls() as engines, player(FINE) as (url, _):
+        assert (await engines.post(url, b"")).status == 200
+        [connection] = engines._connections
+        timer = connection._unused
+        assert timer is not None
+        connection.abort()
+        await until(lambda: not engines._connections)
+        assert timer.cancelled()

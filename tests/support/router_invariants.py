@@ -75,6 +75,8 @@ def check_fleet(fleet: Fleet) -> None:
     kept = fleet._listed, fleet._sharing
     fleet._listed = fleet._sharing = None
     assert kept[0] is None or kept[0] == fleet.listed
+    for pair, share in kept[0].shares.items() if kept[0] is not None else ():
+        assert share == fleet.share_of(*pair)
     assert kept[1] is None or kept[1] == fleet.sharing()
     fleet._listed, fleet._sharing = kept
 

@@ -1,6 +1,7 @@
 """A transport without a socket, for tests that call protocols directly."""
 
 import asyncio
+from collections.abc import Iterable
 
 
 class FakeTransport(asyncio.Transport):
@@ -9,12 +10,19 @@ class FakeTransport(asyncio.Transport):
     def __init__(self, protocol: asyncio.Protocol, **extra: object) -> None:
         super().__init__(extra)
         self.written = b""
+        self.parts: list[bytes] = []
+        """Buffers that `writelines` was given."""
         self.closed = False
         self._protocol = protocol
 
     def write(self, data: bytes) -> None:  # type: ignore[override]
         assert not self.closed
         self.written += data
+
+    def writelines(self, list_of_data: Iterable[bytes]) -> None:  # type: ignore[override]
+        parts = list(list_of_data)
+        self.parts += parts
+        self.write(b"".join(parts))
 
     def can_write_eof(self) -> bool:
         return False

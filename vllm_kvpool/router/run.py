@@ -51,7 +51,7 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import TAKES_DECODE, TAKES_PREFILL, UP, ReplicaId
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
-from vllm_kvpool.router.dataplane.request_body import MAX_OUTPUT_TOKENS
+from vllm_kvpool.router.dataplane.request_body import MAX_MODEL_TOKENS
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
 from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
@@ -304,7 +304,7 @@ class Router:
             for each in self.controller.state.fleet.in_states(UP):
                 for name, card in self.replicas.monitors[each.replica_id].models.items():
                     length = card.get("max_model_len")
-                    if type(length) is int and 0 < length <= MAX_OUTPUT_TOKENS:
+                    if type(length) is int and 0 < length <= MAX_MODEL_TOKENS:
                         self._lengths[name] = max(length, self._lengths.get(name, 0))
             if self._lengths:
                 self._lengths[""] = max(self._lengths.values())

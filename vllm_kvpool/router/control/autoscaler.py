@@ -216,7 +216,7 @@ class Autoscaler:
         state.rates.asked_tokens.add(state.now, 0.0)
         state.rates.handed_tokens.add(state.now, 0.0)
         if is_first:
-            return  # all that there is is added until the next time
+            return  # the router adds its first replicas before the next plan
         self.plan, memory = plan(self._inputs(), self._config, self._memory)
         self.steps, self.planned_at = self._choose_steps(self.plan), state.now
         if self.mode is Mode.AUTOMATIC:
@@ -251,13 +251,14 @@ class Autoscaler:
         state = self._state
         fleet, now = state.fleet, state.now
         # One look at each replica: there may be hundreds.
-        oldest, is_complete, largest = now, True, 0
+        oldest, is_complete, largest, block_tokens = now, True, 0, 0
         for replica in (*fleet.prefillers(), *fleet.decoders()):
             if replica.sampled_at is None:
                 is_complete = False
             elif replica.sampled_at < oldest:
                 oldest = replica.sampled_at
             largest = max(largest, replica.sample.total_blocks)
+            block_tokens = max(block_tokens, replica.sample.block_size)
         is_known = is_complete and bool(fleet.prefillers() or fleet.decoders())
         # What a replica still decodes that is drained will be another one's.
         used = handed = 0
@@ -273,7 +274,7 @@ class Autoscaler:
             decode=self._counts(Role.DECODE),
             used_blocks=round(self._used.read(now, used)),
             blocks_per_replica=largest,
-            block_tokens=state.table.block_size or DEFAULT_BLOCK_SIZE,
+            block_tokens=block_tokens or DEFAULT_BLOCK_SIZE,
             waiting_tokens=self._backlog.read(now, state.backlog_tokens()),
             prompt_tokens_per_s=state.rates.asked_tokens.per_second(now),
             incoming_tokens=self._incoming.read(now, state.migration.tokens + handed),

@@ -85,8 +85,14 @@ class ControllerState:
 
     def _says_pool_is_up(self) -> bool:
         """Return False if every replica with recent metrics says that the pool is down."""
-        fresh = (each.sample.pool_is_up for each in self.fleet if not self.is_stale(each))
-        return next(fresh, True) or any(fresh)
+        is_any_fresh = False
+        for each in self.fleet:
+            if self.is_stale(each):
+                continue
+            if each.sample.pool_is_up:
+                return True
+            is_any_fresh = True
+        return not is_any_fresh
 
     def collapse(self) -> PromptPath | None:
         """Return why all prompts are computed where they are decoded; None if they are not."""

@@ -74,10 +74,11 @@ class Replica:
     left_out: Counter[str] = field(default_factory=Counter)
     """Numbers of first samples, by rate, that are not counted: a new engine is slower."""
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
-    """The fleet's; so is `changed`."""
+    """The fleet's index of prompts."""
     changed: set["Replica"] = field(default_factory=set)
+    """The fleet's set of changed replicas."""
     cache: Holder = field(init=False)
-    """Its engine's, as `prefixes` has it."""
+    """The prompts in its engine's cache, as an entry of `prefixes`."""
 
     def __post_init__(self) -> None:
         self.replica_id = self.spec.replica_id
@@ -111,7 +112,7 @@ class Replica:
         return not model or not self.models or model in self.models
 
     def used_share(self, more_blocks: int = 0) -> float:
-        """Return the share of the replica's blocks in use, with so many more."""
+        """Return the share of the replica's blocks in use once `more_blocks` are taken."""
         return (self.work.used_blocks + more_blocks) / (self.sample.total_blocks or 1 << 30)
 
     def forget_engine(self) -> None:
@@ -150,6 +151,8 @@ class ListedModels:
     """By model, the models that share replicas with it, directly or through other models."""
     is_single_set: bool
     """True if all replicas that have listed models list the same names."""
+    shares: dict[tuple[str, str], float] = field(default_factory=dict, compare=False)
+    """Answers of `Fleet.share_of`."""
 
 
 class Fleet:
@@ -265,10 +268,15 @@ class Fleet:
 
     def share_of(self, model: str, other: str) -> float:
         """Return the share of the other model's replicas that serve this model as well."""
-        if model in ("", other) or self.listed.is_single_set:
+        listed = self.listed
+        if model in ("", other) or listed.is_single_set:
             return 1.0
-        serving = [each for each in self if each.serves(other)]
-        return sum(each.serves(model) for each in serving) / len(serving) if serving else 0.0
+        share = listed.shares.get((model, other))
+        if share is None:
+            serving = [each for each in self if each.serves(other)]
+            number = sum(each.serves(model) for each in serving)
+            share = listed.shares[model, other] = number / len(serving) if serving else 0.0
+        return share
 
     def holders(self, ask: RequestSpec, most: int) -> dict[Replica, int]:
         """Return the replicas with the longest beginnings of a prompt, and the tokens of each."""

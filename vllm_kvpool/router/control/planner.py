@@ -131,13 +131,13 @@ def equations(inputs: PlanInputs, queue_target_s: float) -> tuple[Equation, ...]
     look idle at any load.
     """
     rates, target_s = inputs.rates, queue_target_s
-    coming = inputs.incoming_tokens / inputs.block_tokens
+    incoming_blocks = inputs.incoming_tokens / inputs.block_tokens
     memory = Equation(
         "decode memory",
         Role.DECODE,
-        (inputs.used_blocks + coming) / inputs.blocks_per_replica,
+        (inputs.used_blocks + incoming_blocks) / inputs.blocks_per_replica,
         DECODE_BAND,
-        f"({inputs.used_blocks} blocks used + {coming:.0f} blocks to come) / "
+        f"({inputs.used_blocks} blocks used + {incoming_blocks:.0f} blocks to come) / "
         f"{inputs.blocks_per_replica} blocks of a replica",
     )
     taking = Equation(
@@ -318,7 +318,7 @@ def plan(inputs: PlanInputs, config: PlannerConfig, memory: PlanMemory) -> tuple
 
 def _not_trusted(inputs: PlanInputs) -> str:
     if not inputs.blocks_per_replica:
-        return "hold: no blocks_per_replica known"
+        return "hold: no engine has reported its KV blocks"
     if inputs.metrics_age_s is None:
         return "hold: measurements are missing"
     if inputs.metrics_age_s > MAX_METRICS_AGE_S:

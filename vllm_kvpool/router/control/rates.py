@@ -291,7 +291,7 @@ class RateEstimator:
             "output_tokens_per_request": self._output,
             "tokens_per_byte": self._prompt,
         }
-        """By the names of `Rates`, what their values come from; likewise `_lines`."""
+        """The source of each rate, by its name in `Rates`."""
         self._lines = {
             ("handoff_overhead_s", "handoff_s_per_token"): self._handoff,
             ("local_overhead_s", "local_s_per_token"): self._local_line,
@@ -347,7 +347,8 @@ class RateEstimator:
         unmeasured = [name for name, each in self._rates.items() if not each.samples]
         for names, line in self._lines.items():
             found |= zip(names, line.aged(now), strict=True)
-            unmeasured += () if line.samples else names
+            if not line.samples:
+                unmeasured += names
         return Rates(**found, unmeasured=frozenset(unmeasured))
 
     def _is_warm(self, kind: str, left_out: Counter[str]) -> bool:

@@ -75,7 +75,7 @@ class ClientGone(Exception):
     """A client has closed its connection, or has taken nothing for too long."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class HttpRequest:
     """A request with its whole body, and its answer. Used in its connection's loop.
 

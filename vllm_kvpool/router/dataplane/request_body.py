@@ -29,7 +29,9 @@ from vllm_kvpool.router.dataplane.vllm_fields import Scalar, Trait, fields_with,
 MEDIA_TOKENS = 1024
 """Tokens that an image inside a message counts as, before an engine has seen it."""
 MAX_OUTPUT_TOKENS = 1 << 20
-"""Tokens of one sequence while the model's length is unknown. No model is longer."""
+"""Limit of the tokens that an engine may generate of one sequence."""
+MAX_MODEL_TOKENS = 1 << 30
+"""Limit of a model's length. An engine that lists a longer one has given none."""
 ANSWER_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 4 << 20, 4096, 512
 """Limits in an answer: bytes beside its tokens, bytes a token, bytes a log-probability."""
 MAX_SEQUENCES = 1 << 31
@@ -148,8 +150,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     vLLM leaves the echoed prompt of a completion out where ids are asked for, and a prompt of
     embeddings has none.
     """
-    model_length: int = MAX_OUTPUT_TOKENS
-    """The most tokens that the model has in one sequence, as far as engines have said."""
+    model_length: int | None = None
+    """The most tokens that the model has in one sequence; None until an engine has said it."""
     tenant: str = ""
     """The tenant whose room in the pool the prompt takes; empty if unknown."""
 
@@ -157,7 +159,9 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     def most_tokens(self) -> int:
         """Tokens that an engine may generate of each sequence."""
         asked = self.max_output_tokens
-        return self.model_length if asked is None else min(max(1, asked), MAX_OUTPUT_TOKENS)
+        if asked is None:
+            asked = self.model_length or MAX_OUTPUT_TOKENS
+        return min(max(1, asked), MAX_OUTPUT_TOKENS)
 
     def most_answer_bytes(self, request_id: str) -> int:
         """Return bytes beyond which an answer is none that an engine gives to this request.
@@ -201,16 +205,21 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         `tokens_per_byte` is what was learned of others. Engines cut or refuse, and do not compute,
         what is longer than the model.
         """
-        if self.prompt_ids is not None:
-            tokens = count_ids(self.prompt_ids)
-        else:
-            tokens = round(self.prompt_bytes * tokens_per_byte) + MEDIA_TOKENS * self.num_media
+        tokens = self._text_tokens(tokens_per_byte) + MEDIA_TOKENS * self.num_media
+        if self.model_length is None:
+            return tokens
         return min(tokens, self.model_length * max(1, self.num_prompts))
 
     def prefix_tokens(self, tokens_per_byte: float) -> int:
         """Return the tokens that one entry of `prefix` stands for, at least 1."""
-        tokens = self.prompt_tokens(tokens_per_byte) - MEDIA_TOKENS * self.num_media
+        tokens = self._text_tokens(tokens_per_byte)
         return max(1, round(SPAN_BYTES * tokens / max(1, self.prompt_bytes)))
+
+    def _text_tokens(self, tokens_per_byte: float) -> int:
+        """Return the tokens of the prompt without media, also beyond the model's length."""
+        if self.prompt_ids is not None:
+            return count_ids(self.prompt_ids)
+        return round(self.prompt_bytes * tokens_per_byte)
 
     def prefill_body(self, *, hands_over: bool = False) -> bytes:
         """Have the same prompt computed, and one token only; `hands_over`: for another engine.
@@ -575,6 +584,7 @@ def _whole(fields: Mapping[str, Raw], name: str) -> int | None:
 _decode_single = msgspec.json.Decoder(tuple[Raw]).decode
 _decode_list = msgspec.json.Decoder(list[Raw]).decode
 _SEVERAL = re.compile(rb'\[\s*(["\[])')
+_EMPTY_LIST = re.compile(rb"\[\s*\]")
 _OBJECTS = re.compile(rb"\[\s*\{")
 _RENDERED = fields_with(Trait.RENDERED)
 _TEXTS = (
@@ -625,6 +635,8 @@ def _prompts(kind: ApiPath, fields: Mapping[str, Raw]) -> tuple[list[Raw], int]:
         raise _no_prompt()
     if _begin_of(prompt) not in (b"[", b'"'):
         raise _no_prompt()
+    if num_embeds and _EMPTY_LIST.match(prompt) is not None:
+        return [], num_embeds
     if _SEVERAL.match(prompt) is None:
         return [prompt], 1 + num_embeds
     number = _num_prompts(prompt)

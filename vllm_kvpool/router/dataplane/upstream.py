@@ -125,8 +125,7 @@ class Upstream:
         the time that `silent_until` returns. Without `silence_s` the limit is that of streams.
         """
         origin, target = _target_of(url)
-        idle = self._idle[origin]
-        while idle:
+        while idle := self._idle.get(origin):
             connection = idle.pop()
             if connection.is_open and not connection.is_unused:
                 break
@@ -145,13 +144,29 @@ class Upstream:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         most_bytes: int = SMALL_ANSWER_BYTES,
-        *,
-        method: str = "POST",
     ) -> EngineResponse:
-        """Send a request and read the whole answer.
+        """Send a POST and read the whole answer. Without headers it is the router's own request."""
+        return await self._ask("POST", url, body, headers, timeout_s, most_bytes)
 
-        Without headers it is a request of the router's own.
-        """
+    async def get(
+        self,
+        url: str,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        most_bytes: int = SMALL_ANSWER_BYTES,
+    ) -> EngineResponse:
+        """Send a GET and read the whole answer, as `post` does."""
+        return await self._ask("GET", url, b"", headers, timeout_s, most_bytes)
+
+    async def _ask(
+        self,
+        method: str,
+        url: str,
+        body: bytes,
+        headers: Mapping[str, str] | None,
+        timeout_s: float | None,
+        most_bytes: int,
+    ) -> EngineResponse:
         if headers is None:
             content = {"Content-Type": "application/json"} if method == "POST" else {}
             headers = self._own_headers | content
@@ -164,16 +179,6 @@ class Upstream:
                     return await response.read()
         except TimeoutError:
             raise EngineBroke(f"no answer within {limit_s:g} s") from None
-
-    async def get(
-        self,
-        url: str,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
-        most_bytes: int = SMALL_ANSWER_BYTES,
-    ) -> EngineResponse:
-        """Send a GET and read the whole answer, as `post` does."""
-        return await self.post(url, b"", headers, timeout_s, most_bytes, method="GET")
 
     def keep(self, connection: "UpstreamConnection") -> None:
         """Keep a connection whose call has ended for the next one.
@@ -368,7 +373,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_unused(self) -> bool:
-        """True if no call has used the connection for KEEP_ALIVE_S, though the timer is late."""
+        """True if KEEP_ALIVE_S have passed without a call, even before the timer has run."""
         return self._unused is not None and self._unused.when() <= self._loop.time()
 
     @property
@@ -396,7 +401,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._silent_until = silent_until
         if self._timer is None:
             self._check_silence()
-        self._transport.writelines((head, body))
+        # From Python 3.12 on, asyncio's transport never gets rid of an empty part.
+        self._transport.writelines((head, body) if body else (head,))
         try:
             await response.head()
         except BaseException:
@@ -450,8 +456,9 @@ class UpstreamConnection(asyncio.Protocol):
         """End the open answer: complete if its end is the connection's, else failed."""
         self._transport = None
         self._upstream.lost(self)
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._unused):
+            if timer is not None:
+                timer.cancel()
         response = self._response
         if response is None:
             return
