@@ -22,8 +22,7 @@ TRANSFER_KEYS = 8  # of one native call
 STALL_S = 4.0  # below `ENVIRONMENT`'s MC_TCP_PROGRESS_TIMEOUT_SEC
 
 MAX_READS = 16  # in flight
-# Reads of a peer in flight until one read of the peer has succeeded. Mooncake moves so many at a time
-# from a peer.
+# Reads of a peer that are in flight until one read has succeeded: Mooncake moves so many at a time.
 FIRST_READS = 4
 MIN_PAUSE_S = 50e-6
 MAX_PAUSE_S = 1e-3
