@@ -172,8 +172,9 @@ class EngineReads:
     """Gets by reads of a transfer engine, submitted and polled with pauses. Any thread may call.
 
     The master tells where objects lie, and at the end whether they lie there still: then they were
-    not evicted meanwhile. `batch_get_into` copies what is in this process's own segment, whose
-    session is `own_session`, gets what is not or no longer in memory, and tells what is missing.
+    not evicted meanwhile. `batch_get_into` copies objects of this process's own segment, whose
+    session is `own_session`. It also gets objects that have no place in memory (any more), and
+    tells which are missing.
     """
 
     def __init__(
