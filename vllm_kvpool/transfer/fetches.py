@@ -4,8 +4,7 @@ A fetch is one op that moves from lane to lane: GET from the nearest tier, then 
 are missing, bad or out of reach there are asked of the next tier. A slab that a replica fetches is
 asked of that rank first (`REPLICA`); it has been checked there, and this rank's host tier does not
 keep it. All loads that want a slab share its fetch. A fetch that no load wants any more is
-cancelled if it has not started. Saves follow fetches, but neither keep one going nor stop one. A
-save has no deadline, so it follows no fetch that waits for slots and that a prefetch alone wants.
+cancelled if it has not started. Saves follow fetches with slots or readers, and keep none going.
 
 A bad cell is removed from its tier; until then no load of this engine asks that tier for its slab.
 Slabs with cells that were found further away are copied into nearer tiers (`copy_up`).
