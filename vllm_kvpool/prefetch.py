@@ -57,13 +57,21 @@ class Brought(msgspec.Struct, frozen=True, kw_only=True):
     near: int = 0
     """Were in the near tier already."""
     missing: int = 0
-    """No far tier has them."""
+    """No far tier that was asked has them. At `--max-bytes` no further tier is asked."""
     failed: int = 0
-    """A far tier failed to say or to send what it has, and no other one has them."""
+    """A far tier failed to answer for them or send them, and no other far tier delivered them."""
     bad: int = 0
     """Were damaged, and dropped."""
     unkept: int = 0
-    """The near tier did not take them."""
+    """The near tier had no room for them."""
+    unwritten: int = 0
+    """The near tier failed to write them."""
+
+    @property
+    def num_cells(self) -> int:
+        """Number of cells, each with one outcome; `bad` counts copies."""
+        kept = self.brought + self.near
+        return kept + self.missing + self.failed + self.unkept + self.unwritten
 
     def __add__(self, other: "Brought") -> "Brought":
         names = self.__struct_fields__
@@ -203,7 +211,8 @@ class Mover:
                 return
             now = self._bring(batch)
             yield now
-            is_last = now.failed or now.unkept or (now.missing and not self._cells.has_gaps)
+            has_failed = now.failed or now.unkept or now.unwritten
+            is_last = has_failed or (now.missing and not self._cells.has_gaps)
             if is_last and not now.brought + now.near:
                 return  # the far tiers fail or have no more of the prompt, or the near one is full
 
@@ -232,17 +241,18 @@ class Mover:
             done += Brought(nbytes=nbytes, bad=len(arrived) - len(sound))
             good += sound
             left = [i for i in left if i not in sound]
-        kept = self._keep([wanted[i] for i in good], [places[i] for i in good])
         num_failed = len(failed.intersection(left))
         done += Brought(missing=len(left) - num_failed, failed=num_failed)
-        return done + Brought(brought=kept, unkept=len(good) - kept)
+        return done + self._keep([wanted[i] for i in good], [places[i] for i in good])
 
-    def _keep(self, cells: Sequence[_Cell], buffers: Sequence[Buffer]) -> int:
+    def _keep(self, cells: Sequence[_Cell], buffers: Sequence[Buffer]) -> Brought:
         if not cells:
-            return 0
+            return Brought()
         keys = [cell.key for cell in cells]
         outcomes = self._near.put(keys, buffers, [cell.chunk for cell in cells])
-        return sum(each in (PutOutcome.STORED, PutOutcome.EXISTED) for each in outcomes)
+        unkept, unwritten = map(outcomes.count, (PutOutcome.FULL, PutOutcome.FAILED))
+        kept = len(cells) - unkept - unwritten
+        return Brought(brought=kept, unkept=unkept, unwritten=unwritten)
 
     def _places(self, cells: Sequence[_Cell]) -> list[Buffer]:
         """Return a buffer for each cell of a batch."""

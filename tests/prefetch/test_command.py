@@ -12,13 +12,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 import tests.support.memory_store  # noqa: F401  (its scheme)
 from tests.prefetch.cells import fill, is_held, keys_of, names_of, put
 from tests.support.buffers import make_buffer
+from tests.support.faults import Fault, FaultyStore
 from tests.support.mooncake_master import MooncakeMaster
 from tests.support.object_server import Answer, FaultyFront, Hang, ObjectServer
 from tests.support.store_contract import new_namespace
+from vllm_kvpool.cli.commands import prefetch as prefetch_module
 from vllm_kvpool.cli.common.prompt import names_of as prompt_names
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
@@ -38,7 +41,7 @@ from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Buffer, Store
 from vllm_kvpool.storage.contents.manifest import MANIFEST_BYTES, Manifest, write_manifest
 from vllm_kvpool.storage.s3 import object_name
-from vllm_kvpool.storage.url import parse_store_url
+from vllm_kvpool.storage.url import StoreSpec, parse_store_url
 
 LIMIT_S = 60.0
 SLACK_S = 5.0
@@ -232,6 +235,32 @@ def test_command_ends_with_status_1_if_a_store_fails(
     assert process.returncode == 1, err.decode()
     assert b"8 cells" in out
     assert b"Traceback" not in err
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize(("fault", "status"), [(Fault.FAILED, 1), (Fault.FULL, 0)])
+def test_command_ends_with_status_1_if_files_fail_and_not_if_they_are_full(
+    fault: Fault, status: int, tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, order = prompt_of(70)
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(list(range(70))))
+    with opened(s3_url) as far:
+        fill(far, order)
+        put(far, [(manifest_key(manifest.namespace), content_of(manifest))])
+
+    def open_faulty(spec: StoreSpec, *, segment: bool) -> FaultyStore:
+        store = FaultyStore(open_store(spec, segment=segment))
+        store.faults.inject(fault, "put")
+        return store
+
+    monkeypatch.setattr(prefetch_module, "open_store", open_faulty)
+    given = ["--kv-transfer-config", transfer_config([near_of(tmp_path), s3_url])]
+    given += ["--tokens", str(path), "--namespace", manifest.namespace, "--json"]
+    result = CliRunner().invoke(prefetch_module.prefetch_command, given)
+    assert result.exit_code == status, result.output
+    done = msgspec.json.decode(result.stdout.splitlines()[-1], type=Brought)
+    assert (done.unwritten, done.unkept) == ((8, 0) if status else (0, 8))
 
 
 @pytest.mark.s3

@@ -94,7 +94,8 @@ def test_what_is_sound_somewhere_comes_near_and_nothing_else(data: st.DataObject
     assert done.near == sum(is_near for is_near, _ in state.values())
     assert done.brought + done.near == len(sound)
     assert done.missing == len(state) - len(sound)
-    assert done.unkept == 0
+    assert done.unkept == done.unwritten == 0
+    assert done.num_cells == len(state)
     before_sound = [
         kinds[: kinds.index("sound")] if "sound" in kinds else kinds
         for is_near, kinds in state.values()
@@ -215,6 +216,9 @@ def test_a_near_tier_that_is_full_or_away() -> None:
     near.faults.inject(Fault.FULL, "put", key="head:1", times=1)
     done = move(near, far, names)
     assert (done.brought, done.unkept) == (3, 3)
+    near.faults.inject(Fault.FAILED, "put", times=1)
+    done = move(near, far, names)
+    assert (done.near, done.unkept, done.unwritten) == (3, 0, 3)
     near.faults.inject(Fault.UNREACHABLE, "exists")
     with pytest.raises(StoreError):
         move(near, far, names)

@@ -16,7 +16,7 @@ CELL_BYTES = 5000
 
 @dataclass
 class Accounts:
-    """A `CudaLocker` that records its calls, and refuses from the `refuse_at`-th call on."""
+    """Stands in for `CudaLocker`: records its calls, and refuses from the `refuse_at`-th on."""
 
     refuse_at: int = 10**9
     locked: dict[int, int] = field(default_factory=dict)

@@ -112,10 +112,10 @@ def test_what_a_later_attempt_says_is_survived(
 def test_log_says_once_that_a_store_which_was_away_refuses(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    refusals = [ConfigError("no such bucket")] * 2
-    stage.troubles = [AWAY, AWAY, *refusals, AWAY]
+    refusal = ConfigError("no such bucket")
+    stage.troubles = [AWAY, AWAY, refusal, refusal, AWAY, refusal]
     stage.start()
-    for attempt in range(2, 6):
+    for attempt in range(2, 7):
         stage.pass_time(LONG_S)
         stage.wait_until(lambda n=attempt: stage.attempts == n and stage.guard._pause_s() > 0)
     told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]

@@ -205,15 +205,28 @@ def test_a_read_that_fails_costs_its_object(reads: EngineReads, engine: FakeRead
     assert get(reads, "abcde") == [100, READ_FAILED, 100, READ_FAILED, 100]
 
 
-@pytest.mark.parametrize("is_elsewhere", [True, False])
-def test_what_was_evicted_meanwhile_has_failed(
-    client: FakeMooncakeClient, engine: FakeReadEngine, reads: EngineReads, is_elsewhere: bool
+@pytest.mark.parametrize(
+    ("replicas", "code"),
+    [
+        ([FakeReplica(buffer_address=77)], READ_FAILED),
+        ([FakeReplica(is_in_memory=False)], 100),
+        (None, NOT_FOUND),
+    ],
+    ids=["elsewhere in memory", "on disk", "evicted"],
+)
+def test_object_that_leaves_its_place_meanwhile_fails_or_is_asked_of_the_client(
+    client: FakeMooncakeClient,
+    engine: FakeReadEngine,
+    reads: EngineReads,
+    replicas: list[FakeReplica] | None,
+    code: int,
 ) -> None:
-    def evict(seconds: float) -> None:
+    def move(seconds: float) -> None:
         engine.pause(seconds)
-        client.replicas["b"] = [FakeReplica(buffer_address=77)] if is_elsewhere else []
+        client.replicas.pop("b", None)
+        client.replicas |= {"b": replicas} if replicas else {}
 
-    assert get(EngineReads(client, lambda: engine, sleep=evict), "abc") == [100, READ_FAILED, 100]
+    assert get(EngineReads(client, lambda: engine, sleep=move), "abc") == [100, code, 100]
 
 
 def test_after_a_stall_no_read_begins(
@@ -237,6 +250,21 @@ def test_reads_from_silent_peer_end_after_one_round_of_its_transfers(
     engine.broken = set(range(16))
     assert get(reads, "abcdefghijklmnop") == [READ_FAILED] * 16
     assert engine.begun == [0, 1, 2, 3]
+
+
+def test_reads_from_silent_peer_end_after_one_round_though_another_peer_answers(
+    client: FakeMooncakeClient,
+    reads: EngineReads,
+    engine: FakeReadEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mooncake_transfers, "MAX_PAUSE_S", 10.0)
+    monkeypatch.setattr(mooncake_transfers, "MIN_PAUSE_S", 10.0)
+    for [replica] in list(client.replicas.values())[1:]:
+        replica.transport_endpoint = "peer:2"
+    engine.broken = set(range(1, 16))
+    assert get(reads, "abcdefghijklmnop") == [100] + [READ_FAILED] * 15
+    assert engine.begun == [0, 1, 2, 3, 4]
 
 
 def test_an_error_comes_out_when_no_read_is_in_flight(

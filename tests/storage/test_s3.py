@@ -468,12 +468,13 @@ def test_an_endpoint_with_a_path_is_asked_there(front: FaultyFront) -> None:
     assert {seen.path.partition(f"/{BUCKET}")[0] for seen in front.seen} == {"/storage/s3"}
 
 
+@pytest.mark.parametrize("answer", [Answer(403, "AccessDenied"), Answer(501, "NotImplemented")])
 def test_lists_that_are_refused_are_said(
-    front: FaultyFront, caplog: pytest.LogCaptureFixture
+    front: FaultyFront, caplog: pytest.LogCaptureFixture, answer: Answer
 ) -> None:
-    front.reset(lambda seen: Answer(403, "AccessDenied") if "list-type" in seen.path else None)
+    front.reset(lambda seen: answer if "list-type" in seen.path else None)
     store = S3Store(options_for(front.endpoint))
-    assert "purge and inspect fail, as lists are refused: GET http" in caplog.text
+    assert "and `kvpool inspect` fail, as lists are refused: GET http" in caplog.text
     assert store.exists(["absent"]) == [False]
     store.close()
 

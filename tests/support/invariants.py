@@ -141,8 +141,9 @@ def _(engine: Engine) -> None:
 def _(fetches: Fetches) -> None:
     for entry in filter(is_fetched, fetches._context.host_cache):
         assert entry.op is not None
-        may_start = entry.op.state is OpState.RUNNING or entry.slots or entry.is_wanted
-        assert may_start, "saves alone wait for slots"
+        has_slots = entry.op.state is OpState.RUNNING or entry.slots
+        is_wanted = entry.is_awaited or (entry.prefetched and not entry.num_followers)
+        assert has_slots or is_wanted, "saves alone wait for slots"
     for tier, key in fetches._removing:
         lane = fetches._context.lane(OpKind.REMOVE, tier)
         ready = fetches._context.scheduler.waiting_in(lane)

@@ -126,7 +126,7 @@ class FakeReadEngine:
         self, session: str, targets: list[int], sources: list[int], sizes: list[int]
     ) -> int:
         [source] = sources
-        assert session == "peer:1"
+        assert session in ("peer:1", "peer:2")
         if source in self.refused:
             return REFUSED
         self.begun.append(source)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.fakes import FakeClock
-from tests.support.invariants import check, is_naming, num_slots_written
+from tests.support.invariants import check, is_fetched, is_naming, num_slots_written
 from tests.transfer.engine_bench import (
     CELL_BYTES,
     CORRUPT,
@@ -238,6 +238,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.told[job] = Told(event, self.weights_version, float("inf"))
         # A prompt's progress counts all slabs at once.
         self.step(event if hands_over else in_parts(event, cuts))
+
+    @precondition(lambda self: self.fetched_chunks())
+    @rule(data=st.data())
+    def follow(self, data: st.DataObject) -> None:
+        """Hand over a chunk without pages while it is being fetched."""
+        job, chunk = len(self.told), data.draw(st.sampled_from(self.fetched_chunks()))
+        keys = self.keys(CHUNKS.index(chunk), 1)
+        event = from_host(save_job(job, keys, apart=self.apart, topic=b"%d" % job), chunk)
+        self.told[job] = Told(event, self.weights_version, float("inf"))
+        self.step(event)
+
+    def fetched_chunks(self) -> list[str]:
+        return sorted({each.slab.chunk.id for each in self.host_cache if is_fetched(each)})
 
     @precondition(lambda self: self.is_naming)
     @rule()

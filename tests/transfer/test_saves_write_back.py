@@ -147,6 +147,17 @@ hand over without pages does not follow a prefetch that finds no slots
 hand over without pages follows a prefetch that has its slots
     on disk slots=6 keep=4 write_back=True; prefetch 1 a; hand_over 2 a without=a
     run -> ... put-0 a | saved 2: 1 done | told t2: 1 None; clean
+hand over without pages follows a checked fetch whose load has ended
+    on disk limits=1x1 slots=6 keep=4 write_back=True; load 1 a; load 2 b; hand_over 3 b without=b
+    ends get-0 -> get-0 b | check a; ends get-0; cancel 2
+    run -> ... put-0 b | saved 3: 1 done | told t3: 1 None; host a b; clean
+hand over without pages leaves a prefetch going that the first tier lacks
+    on disk far slots=6 keep=4 write_back=True; prefetch 1 a; hand_over 2 a without=a
+    ends get-0 missing -> ... get-1 a | saved 2: 1 missing | told t2: 0 0; saves 0; run; host a
+hand over without pages leaves a prefetch going whose load has ended
+    on disk far slots=2 keep=1 write_back=True; load 1 a b; hangs 0; prefetch 2 c; load 3 c
+    hand_over 4 c without=c -> gathered 4 | told t4: 0 None; cancel 3
+    told ... saved 4: 1 missing | told t4: 0 0; saves 0; late 0; run; host c
 hand over without pages ends with a fetch that fails once no load wants it
     on disk far slots=6 keep=4 write_back=True; load 1 a; hand_over 2 a without=a; cancel 1
     run get-0 any missing -> saved 2: 1 cancelled | told t2: 0 0; clean

@@ -254,7 +254,10 @@ def _allocate(nbytes: int, large: bool, shared: bool) -> Mapped:
 
 
 def _in_large_pages(nbytes: int, large: bool, mapped: Callable[[int, bool], Mapped]) -> Mapped:
-    """Return memory in huge pages if `large` and the system has so many, else transparent ones."""
+    """Return memory in huge pages if `large` is set and enough are free.
+
+    Otherwise return memory in transparent huge pages.
+    """
     rounded = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     if large and rounded <= huge_pages_left():
         try:

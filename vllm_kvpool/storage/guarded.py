@@ -190,7 +190,7 @@ class GuardedStore:
         self._health = StoreHealth()
         self._buffers: list[Buffer] = []
         self._first_error: Exception | None = None
-        self._last_error = ""
+        self._logged_error = ""
         self._tried = False
         self._is_waited_for = True
         self._listeners: list[Listener] = []
@@ -357,7 +357,7 @@ class GuardedStore:
                 return
             began = now if began is None else began
             if why := self._health.call_ended(kind, began, now, failed=failed):
-                self._last_error = cause
+                self._logged_error = cause
                 self._note(f"{why}: {cause}" if cause else why)
 
     def report_hung(self, *, writes: bool = False, limit_s: float | None = None) -> None:
@@ -456,7 +456,8 @@ class GuardedStore:
     def _not_yet(self, error: Exception) -> None:
         with self._state:
             first, self._tried = not self._tried, True
-            before, self._last_error = self._last_error, str(error)
+            is_refusal = not isinstance(error, StoreUnreachable)
+            is_news = is_refusal and str(error) != self._logged_error
             if first:
                 self._first_error = error
             if self._is_waited_for:
@@ -465,10 +466,12 @@ class GuardedStore:
                 logger.warning("kvpool: store %s: cannot be opened: %s", self._name, error)
             elif not isinstance(error, StoreError | ConfigError):
                 logger.error("kvpool: store %s: opening it failed", self._name, exc_info=error)
-            elif not isinstance(error, StoreUnreachable) and self._last_error != before:
+            elif is_news:
                 logger.warning("kvpool: store %s: still unavailable: %s", self._name, error)
             else:
                 logger.debug("kvpool: store %s: still unavailable: %s", self._name, error)
+            if first or is_news:
+                self._logged_error = str(error)
             # So that engines which lost a store together do not retry together.
             self._health.probe_failed(self._clock(), PAUSE_JITTER * random.random())
             self._state.notify_all()

@@ -51,8 +51,8 @@ MAX_REMOVE_KEYS = 4096
 
 # The client reads these from the environment only. Its own 20 attempts of 30 s to connect hold the
 # GIL, and the guard retries anyway. A call to a master that does not answer, and a get from a peer
-# that was silent before, should end before the guard leaves them behind. A put waits so long for
-# each of up to 8 objects.
+# that was silent before, should end before the guard leaves them behind. A get from a peer that
+# falls silent later takes up to 20 s. A put waits so long for each of up to 8 objects.
 ENVIRONMENT: Final = {
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
     "MC_RPC_TIMEOUT_MS": "5000",

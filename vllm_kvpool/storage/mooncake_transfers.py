@@ -8,7 +8,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, Final, NamedTuple, Protocol, TypeGuard
 
 from vllm_kvpool.storage.mooncake_engine import FAILED, REFUSED, WRITTEN, NativeEngine
@@ -19,10 +19,11 @@ TRANSFER_FAILED: Final = -800
 READ_FAILED: Final = -1  # none of Mooncake's, as the master need not be asked for the size
 
 TRANSFER_KEYS = 8  # of one native call
-STALL_S = 4.0  # below MC_TCP_PROGRESS_TIMEOUT_SEC
+STALL_S = 4.0  # below `ENVIRONMENT`'s MC_TCP_PROGRESS_TIMEOUT_SEC
 
 MAX_READS = 16  # in flight
-FIRST_READS = 4  # until one has ended: Mooncake moves so many at a time from a peer
+# Reads of a peer that are in flight until one read has succeeded: Mooncake moves so many at a time.
+FIRST_READS = 4
 MIN_PAUSE_S = 50e-6
 MAX_PAUSE_S = 1e-3
 PAUSE_SHARE = 0.125  # of a read's time so far: its end is seen so late at most
@@ -162,6 +163,7 @@ class _Read(NamedTuple):
 
 class _Flying(NamedTuple):
     at: int
+    session: str
     number: int
     began: float
 
@@ -170,8 +172,9 @@ class EngineReads:
     """Gets by reads of a transfer engine, submitted and polled with pauses. Any thread may call.
 
     The master tells where objects lie, and at the end whether they lie there still: then they were
-    not evicted meanwhile. `batch_get_into` copies what is in this process's own segment, whose
-    session is `own_session`, gets what is not in memory, and tells what is missing.
+    not evicted meanwhile. `batch_get_into` copies objects of this process's own segment, whose
+    session is `own_session`. It also gets objects that have no place in memory (any more), and
+    tells which are missing.
     """
 
     def __init__(
@@ -197,13 +200,15 @@ class EngineReads:
             if self._is_elsewhere(place) and place.nbytes == sizes[i]
         ]
         codes = [NOT_FOUND if place is None else place.nbytes for place in places]
+        rest = [i for i, place in enumerate(places) if not self._is_elsewhere(place)]
         if reads:
             failed = self._read(reads)
             places_now = self._places([keys[read.at] for read in reads])
             for read, place_now in zip(reads, places_now, strict=True):
-                if read.at in failed or place_now != read.place:
+                if place_now is None:
+                    rest.append(read.at)
+                elif read.at in failed or place_now != read.place:
                     codes[read.at] = READ_FAILED
-        rest = [i for i, place in enumerate(places) if not self._is_elsewhere(place)]
         if rest:
             got = self._client.batch_get_into(
                 [keys[i] for i in rest], [addresses[i] for i in rest], [sizes[i] for i in rest]
@@ -224,31 +229,31 @@ class EngineReads:
     def _read(self, reads: Sequence[_Read]) -> set[int]:
         """Read objects; the places in the call of those that failed.
 
-        After a stall the rest fails at once. Does not end before its reads do: those behind the
-        first four of a silent peer would stall after them.
+        After a stall the rest fails at once. Does not end before its reads do: of a silent
+        peer, those behind the first four would stall after them.
         """
         engine, clock = self._open_engine(), self._clock
         waiting = deque(reads)
         flying: deque[_Flying] = deque()
+        answered: set[str] = set()  # sessions of which a read has succeeded
         failed: set[int] = set()
-        limit = FIRST_READS
         try:
             while waiting or flying:
-                if waiting and len(flying) < limit:
+                if waiting and _may_begin(waiting[0].place.session, flying, answered):
                     at, target, place = waiting.popleft()
                     began = clock()
                     number = engine.batch_transfer_async_read(
                         place.session, [target], [place.address], [place.nbytes]
                     )
                     if number != REFUSED:
-                        flying.append(_Flying(at, number, began))
+                        flying.append(_Flying(at, place.session, number, began))
                         continue
                 else:
-                    at, _, began = flying[0]
+                    at, session, _, began = flying[0]
                     is_whole = self._wait_for(engine, flying[0])
                     flying.popleft()
                     if is_whole:
-                        limit = MAX_READS
+                        answered.add(session)
                         continue
                 failed.add(at)
                 if clock() - began > STALL_S:
@@ -267,6 +272,12 @@ class EngineReads:
                 return status == WRITTEN
             pause_s = PAUSE_SHARE * (self._clock() - read.began)
             self._sleep(min(max(pause_s, MIN_PAUSE_S), MAX_PAUSE_S))
+
+
+def _may_begin(session: str, flying: Sequence[_Flying], answered: Set[str]) -> bool:
+    """Return True if a read of a session may begin beside those in flight."""
+    num_of_it = sum(read.session == session for read in flying)
+    return len(flying) < MAX_READS and (session in answered or num_of_it < FIRST_READS)
 
 
 def _in_memory(replicas: Sequence[Any]) -> _Place | None:

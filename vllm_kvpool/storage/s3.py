@@ -65,7 +65,7 @@ MAX_BACKOFF_S = 1.0
 PUT_ATTEMPTS = 3
 GIVE_UP_AFTER = 4  # requests in a row without an answer; the rest fail at once
 
-FORBIDDEN = 403
+LISTS_REFUSED = (403, 501)  # statuses; 501 of a service without lists
 NO_SUCH_RANGE = 416
 PANIC = "PanicException"  # of Rust's runtime, as when it gets no threads; no `Exception`
 
@@ -364,7 +364,7 @@ class S3Store(Store):
     capabilities = CAPABILITIES
 
     def __init__(self, options: S3Options, uniform: Callable[[], float] = random.random) -> None:
-        """Open the bucket, within four times `CALL_TIMEOUT_S`.
+        """Open the bucket, within five times `CALL_TIMEOUT_S`.
 
         ConfigError if bucket or credentials do not work, StoreUnreachable if no server answers.
         """
@@ -475,9 +475,10 @@ class S3Store(Store):
         absent, view = f"{self._root}/{ABSENT}", memoryview(bytearray(1))
         self._raise_at_open(self._try(lambda call: call.get(absent, view)))
         listed = self._try(lambda call: call.names_after(absent, None))
-        if isinstance(listed, S3Error) and listed.status == FORBIDDEN:
+        if isinstance(listed, S3Error) and listed.status in LISTS_REFUSED:
             logger.warning(
-                "%s: resets, kvpool purge and inspect fail, as lists are refused: %s",
+                "%s: resets, `kvpool purge` of a namespace, and `kvpool inspect` fail, as lists "
+                "are refused: %s",
                 self._where,
                 listed.text,
             )

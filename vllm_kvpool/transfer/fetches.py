@@ -4,7 +4,7 @@ A fetch is one op that moves from lane to lane: GET from the nearest tier, then 
 are missing, bad or out of reach there are asked of the next tier. A slab that a replica fetches is
 asked of that rank first (`REPLICA`); it has been checked there, and this rank's host tier does not
 keep it. All loads that want a slab share its fetch. A fetch that no load wants any more is
-cancelled if it has not started. Saves follow fetches and keep none going: they have no deadline.
+cancelled if it has not started. Saves follow fetches with slots or readers, and keep none going.
 
 A bad cell is removed from its tier; until then no load of this engine asks that tier for its slab.
 Slabs with cells that were found further away are copied into nearer tiers (`copy_up`).
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from vllm_kvpool.transfer.context import SlabOp, TransferContext, tier_of
 from vllm_kvpool.transfer.graph import Op, OpState, Owner
-from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
+from vllm_kvpool.transfer.host_cache import CacheEntry
 from vllm_kvpool.transfer.ops import (
     REPLICA,
     CellOutcome,
@@ -75,9 +75,13 @@ class Fetches:
     def cancel_if_unwanted(self, entry: CacheEntry) -> None:
         """Cancel the fetch of a slab whose last reader has unpinned it."""
         op = entry.op
-        if entry.state is not CacheEntryState.ARRIVING or entry.is_wanted:
+        if op is None or not isinstance(op.what, Fetch) or entry.is_awaited:
             return
-        if op is not None and isinstance(op.what, Fetch) and self._context.scheduler.cancel(op):
+        if entry.slots and entry.num_followers:
+            return  # it needs no more slots
+        if entry.prefetched:
+            self._context.scheduler.cancel_successors(op)  # saves
+        elif self._context.scheduler.cancel(op):
             self._context.host_cache.failed(entry)
             self._context.host_cache.unpin(entry)
 
@@ -208,7 +212,7 @@ class Fetches:
         context, entry, outcome = self._context, fetch.entry, fetch.reason
         if outcome is not CellOutcome.MISSING and fetch.tier != REPLICA:
             fetch.trouble = outcome
-        if not entry.is_wanted or not entry.indexed:
+        if not (entry.is_awaited or entry.prefetched) or not entry.indexed:
             self._fail(op, CellOutcome.CANCELLED)
             return
         _narrow(op, sorted(fetch.refused))
@@ -217,6 +221,8 @@ class Fetches:
             # Others may be before it in the queue: it must not hold slots that they wait for.
             context.host_cache.release_slots(entry)
             _narrow(op, range(fetch.slab.num_cells))
+            if not entry.is_awaited:
+                context.scheduler.cancel_successors(op)  # saves
         if context.may_retry(op, fetch.tier, outcome, writes=False):
             op.attempts += 1
             self._move_to_tier(op)

@@ -274,6 +274,10 @@ class Scheduler:
         self._lose(self._close_off(op, _CANCELLED), op)
         return True
 
+    def cancel_successors(self, op: Op) -> None:
+        """Cancel the ops that wait for an op, which goes on, and their successors."""
+        self._lose([each for each in op.successors if not each.always], op)
+
     def raise_priority(self, op: Op, priority: Priority) -> None:
         """Let an op go before others; one that runs, in the lanes that it moves on to."""
         if priority < op.priority and (op.state in _NOT_STARTED or op.state is _RUNNING):

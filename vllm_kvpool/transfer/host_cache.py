@@ -64,13 +64,9 @@ class CacheEntry:
         return self.slab.num_cells
 
     @property
-    def is_wanted(self) -> bool:
-        """True if the slab's fetch is to go on: a load or loan waits for it, or a prefetch alone.
-
-        A save follows a fetch and does not keep it going: a save has no deadline.
-        """
-        num_readers = self.pins - 1 - self.num_followers
-        return num_readers > 0 or (self.prefetched and not self.num_followers)
+    def is_awaited(self) -> bool:
+        """True if a load or loan waits for the slab, which is being fetched."""
+        return self.pins - 1 > self.num_followers
 
 
 @dataclass(slots=True, eq=False)

@@ -158,7 +158,7 @@ class SaveManager:
         waits for slots: they may never come.
         """
         entry = self._context.host_cache.get(slab.id)
-        if entry is None or slab.pages or entry.pins > 1 or entry.slots or not _is_fetched(entry):
+        if entry is None or slab.pages or entry.is_awaited or entry.slots or not _is_fetched(entry):
             return entry
         return None
 
@@ -388,7 +388,8 @@ class SaveManager:
         Later ops of a copy end with the failure of the op before them, which finishes the copy.
         """
         if copy in self._copies:
-            self._context.host_cache.failed(copy.entry)
+            if not _is_fetched(copy.entry):  # else the fetch goes on
+                self._context.host_cache.failed(copy.entry)
             copy.outcome = outcome
             self.finish_if_done(copy)
 

@@ -45,7 +45,8 @@ def prefetch_command(
 ) -> None:
     """Bring the cells of a prompt into the files of this host.
 
-    Exits with 1 if a store fails, or still hangs 2 s after --max-seconds.
+    Exits with 1 if a store fails to read or write cells, or still hangs 2 s after --max-seconds.
+    Files without room are no failure.
     """
     hide_native_logs()
     logging.basicConfig(level="INFO", format=LOG_FORMAT)
@@ -65,17 +66,17 @@ def prefetch_command(
                 cells,
                 near_share(near, max_bytes),
                 max_seconds,
-                lambda batch: bar.update(batch.brought + batch.near + batch.missing + batch.failed),
+                lambda batch: bar.update(batch.num_cells),
             )
         words = (
             f"{len(cells.chunks)} chunks, {num_cells} cells: {done.brought} brought "
             f"({size_text(done.nbytes)}), {done.near} were here, {done.missing} not found, "
-            f"{done.failed} not read of a store that failed, {done.bad} damaged, "
-            f"{done.unkept} not kept"
+            f"{done.failed} not read: a store failed, {done.bad} damaged, "
+            f"{done.unkept} not kept, {done.unwritten} not written: the files failed"
         )
         click.echo(json.dumps(msgspec.to_builtins(done)) if as_json else words)
         if not has_ended:  # a thread hangs in a store
             sys.stdout.flush()
             os._exit(1)
-    if done.failed:
+    if done.failed or done.unwritten:
         raise SystemExit(1)
