@@ -244,6 +244,75 @@ def test_an_item_that_may_lose_its_place_in_the_step_waits_for_the_next() -> Non
     assert rig.channel.expected() == ["x"]
 
 
+@pytest.mark.parametrize("has_media", [True, False])
+def test_request_for_which_the_engine_may_evict_endangers_items_of_later_requests(
+    has_media: bool,
+) -> None:
+    """vLLM evicts before it allocates; without blocks, say, it then allocates nothing."""
+    rig = with_resident("x")
+    first = request("first", "y", media=has_media, delivery=NOWHERE if has_media else SENT)
+    if not has_media:
+        assert not rig.ensure(first)
+        rig.channel.ready("y")
+    assert rig.ensure(first)
+    assert not rig.ensure(request("none", "x")), "the engine would end without the item"
+    assert rig.ensure(request("media", "x", media=True))
+    rig.scheduler.plan(("x",), **BUSY)
+    assert not rig.ensure(request("none", "x"))
+    assert rig.channel.expected()[-1] == "x"
+
+
+def test_request_that_the_engine_refuses_in_every_step_starves_no_other() -> None:
+    """The other may hold the room that the first waits for. Each has every second step."""
+    rig = with_resident("x")
+    first = request("first", "y", media=True, delivery=NOWHERE)
+    second = request("second", "x")
+    steps = []
+    for _ in range(4):
+        steps.append((rig.ensure(first), rig.ensure(second)))
+        rig.scheduler.plan((), **BUSY)
+    assert steps == [(True, False), (False, True)] * 2
+    rig.scheduler.finished(second)
+    assert all(rig.ensure(first) for _ in range(3)), "it waits for nobody"
+
+
+def test_request_that_waits_for_another_item_holds_up_no_evictions() -> None:
+    rig = with_resident("x")
+    second = request("second", "x", "pending")
+    for _ in range(3):
+        assert rig.ensure(request("first", "y", media=True, delivery=NOWHERE))
+        assert not rig.ensure(second)
+        rig.scheduler.plan((), **BUSY)
+
+
+def test_item_that_the_engine_reaches_before_it_makes_room_is_not_asked_for() -> None:
+    """The engine keeps the items that it has reached. The request repeats one."""
+    rig = with_resident("x")
+    view = request("both", "x", "y", "x")
+    assert not rig.ensure(view)
+    assert rig.channel.expected()[-1] == "y"
+    rig.channel.ready("y")
+    assert rig.ensure(view)
+    assert [each.mm_hash for each in rig.channel.take(Expect)] == ["y"]
+
+
+@pytest.mark.parametrize("delivery", [SENT, NOWHERE], ids=["failed", "nowhere"])
+def test_request_whose_own_item_may_evict_one_that_nobody_sends_fails(delivery: Delivery) -> None:
+    """The engine would end if it evicted the item."""
+    rig = with_resident("x")
+    features = (
+        Feature("y", 0, ROWS, ROWS, True, is_named=False),
+        Feature("x", ROWS, 2 * ROWS, ROWS, False),
+    )
+    view = EmbedsRequest("both", features, delivery)
+    if delivery is SENT:
+        assert not rig.ensure(view)
+        rig.channel.failed("x")
+    assert not rig.ensure(view)
+    assert rig.scheduler.take_unavailable() == {"both"}
+    assert rig.ensure(view._replace(request_id="other", features=features[::-1]))
+
+
 @pytest.mark.parametrize("is_had", [True, False])
 def test_an_item_that_may_lose_its_place_to_another_of_its_request_is_asked_for(
     is_had: bool,
@@ -260,8 +329,9 @@ def test_an_item_that_may_lose_its_place_to_another_of_its_request_is_asked_for(
     if is_had:
         rig.channel.ready("x")
     else:
-        rig.channel.failed("x")  # then it is as good as it was
-    assert rig.ensure(view)
+        rig.channel.failed("x")
+    assert rig.ensure(view) == is_had
+    assert rig.scheduler.take_unavailable() == (set() if is_had else {"both"})
     rig.scheduler.allocated("y")
     assert rig.scheduler.has("x") == is_had
     rig.scheduler.finished(view)

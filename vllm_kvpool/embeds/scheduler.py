@@ -131,6 +131,9 @@ class EmbedsScheduler:
         self._loads: list[ItemLoad] = []  # of this step, as are the next two
         self._reused: dict[str, None] = {}
         self._allocated: set[str] = set()
+        self._may_have_evicted = False  # in this step
+        self._is_endangered = False  # a request waits for a step without evictions
+        self._may_evict = True  # requests of this step may make room in the engine's cache
         self._unavailable: set[str] = set()
         self._held_bytes = 0
         self._is_encoding_held = False
@@ -161,11 +164,15 @@ class EmbedsScheduler:
         if ahead:
             self._state_of(request.request_id).is_started = is_started
         if self._engine.is_consumer:
-            lacks = not all(self._is_resident(each.mm_hash) for each in ahead)
-            for feature in ahead:
-                may_go &= self._is_available(request, feature, lacks)
+            others = self._availabilities(request, ahead) - {Availability.AVAILABLE}
+            may_go = not others
+            self._is_endangered |= others == {Availability.ENDANGERED}
         if self._engine.is_producer:
             may_go &= self._may_encode(request, ahead)
+        if may_go and not all(self._is_resident(each.mm_hash) for each in ahead):
+            # vLLM evicts before it allocates, and may then not allocate.
+            may_go = self._may_evict
+            self._may_have_evicted |= may_go
         return may_go
 
     def _check_workers(self) -> None:
@@ -185,30 +192,50 @@ class EmbedsScheduler:
         item = self._items.get(mm_hash)
         return item is not None and item.is_resident
 
-    def _is_available(self, request: EmbedsRequest, feature: Feature, lacks: bool) -> bool:
-        """Return True if an item does not hold its request back.
+    def _availabilities(
+        self, request: EmbedsRequest, ahead: Iterable[Feature]
+    ) -> set[Availability]:
+        """Return what the request may do about its next items, which the engine reaches in order.
 
-        `lacks`: another item of the request is not resident.
+        The engine keeps an item that it has reached.
+        """
+        found: dict[str, Availability] = {}
+        makes_room = False
+        for feature in ahead:
+            if feature.mm_hash not in found:
+                found[feature.mm_hash] = self._availability(request, feature, makes_room)
+                makes_room |= not self._is_resident(feature.mm_hash)
+        return set(found.values())
+
+    def _availability(
+        self, request: EmbedsRequest, feature: Feature, makes_room: bool
+    ) -> Availability:
+        """Return what a request may do about an item, after asking for it or giving it up.
+
+        `makes_room`: an item of the request that the engine reaches first is not resident.
         """
         mm_hash, request_id = feature.mm_hash, request.request_id
         if mm_hash in self._state_of(request_id).encoded_here:
-            return True
+            return Availability.AVAILABLE
         item = self._items.get(mm_hash) or ItemRecord(mm_hash)
         situation = Situation(
             num_ranks=self._channel.num_ranks,
             may_arrive=self._may_arrive(request, feature),
-            lacks_others=lacks,
-            has_allocations=bool(self._allocated),
+            makes_room=makes_room,
+            may_have_evicted=self._may_have_evicted,
             is_being_taken=self._is_being_taken(item, request.delivery.name_of(mm_hash)),
             are_workers_lost=self._are_workers_lost,
         )
         found = availability(item, request_id, feature.has_media, situation)
         if found is Availability.UNREQUESTED:
-            is_requested = self._request_item(request, feature, item)
-            return is_requested and self._is_available(request, feature, lacks)
-        if found is Availability.UNAVAILABLE:
-            return self._encode_here_or_fail(request_id, feature, item)
-        return found is Availability.AVAILABLE
+            if not self._request_item(request, feature, item):
+                return Availability.PENDING
+            return self._availability(request, feature, makes_room)
+        if found is Availability.UNAVAILABLE and self._encode_here_or_fail(
+            request_id, feature, item
+        ):
+            return Availability.AVAILABLE
+        return found
 
     def _is_being_taken(self, item: ItemRecord, name: str) -> bool:
         """Return True if the workers may still take the item, or another one of this name."""
@@ -394,6 +421,7 @@ class EmbedsScheduler:
         item = self._items.setdefault(mm_hash, ItemRecord(mm_hash))
         item.is_resident = True
         self._allocated.add(mm_hash)
+        self._may_have_evicted = True
         if item.is_ready(self._channel.num_ranks):
             self._loads.append(ItemLoad(mm_hash, item.name))
             item.loading = set(range(self._channel.num_ranks))
@@ -410,6 +438,10 @@ class EmbedsScheduler:
             if mm_hash not in self._allocated:
                 self._set_evicted(mm_hash)
         self._allocated.clear()
+        # The engine may refuse an item its room in every step, and other requests must not wait so
+        # long. One of them may hold the very room.
+        self._may_evict = not self._is_endangered
+        self._may_have_evicted = self._is_endangered = False
         self._log.tick()
         loads, self._loads = tuple(self._loads), []
         reused, self._reused = tuple(self._reused), {}
