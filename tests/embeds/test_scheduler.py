@@ -22,6 +22,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     ItemNews,
     MetricSamples,
     Push,
+    Reorder,
     Requested,
     Taken,
     WeightsChanged,
@@ -89,12 +90,35 @@ def asking(view: EmbedsRequest, **options: Any) -> tuple[Rig, EmbedsRequest]:
 
 
 def test_started_request_comes_before_older_ones_until_it_is_preempted() -> None:
+    """Its items have one order at a time: two would wait for each other's memory."""
     rig = Rig()
-    for name, is_started in (("old", False), ("young", True), ("young", False)):
-        view = request(name, f"{name} {is_started}")
+    rig.ensure(request("old", "shared"))
+    view = request("young", "a", "shared")
+    for is_started in (False, True, True, False):
         rig.scheduler.ensure(view, 0, is_started=is_started)
-    orders = [each.order for each in rig.channel.heard[0] if isinstance(each, Expect)]
-    assert orders == [0, 1 + STARTED, 1]
+    told = [(each.mm_hash, each.order) for each in rig.channel.take(Expect)]
+    assert told == [("shared", 0), ("a", 1), ("shared", 0)]
+    reordered = rig.channel.take(Reorder)
+    assert set(reordered[:2]) == {Reorder("a", 1 + STARTED), Reorder("shared", 1 + STARTED)}
+    assert set(reordered[2:]) == {Reorder("a", 1), Reorder("shared", 0)}
+
+
+def test_item_with_news_of_requests_that_have_ended_is_not_loaded() -> None:
+    """The worker has dropped the item since, and brings it again: the engine would end."""
+    rig = Rig()
+    first = request("first", "a")
+    rig.ensure(first)
+    rig.channel.ready("a")
+    late = rig.channel.words.copy()
+    rig.channel.words.clear()
+    rig.scheduler.finished(first)
+    second = request("second", "a")
+    assert not rig.ensure(second)
+    rig.channel.words.extend(late)
+    assert not rig.ensure(second)
+    assert not rig.scheduler.has("a")
+    rig.channel.ready("a")
+    assert rig.ensure(second)
 
 
 def test_end_of_an_items_oldest_request_is_told_with_the_next_ones_order() -> None:
@@ -105,9 +129,10 @@ def test_end_of_an_items_oldest_request_is_told_with_the_next_ones_order() -> No
         rig.ensure(view)
     rig.scheduler.finished(views[0])
     told = [(each.mm_hash, each.order) for each in rig.channel.take(Expect)]
-    assert told == [("a", 0), ("b", 1), ("a", 0), ("a", 2)]
+    assert told == [("a", 0), ("b", 1), ("a", 0)]
+    assert rig.channel.take(Reorder) == [Reorder("a", 2)]
     rig.scheduler.finished(views[2])
-    assert not rig.channel.take(Expect)
+    assert not rig.channel.take(Reorder)
 
 
 def test_request_waits_no_longer_for_an_item_whose_tokens_are_computed() -> None:
@@ -361,7 +386,7 @@ def test_expectations_carry_what_the_request_says() -> None:
     rig = Rig()
     delivery = Delivery(is_sent=True, peers=("tcp://e:1",), names={"a": "theirs"})
     rig.ensure(request("r", "a", delivery=delivery))
-    assert rig.channel.take(Expect) == [Expect("theirs", 0, ("tcp://e:1",), ROWS, 0.0)]
+    assert rig.channel.take(Expect) == [Expect("theirs", 0, ("tcp://e:1",), ROWS, 0.0, wait_id=1)]
     rig.channel.ready("theirs")
     assert rig.ensure(request("r", "a", delivery=delivery))
     assert rig.load("a") == (ItemLoad("a", "theirs"),)
@@ -401,6 +426,8 @@ def test_ranks_that_are_brought_different_bytes_are_told_which_to_have() -> None
     rig.channel.ready("a", 1, digest="y")  # said before it was told
     assert not rig.ensure(one)
     rig.channel.ready("a", 1, digest="x")
+    assert not rig.ensure(one), "rank 0 may be handing over another one"
+    rig.channel.ready("a", 0, digest="x")
     assert rig.ensure(one)
     assert rig.ensure(other)
     assert rig.load("a") == (ItemLoad("a", "a"),)
@@ -416,10 +443,24 @@ def test_what_a_rank_has_already_is_not_sent_again() -> None:
     assert chosen(rig, 0) == ["z"]
 
 
+def test_report_from_before_the_choice_of_an_encoding_does_not_count() -> None:
+    """The rank would hand the item over, and then bring it again for the choice."""
+    rig, view = asking(request("r", "a"), ranks=2)
+    rig.channel.coming("a", 0, digest="x")
+    rig.channel.ready("a", 1, digest="y")
+    rig.channel.ready("a", 0, digest="y")
+    assert not rig.ensure(view)
+    rig.channel.ready("a", 1, digest="y")
+    assert not rig.ensure(view)
+    rig.channel.ready("a", 0, digest="y")
+    assert rig.ensure(view)
+
+
 def test_an_encoding_that_cannot_be_had_any_more_gives_way_to_the_other() -> None:
     rig, view = asking(request("r", "a"), ranks=2)
     rig.channel.ready("a", 0, digest="x")
     rig.channel.coming("a", 1, digest="y")
+    assert not rig.ensure(view)
     rig.channel.failed("a", 1)
     assert not rig.ensure(view)
     assert [chosen(rig, rank) for rank in range(2)] == [["x", "y"]] * 2
@@ -436,8 +477,9 @@ def test_ranks_that_can_never_agree_have_nothing(media: bool) -> None:
     rig.ensure(other)
     rig.channel.ready("a", 0, digest="x")
     rig.channel.ready("a", 1, digest="y")
-    rig.channel.failed("a", 1)
-    rig.channel.failed("a", 0)
+    for rank in (1, 0):
+        rig.scheduler._poll_workers()
+        rig.channel.failed("a", rank)
     assert rig.ensure(one) == media
     assert not rig.scheduler.has("a")
     assert rig.ensure(other) == media
@@ -449,6 +491,7 @@ def test_encoders_cannot_have_the_ranks_choose_for_ever() -> None:
     for number in range(100):
         rig.channel.coming("a", 0, digest=f"x{number}")
         rig.channel.coming("a", 1, digest=f"y{number}")
+        rig.scheduler._poll_workers()
         rig.channel.failed("a", 1)
     assert not rig.ensure(view)
     assert rig.scheduler.take_unavailable() == {"r"}
@@ -767,7 +810,10 @@ def test_what_is_said_again_is_of_the_requests_that_still_wait(again: str) -> No
     else:
         rig.channel.say(None)
         rig.ensure(request("plain", delivery=NOWHERE))
-    assert rig.channel.take(Expect) == [msgspec.structs.replace(each, order=1) for each in said[1:]]
+    assert rig.channel.take(Expect) == [
+        msgspec.structs.replace(each, order=1, joins=number > 0)
+        for number, each in enumerate(said[1:])
+    ]
 
 
 def test_a_failure_of_old_weights_is_tried_again() -> None:

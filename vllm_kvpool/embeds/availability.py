@@ -59,12 +59,12 @@ class Encodings:
         return self.by_rank[min(self.ready or self.by_rank)]
 
     def choose(self, digest: str) -> None:
-        """Use one encoding for all ranks; a rank with another one starts anew."""
+        """Use one encoding for all ranks; each of them reports anew."""
         self.num_choices += 1
         self.chosen = digest
         self.untried.pop(digest, None)
-        for rank in [rank for rank, each in self.by_rank.items() if each != digest]:
-            self.remove(rank)
+        self.by_rank.clear()
+        self.ready.clear()
 
     def remove(self, rank: int) -> None:
         """Forget a rank's encoding."""
@@ -96,6 +96,13 @@ class ItemRecord:
     """Ranks that have not confirmed its load."""
     loading_until: float = 0.0
     """Time after which a load is not waited for."""
+    wait_id: int = 0
+    """The number of the present wait."""
+
+    @property
+    def order(self) -> int:
+        """The order of the oldest request that waits for it."""
+        return min(each.order for each in self.requests.values())
 
     def is_ready(self, num_ranks: int) -> bool:
         """Return True if every rank has the item in one encoding."""

@@ -33,6 +33,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     ItemNews,
     MetricSamples,
     Push,
+    Reorder,
     Requested,
     Taken,
     WeightsChanged,
@@ -128,6 +129,7 @@ class EmbedsScheduler:
         self._offered: dict[str, None] = {}  # names of items that no request waits for
         self._requests: dict[str, EmbedsRequestState] = {}
         self._next_order = 0
+        self._num_waits = 0
         self._loads: list[ItemLoad] = []  # of this step, as are the next two
         self._reused: dict[str, None] = {}
         self._allocated: set[str] = set()
@@ -162,7 +164,7 @@ class EmbedsScheduler:
         self._stop_waiting(request, but_for=to_come)
         may_go = True
         if ahead:
-            self._state_of(request.request_id).is_started = is_started
+            self._set_started(request, is_started)
         if self._engine.is_consumer:
             others = self._availabilities(request, ahead) - {Availability.AVAILABLE}
             may_go = not others
@@ -248,6 +250,21 @@ class EmbedsScheduler:
             self._next_order += 1
         return state
 
+    def _set_started(self, request: EmbedsRequest, is_started: bool) -> None:
+        """Note whether the engine has begun to compute a request, and tell its items' new order."""
+        state = self._state_of(request.request_id)
+        if state.is_started == is_started:
+            return
+        state.is_started = is_started
+        for mm_hash in {feature.mm_hash for feature in request.features}:
+            item = self._items.get(mm_hash)
+            expect = item.requests.get(request.request_id) if item is not None else None
+            if item is not None and expect is not None:
+                before = item.order
+                expect = msgspec.structs.replace(expect, order=state.order)
+                item.requests[request.request_id] = expect
+                self._tell_order(item, before)
+
     def _may_arrive(self, request: EmbedsRequest, feature: Feature) -> bool:
         delivery = request.delivery
         name = delivery.name_of(feature.mm_hash)
@@ -274,13 +291,14 @@ class EmbedsScheduler:
 
     def _request_item(self, request: EmbedsRequest, feature: Feature, item: ItemRecord) -> bool:
         """Tell the workers that a request waits for an item; False if that has to wait."""
-        order = self._state_of(request.request_id).order
-        if not item.requests:
+        order, joins = self._state_of(request.request_id).order, bool(item.requests)
+        if not joins:
             is_loading = item.is_loading(self._clock())  # the workers are lost
             name = item.name if is_loading else self._name_for(request, feature, order)
             if not name:
                 return False
             self._hold_name(item, name)
+            self._begin_wait(item)
             if self._are_workers_lost:
                 # They are not asked, and so need not forget what a step may have to load.
                 item.failure = LOST_WORKERS
@@ -295,8 +313,13 @@ class EmbedsScheduler:
         expect = Expect(item.name, order, peers, feature.rows, patience_s, is_pushed)
         item.requests[request.request_id] = expect
         if item.failure is None:
-            self._send_expect(item, expect)
+            self._send_expect(item, expect, joins=joins)
         return True
+
+    def _begin_wait(self, item: ItemRecord) -> None:
+        """Give the wait a new number: news from before it do not count."""
+        self._num_waits += 1
+        item.wait_id = self._num_waits
 
     def _hold_name(self, item: ItemRecord, name: str) -> None:
         """Ask for an item by this name from now on."""
@@ -308,10 +331,34 @@ class EmbedsScheduler:
         self._items[item.mm_hash] = self._by_name[name] = item
         self._offered.pop(name, None)
 
-    def _send_expect(self, item: ItemRecord, expect: Expect, rank: int | None = None) -> None:
-        """Tell a rank, or all, that a request waits for an item, and how old the oldest one is."""
-        order, digest = _oldest(item).order, item.encodings.chosen
-        self._channel.send(msgspec.structs.replace(expect, order=order, digest=digest), rank)
+    def _send_expects(self, item: ItemRecord, rank: int | None = None) -> None:
+        """Tell a rank, or all, of each request that waits for an item."""
+        for number, expect in enumerate(item.requests.values()):
+            self._send_expect(item, expect, rank, joins=number > 0)
+
+    def _send_expect(
+        self, item: ItemRecord, expect: Expect, rank: int | None = None, *, joins: bool
+    ) -> None:
+        """Tell a rank, or all, that a request waits for an item, and how old the oldest one is.
+
+        `joins`: they know that another request waits.
+        """
+        message = msgspec.structs.replace(
+            expect,
+            order=item.order,
+            digest=item.encodings.chosen,
+            wait_id=item.wait_id,
+            joins=joins,
+        )
+        self._channel.send(message, rank)
+
+    def _tell_order(self, item: ItemRecord, before: int) -> None:
+        """Tell the workers an item's order if it was another one before.
+
+        The workers may be handing over the item at this moment, and then do not bring it again.
+        """
+        if item.order != before and item.failure is None:
+            self._channel.send(Reorder(item.name, item.order))
 
     def _encode_here_or_fail(self, request_id: str, feature: Feature, item: ItemRecord) -> bool:
         """Encode an item here that cannot be received, or fail the request."""
@@ -335,16 +382,15 @@ class EmbedsScheduler:
 
     def _remove_request(self, request_id: str, item: ItemRecord) -> bool:
         """Remove a request that no longer waits for an item; return True if no other one does."""
-        removed = item.requests.pop(request_id, None)
-        if removed is None:
+        if request_id not in item.requests:
             return False
+        before = item.order
+        del item.requests[request_id]
         if not item.requests:
             item.end_requests()
             self._drop_unused(item)
             return True
-        oldest = _oldest(item)
-        if removed.order < oldest.order and item.failure is None:
-            self._send_expect(item, oldest)
+        self._tell_order(item, before)
         return False
 
     def _drop_unused(self, item: ItemRecord) -> None:
@@ -487,8 +533,7 @@ class EmbedsScheduler:
         self._offered.clear()
         for item in self._by_name.values():
             item.encodings, item.failure = Encodings(), None
-            for expect in item.requests.values():
-                self._send_expect(item, expect)
+            self._send_expects(item)
 
     def encoder_cache_was_reset(self) -> None:
         """Treat all items as evicted from the encoder cache."""
@@ -538,8 +583,7 @@ class EmbedsScheduler:
             self._loaded(rank, name)
         for item in wanted:
             item.encodings.remove(rank)
-            for expect in item.requests.values():
-                self._send_expect(item, expect, rank)
+            self._send_expects(item, rank)
         for state in self._requests.values():
             for push in state.pushes.values():
                 self._channel.send(push, rank)
@@ -554,6 +598,8 @@ class EmbedsScheduler:
                 self._offered[news.mm_hash] = None
                 while len(self._offered) > MAX_OFFERED:
                     del self._offered[next(iter(self._offered))]
+        elif news.wait_id != item.wait_id:
+            pass  # of requests that have ended
         elif news.code is not None:
             self._on_item_failed(item, news.code, news.text)
         elif news.digest and item.failure is None:
@@ -565,8 +611,8 @@ class EmbedsScheduler:
         """Ask every rank for this encoding."""
         self._count("chosen_encodings")
         item.encodings.choose(digest)
-        for expect in item.requests.values():
-            self._send_expect(item, expect)
+        self._begin_wait(item)
+        self._send_expects(item)
 
     def _on_item_failed(self, item: ItemRecord, code: Code, text: str) -> None:
         """Try the next encoding of an item that a rank cannot receive in the chosen one.
@@ -594,8 +640,3 @@ class EmbedsScheduler:
         numbers, self._from_workers = self._from_workers, {}
         merge_samples(numbers, self.registry.take_changes())
         return numbers
-
-
-def _oldest(item: ItemRecord) -> Expect:
-    """Return the message sent for the oldest request that waits for an item."""
-    return min(item.requests.values(), key=lambda each: each.order)

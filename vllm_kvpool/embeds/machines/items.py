@@ -46,6 +46,7 @@ class Item:
     state: TransferState = _S.BOOTSTRAPPING
     idle_since: float = 0.0  # since when rows are missing and none are granted
     order: int = NOT_REQUESTED
+    wait_id: int = 0  # of the last `Expect`
     patience_s: float = 0.0  # the longest of its requests'; 0: they do not say
     # Producers' endpoints that requests named; empty: any producer.
     peers: frozenset[str] = frozenset()
