@@ -40,7 +40,9 @@ def test_availability_of_an_item_follows_its_record(has_media: bool) -> None:
             assert is_safe or item.is_ready(RANKS), "the engine would encode it or end"
             assert is_safe or "here" in item.requests, "the workers might forget it"
         if found is Availability.ENDANGERED:
-            assert item.is_resident and now.may_have_evicted and not has_media
+            assert item.is_resident
+            assert now.may_have_evicted
+            assert not has_media
         if found is Availability.UNAVAILABLE:
             assert not is_safe
             assert item.failure or now.are_workers_lost or not now.may_arrive

@@ -140,14 +140,27 @@ def test_request_waits_no_longer_for_an_item_whose_tokens_are_computed() -> None
     rig = Rig()
     view = request("r", "a", "b", "b")
     rig.ensure(view)
-    rig.ensure(view, computed=ROWS)
+    rig.scheduler.ensure(view, ROWS, is_started=True)
     assert rig.channel.take(Forget) == [Forget("a")]
-    rig.ensure(view, computed=2 * ROWS)
+    rig.scheduler.ensure(view, 2 * ROWS, is_started=True)
     assert not rig.channel.take(Forget)
-    rig.ensure(view, computed=3 * ROWS)
+    rig.scheduler.ensure(view, 3 * ROWS, is_started=True)
     assert rig.channel.take(Forget) == [Forget("b")]
     rig.scheduler.finished(view)
     assert not rig.channel.take(Forget)
+
+
+def test_request_that_has_not_started_keeps_an_item_that_a_prefix_covers() -> None:
+    """The prefix may go before the request starts, and the producer may have dropped the item."""
+    rig = Rig()
+    view = request("r", "a", "b")
+    rig.ensure(view)
+    rig.channel.ready("a")
+    assert not rig.ensure(view, computed=ROWS)
+    rig.channel.ready("b")
+    assert rig.ensure(view)
+    assert not rig.channel.take(Forget)
+    assert rig.load("a") == (ItemLoad("a", "a"),)
 
 
 def test_a_request_without_parameters_goes_on_at_once() -> None:
@@ -904,6 +917,19 @@ def test_back_pressure_does_not_hold_what_is_encoded() -> None:
     assert rig.ensure(request("text", delivery=NOWHERE))
     assert rig.ensure(request("far", "z", delivery=NOWHERE, start=10 * STEP))
     assert not rig.ensure(request("s", "a", "b", delivery=NOWHERE))
+
+
+def test_request_reuses_the_engines_items_only_in_its_steps() -> None:
+    """Kept on, items that no consumer takes would hold back the encode that a request waits for."""
+    rig = Rig(is_producer=True, is_consumer=False)
+    rig.scheduler.allocated("a")
+    views = [request("waits", "a", "b"), request("goes", "a", "a")]
+    rig.channel.say(HeldBytes(1001))
+    assert [rig.ensure(view) for view in views] == [False, True]
+    assert rig.scheduler.plan((), {"other": 1}, **BUSY).reused == ()
+    assert [rig.ensure(view) for view in views] == [False, True]
+    assert rig.scheduler.plan((), {"goes": 1}, **BUSY).reused == ("a",)
+    assert rig.scheduler.plan((), {"goes": 1}, **BUSY).reused == ()
 
 
 # The rest

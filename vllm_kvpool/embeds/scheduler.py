@@ -8,8 +8,9 @@ workers'. Everything runs on the scheduler's thread.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -99,7 +100,7 @@ class EmbedsRequestState:
     """A request with items, until it ends."""
 
     age: int  # older requests are lower
-    is_started: bool = False  # the engine has begun to compute it
+    is_started: bool = False  # the request holds blocks
     encoded_here: set[str] = field(default_factory=set)  # items that it encodes here
     pushes: dict[str, Push] = field(default_factory=dict)  # the messages sent for it, by item
 
@@ -130,9 +131,9 @@ class EmbedsScheduler:
         self._requests: dict[str, EmbedsRequestState] = {}
         self._next_order = 0
         self._num_waits = 0
-        self._loads: list[ItemLoad] = []  # of this step, as are the next two
-        self._reused: dict[str, None] = {}
-        self._allocated: set[str] = set()
+        self._loads: list[ItemLoad] = []  # of this step
+        self._reused: dict[str, list[str]] = {}  # by request that may go in this step
+        self._allocated: set[str] = set()  # in this step
         self._may_have_evicted = False  # in this step
         self._is_endangered = False  # a request waits for a step without evictions
         self._may_evict = True  # requests of this step may make room in the engine's cache
@@ -149,7 +150,10 @@ class EmbedsScheduler:
     def ensure(
         self, request: EmbedsRequest, num_computed_tokens: int, *, is_started: bool = False
     ) -> bool:
-        """Return True if the request's items allow it to be scheduled."""
+        """Return True if the request's items allow it to be scheduled.
+
+        `is_started`: True if the request holds blocks.
+        """
         self._poll_workers()
         self._check_workers()
         if not (self._channel.are_up or self._are_workers_lost):
@@ -160,8 +164,9 @@ class EmbedsScheduler:
             if num_computed_tokens < feature.end
             and feature.start <= num_computed_tokens + self._engine.max_step_tokens
         ]
-        to_come = {each.mm_hash for each in request.features if num_computed_tokens < each.end}
-        self._stop_waiting(request, but_for=to_come)
+        if is_started:  # before, the blocks of a prefix may still go
+            to_come = {each.mm_hash for each in request.features if num_computed_tokens < each.end}
+            self._stop_waiting(request, keep=to_come)
         may_go = True
         if ahead:
             self._set_started(request, is_started)
@@ -420,11 +425,12 @@ class EmbedsScheduler:
         """Push a request's items; False while consumers must take others first (`retain_bytes`)."""
         pushes = self._state_of(request.request_id).pushes
         encodes = False
+        reused = self._reused[request.request_id] = []
         for feature in ahead:
             if not self._is_resident(feature.mm_hash):
                 encodes = True
             elif feature.is_named:
-                self._reused[feature.mm_hash] = None
+                reused.append(feature.mm_hash)
             is_new = feature.is_named and feature.mm_hash not in pushes
             if is_new and request.delivery.consumers:
                 push = pushes[feature.mm_hash] = Push(feature.mm_hash, request.delivery.consumers)
@@ -475,10 +481,19 @@ class EmbedsScheduler:
             self._count("loaded_items")
             item.end_requests()  # other requests find it in the engine's cache
 
-    def plan(self, freed: Iterable[str], *, is_idle: bool, idle_wait_s: float) -> StepMeta:
+    def plan(
+        self,
+        freed: Iterable[str],
+        scheduled: Container[str] = (),
+        *,
+        is_idle: bool,
+        idle_wait_s: float,
+    ) -> StepMeta:
         """Return the step's metadata; `freed` has left the engine's cache.
 
-        An idle engine waits a little for the workers if a request waits for them.
+        `scheduled` are the step's requests: only they reuse items. A request that waits would keep
+        items that no consumer takes, and may itself wait for the room. An idle engine waits a
+        little for the workers if a request waits for them.
         """
         for mm_hash in freed:
             if mm_hash not in self._allocated:
@@ -490,7 +505,9 @@ class EmbedsScheduler:
         self._may_have_evicted = self._is_endangered = False
         self._log.tick()
         loads, self._loads = tuple(self._loads), []
-        reused, self._reused = tuple(self._reused), {}
+        names = (each for name, each in self._reused.items() if name in scheduled)
+        reused = tuple(dict.fromkeys(chain.from_iterable(names)))
+        self._reused.clear()
         self._channel.flush()
         if is_idle and self.is_waiting:
             self._poll_workers(idle_wait_s)
@@ -508,14 +525,14 @@ class EmbedsScheduler:
         self._requests.pop(request.request_id, None)
         self._unavailable.discard(request.request_id)
 
-    def _stop_waiting(self, request: EmbedsRequest, but_for: Collection[str] = ()) -> None:
-        """Remove a request from its items, except the items `but_for`.
+    def _stop_waiting(self, request: EmbedsRequest, keep: Collection[str] = ()) -> None:
+        """Remove a request from its items, except the items `keep`.
 
         A received item that no request takes would hold its memory until the request ends.
         """
         for feature in request.features:
             item = self._items.get(feature.mm_hash)
-            if item is None or feature.mm_hash in but_for:
+            if item is None or feature.mm_hash in keep:
                 continue
             if self._remove_request(request.request_id, item):
                 self._channel.send(Forget(item.name))
