@@ -30,7 +30,7 @@ MAX_ENDED = 1 << 16  # transfers of which a side keeps the final message, to sen
 GRANT_TTL_S = 60.0
 MAX_NAME = MAX_ITEM_NAME  # characters; also of the name of a process or an encoding
 MAX_ENDPOINT = 300  # characters
-STARTED = -(1 << 40)  # added to the order of a request that the engine has begun to compute
+STARTED = -(1 << 40)  # added to the order of a request that holds blocks
 MAX_TOKEN = 64  # bytes
 MAX_VERSION = 1 << 32  # changes of the weights
 PART_BYTES = FULL_FRAME_BYTES // 2  # of the names in one `Requested`
@@ -270,7 +270,7 @@ class Expect(msgspec.Struct, frozen=True, gc=False, tag="expect"):
     """S→C: a request waits for an item.
 
     `order` belongs to the oldest request that waits now; older requests have lower orders.
-    `STARTED` is added to the order of a request that the engine has begun to compute.
+    `STARTED` is added to the order of a request that holds blocks.
     """
 
     mm_hash: str
