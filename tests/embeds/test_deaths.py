@@ -28,8 +28,7 @@ from vllm_kvpool.embeds.machines.producer import Producer
 from vllm_kvpool.embeds.peers import Peers
 from vllm_kvpool.embeds.protocol.messages import PeerRole
 from vllm_kvpool.embeds.scheduler import FIRST_WEIGHTS
-from vllm_kvpool.network import work_thread
-from vllm_kvpool.network.allowed_peers import Resolver
+from vllm_kvpool.network import allowed_peers, work_thread
 from vllm_kvpool.network.transport_zmq import ZmqTransport
 
 ROWS = 40
@@ -63,7 +62,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
     PREPARER: [(io_workers, "item_name"), (io_workers, "as_bytes")],
     WRITER: [(SharedWriter, "write")],
     DRAINER: [(io_workers, "drain")],
-    RESOLVER: [(Resolver, "_report")],
+    RESOLVER: [(allowed_peers, "addresses_of")],
 }
 ALL = [(thread, owner, name) for thread, points in POINTS.items() for owner, name in points]
 
