@@ -3,7 +3,16 @@
 from collections import deque
 from typing import NamedTuple
 
-from vllm_kvpool.embeds.protocol.messages import Code, Expect, Forget, ItemNews, Message, Requested
+import msgspec
+
+from vllm_kvpool.embeds.protocol.messages import (
+    Code,
+    Expect,
+    Forget,
+    ItemNews,
+    Message,
+    Requested,
+)
 
 
 class WorkerMessage(NamedTuple):
@@ -20,6 +29,7 @@ class FakeWorkerChannel:
         self.silent_s = 0.0
         self.heard: list[list[Message]] = [[] for _ in range(num_ranks)]
         self.words: deque[WorkerMessage] = deque()
+        self.wait_ids: list[dict[str, int]] = [{} for _ in range(num_ranks)]  # as workers know them
         self.waits: list[float] = []
         self.unsaid = 0  # messages that may still wait for the end of the step
         self.is_closed = False
@@ -29,6 +39,10 @@ class FakeWorkerChannel:
         for number, heard in enumerate(self.heard):
             if self.are_up and rank in (None, number):
                 heard.append(body)
+                if isinstance(body, Expect):
+                    self.wait_ids[number][body.mm_hash] = body.wait_id
+                elif isinstance(body, Forget):
+                    self.wait_ids[number].pop(body.mm_hash, None)
 
     def flush(self) -> None:
         self.unsaid = 0
@@ -45,8 +59,16 @@ class FakeWorkerChannel:
     # What a test lets happen
 
     def say(self, body: Message | None, *ranks: int) -> None:
-        """Queue a message from these ranks, or from every rank if none is named."""
-        self.words += [WorkerMessage(rank, body) for rank in ranks or range(self.num_ranks)]
+        """Queue a message from these ranks, or from every rank if none is named.
+
+        News answer the last `Expect` that a rank has received.
+        """
+        for rank in ranks or range(self.num_ranks):
+            said = body
+            if isinstance(body, ItemNews):
+                wait_id = self.wait_ids[rank].get(body.mm_hash, 0)
+                said = msgspec.structs.replace(body, wait_id=wait_id)
+            self.words.append(WorkerMessage(rank, said))
 
     def ready(self, mm_hash: str, *ranks: int, digest: str = "d", weights_version: int = 0) -> None:
         """An item is there."""

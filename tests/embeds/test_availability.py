@@ -34,12 +34,17 @@ SITUATIONS = [Situation(RANKS, *facts) for facts in product((False, True), repea
 def test_availability_of_an_item_follows_its_record(has_media: bool) -> None:
     for item, now in product(RECORDS, SITUATIONS):
         found = availability(item, "here", has_media, now)
-        is_safe = item.is_resident and (has_media or not now.has_allocations)
+        is_kept = not (now.makes_room or now.may_have_evicted)
+        is_safe = item.is_resident and (has_media or is_kept)
         if found is Availability.AVAILABLE:
             assert is_safe or item.is_ready(RANKS), "the engine would encode it or end"
             assert is_safe or "here" in item.requests, "the workers might forget it"
+        if found is Availability.ENDANGERED:
+            assert item.is_resident
+            assert now.may_have_evicted
+            assert not has_media
         if found is Availability.UNAVAILABLE:
-            assert not item.is_resident
+            assert not is_safe
             assert item.failure or now.are_workers_lost or not now.may_arrive
         if found is Availability.UNREQUESTED:
             assert "here" not in item.requests
@@ -62,7 +67,7 @@ def test_encodings_that_differ_are_tried_one_after_the_other() -> None:
     assert encodings.add(0, "a", is_ready=False) == ""
     assert encodings.add(1, "b", is_ready=True) == "b", "a rank has it whole"
     encodings.choose("b")
-    assert encodings.by_rank == {1: "b"}
+    assert not encodings.by_rank, "each rank reports again"
     assert encodings.add(0, "a", is_ready=True) == "", "sent before it knew"
     assert encodings.next_choice == "a"
     for _ in range(MAX_CHOICES):

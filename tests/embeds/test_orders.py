@@ -23,6 +23,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     PeerHello,
     PeerRole,
     Push,
+    Reorder,
     Requested,
     WeightsChanged,
     decode,
@@ -33,6 +34,7 @@ from vllm_kvpool.errors import ProtocolError
 
 ORDERS: list[Message] = [
     Expect("other", 0),
+    Reorder("image", 1),
     Requested(("forged",)),
     Forget("image"),
     Push("image", ("tcp://127.0.0.1:1",)),

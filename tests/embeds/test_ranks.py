@@ -41,6 +41,8 @@ class RankChannel:
                 continue
             if isinstance(body, p.Expect):
                 node.machine.expect(body, self._world.now)
+            elif isinstance(body, p.Reorder):
+                node.machine.reorder(body.mm_hash, body.order)
             elif isinstance(body, p.Forget):
                 node.machine.forget(body.mm_hash)
         self._world.perform()

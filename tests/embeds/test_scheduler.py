@@ -22,6 +22,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     ItemNews,
     MetricSamples,
     Push,
+    Reorder,
     Requested,
     Taken,
     WeightsChanged,
@@ -89,12 +90,35 @@ def asking(view: EmbedsRequest, **options: Any) -> tuple[Rig, EmbedsRequest]:
 
 
 def test_started_request_comes_before_older_ones_until_it_is_preempted() -> None:
+    """Its items have one order at a time: two would wait for each other's memory."""
     rig = Rig()
-    for name, is_started in (("old", False), ("young", True), ("young", False)):
-        view = request(name, f"{name} {is_started}")
+    rig.ensure(request("old", "shared"))
+    view = request("young", "a", "shared")
+    for is_started in (False, True, True, False):
         rig.scheduler.ensure(view, 0, is_started=is_started)
-    orders = [each.order for each in rig.channel.heard[0] if isinstance(each, Expect)]
-    assert orders == [0, 1 + STARTED, 1]
+    told = [(each.mm_hash, each.order) for each in rig.channel.take(Expect)]
+    assert told == [("shared", 0), ("a", 1), ("shared", 0)]
+    reordered = rig.channel.take(Reorder)
+    assert set(reordered[:2]) == {Reorder("a", 1 + STARTED), Reorder("shared", 1 + STARTED)}
+    assert set(reordered[2:]) == {Reorder("a", 1), Reorder("shared", 0)}
+
+
+def test_item_with_news_of_requests_that_have_ended_is_not_loaded() -> None:
+    """The worker has dropped the item since, and brings it again: the engine would end."""
+    rig = Rig()
+    first = request("first", "a")
+    rig.ensure(first)
+    rig.channel.ready("a")
+    late = rig.channel.words.copy()
+    rig.channel.words.clear()
+    rig.scheduler.finished(first)
+    second = request("second", "a")
+    assert not rig.ensure(second)
+    rig.channel.words.extend(late)
+    assert not rig.ensure(second)
+    assert not rig.scheduler.has("a")
+    rig.channel.ready("a")
+    assert rig.ensure(second)
 
 
 def test_end_of_an_items_oldest_request_is_told_with_the_next_ones_order() -> None:
@@ -105,9 +129,10 @@ def test_end_of_an_items_oldest_request_is_told_with_the_next_ones_order() -> No
         rig.ensure(view)
     rig.scheduler.finished(views[0])
     told = [(each.mm_hash, each.order) for each in rig.channel.take(Expect)]
-    assert told == [("a", 0), ("b", 1), ("a", 0), ("a", 2)]
+    assert told == [("a", 0), ("b", 1), ("a", 0)]
+    assert rig.channel.take(Reorder) == [Reorder("a", 2)]
     rig.scheduler.finished(views[2])
-    assert not rig.channel.take(Expect)
+    assert not rig.channel.take(Reorder)
 
 
 def test_request_waits_no_longer_for_an_item_whose_tokens_are_computed() -> None:
@@ -115,14 +140,27 @@ def test_request_waits_no_longer_for_an_item_whose_tokens_are_computed() -> None
     rig = Rig()
     view = request("r", "a", "b", "b")
     rig.ensure(view)
-    rig.ensure(view, computed=ROWS)
+    rig.scheduler.ensure(view, ROWS, is_started=True)
     assert rig.channel.take(Forget) == [Forget("a")]
-    rig.ensure(view, computed=2 * ROWS)
+    rig.scheduler.ensure(view, 2 * ROWS, is_started=True)
     assert not rig.channel.take(Forget)
-    rig.ensure(view, computed=3 * ROWS)
+    rig.scheduler.ensure(view, 3 * ROWS, is_started=True)
     assert rig.channel.take(Forget) == [Forget("b")]
     rig.scheduler.finished(view)
     assert not rig.channel.take(Forget)
+
+
+def test_request_that_has_not_started_keeps_an_item_that_a_prefix_covers() -> None:
+    """The prefix may go before the request starts, and the producer may have dropped the item."""
+    rig = Rig()
+    view = request("r", "a", "b")
+    rig.ensure(view)
+    rig.channel.ready("a")
+    assert not rig.ensure(view, computed=ROWS)
+    rig.channel.ready("b")
+    assert rig.ensure(view)
+    assert not rig.channel.take(Forget)
+    assert rig.load("a") == (ItemLoad("a", "a"),)
 
 
 def test_a_request_without_parameters_goes_on_at_once() -> None:
@@ -244,6 +282,75 @@ def test_an_item_that_may_lose_its_place_in_the_step_waits_for_the_next() -> Non
     assert rig.channel.expected() == ["x"]
 
 
+@pytest.mark.parametrize("has_media", [True, False])
+def test_request_for_which_the_engine_may_evict_endangers_items_of_later_requests(
+    has_media: bool,
+) -> None:
+    """vLLM evicts before it allocates; without blocks, say, it then allocates nothing."""
+    rig = with_resident("x")
+    first = request("first", "y", media=has_media, delivery=NOWHERE if has_media else SENT)
+    if not has_media:
+        assert not rig.ensure(first)
+        rig.channel.ready("y")
+    assert rig.ensure(first)
+    assert not rig.ensure(request("none", "x")), "the engine would end without the item"
+    assert rig.ensure(request("media", "x", media=True))
+    rig.scheduler.plan(("x",), **BUSY)
+    assert not rig.ensure(request("none", "x"))
+    assert rig.channel.expected()[-1] == "x"
+
+
+def test_request_that_the_engine_refuses_in_every_step_starves_no_other() -> None:
+    """The other may hold the room that the first waits for. Each has every second step."""
+    rig = with_resident("x")
+    first = request("first", "y", media=True, delivery=NOWHERE)
+    second = request("second", "x")
+    steps = []
+    for _ in range(4):
+        steps.append((rig.ensure(first), rig.ensure(second)))
+        rig.scheduler.plan((), **BUSY)
+    assert steps == [(True, False), (False, True)] * 2
+    rig.scheduler.finished(second)
+    assert all(rig.ensure(first) for _ in range(3)), "it waits for nobody"
+
+
+def test_request_that_waits_for_another_item_holds_up_no_evictions() -> None:
+    rig = with_resident("x")
+    second = request("second", "x", "pending")
+    for _ in range(3):
+        assert rig.ensure(request("first", "y", media=True, delivery=NOWHERE))
+        assert not rig.ensure(second)
+        rig.scheduler.plan((), **BUSY)
+
+
+def test_item_that_the_engine_reaches_before_it_makes_room_is_not_asked_for() -> None:
+    """The engine keeps the items that it has reached. The request repeats one."""
+    rig = with_resident("x")
+    view = request("both", "x", "y", "x")
+    assert not rig.ensure(view)
+    assert rig.channel.expected()[-1] == "y"
+    rig.channel.ready("y")
+    assert rig.ensure(view)
+    assert [each.mm_hash for each in rig.channel.take(Expect)] == ["y"]
+
+
+@pytest.mark.parametrize("delivery", [SENT, NOWHERE], ids=["failed", "nowhere"])
+def test_request_whose_own_item_may_evict_one_that_nobody_sends_fails(delivery: Delivery) -> None:
+    """The engine would end if it evicted the item."""
+    rig = with_resident("x")
+    features = (
+        Feature("y", 0, ROWS, ROWS, True, is_named=False),
+        Feature("x", ROWS, 2 * ROWS, ROWS, False),
+    )
+    view = EmbedsRequest("both", features, delivery)
+    if delivery is SENT:
+        assert not rig.ensure(view)
+        rig.channel.failed("x")
+    assert not rig.ensure(view)
+    assert rig.scheduler.take_unavailable() == {"both"}
+    assert rig.ensure(view._replace(request_id="other", features=features[::-1]))
+
+
 @pytest.mark.parametrize("is_had", [True, False])
 def test_an_item_that_may_lose_its_place_to_another_of_its_request_is_asked_for(
     is_had: bool,
@@ -260,8 +367,9 @@ def test_an_item_that_may_lose_its_place_to_another_of_its_request_is_asked_for(
     if is_had:
         rig.channel.ready("x")
     else:
-        rig.channel.failed("x")  # then it is as good as it was
-    assert rig.ensure(view)
+        rig.channel.failed("x")
+    assert rig.ensure(view) == is_had
+    assert rig.scheduler.take_unavailable() == (set() if is_had else {"both"})
     rig.scheduler.allocated("y")
     assert rig.scheduler.has("x") == is_had
     rig.scheduler.finished(view)
@@ -291,7 +399,7 @@ def test_expectations_carry_what_the_request_says() -> None:
     rig = Rig()
     delivery = Delivery(is_sent=True, peers=("tcp://e:1",), names={"a": "theirs"})
     rig.ensure(request("r", "a", delivery=delivery))
-    assert rig.channel.take(Expect) == [Expect("theirs", 0, ("tcp://e:1",), ROWS, 0.0)]
+    assert rig.channel.take(Expect) == [Expect("theirs", 0, ("tcp://e:1",), ROWS, 0.0, wait_id=1)]
     rig.channel.ready("theirs")
     assert rig.ensure(request("r", "a", delivery=delivery))
     assert rig.load("a") == (ItemLoad("a", "theirs"),)
@@ -331,6 +439,8 @@ def test_ranks_that_are_brought_different_bytes_are_told_which_to_have() -> None
     rig.channel.ready("a", 1, digest="y")  # said before it was told
     assert not rig.ensure(one)
     rig.channel.ready("a", 1, digest="x")
+    assert not rig.ensure(one), "rank 0 may be handing over another one"
+    rig.channel.ready("a", 0, digest="x")
     assert rig.ensure(one)
     assert rig.ensure(other)
     assert rig.load("a") == (ItemLoad("a", "a"),)
@@ -346,10 +456,24 @@ def test_what_a_rank_has_already_is_not_sent_again() -> None:
     assert chosen(rig, 0) == ["z"]
 
 
+def test_report_from_before_the_choice_of_an_encoding_does_not_count() -> None:
+    """The rank would hand the item over, and then bring it again for the choice."""
+    rig, view = asking(request("r", "a"), ranks=2)
+    rig.channel.coming("a", 0, digest="x")
+    rig.channel.ready("a", 1, digest="y")
+    rig.channel.ready("a", 0, digest="y")
+    assert not rig.ensure(view)
+    rig.channel.ready("a", 1, digest="y")
+    assert not rig.ensure(view)
+    rig.channel.ready("a", 0, digest="y")
+    assert rig.ensure(view)
+
+
 def test_an_encoding_that_cannot_be_had_any_more_gives_way_to_the_other() -> None:
     rig, view = asking(request("r", "a"), ranks=2)
     rig.channel.ready("a", 0, digest="x")
     rig.channel.coming("a", 1, digest="y")
+    assert not rig.ensure(view)
     rig.channel.failed("a", 1)
     assert not rig.ensure(view)
     assert [chosen(rig, rank) for rank in range(2)] == [["x", "y"]] * 2
@@ -366,8 +490,9 @@ def test_ranks_that_can_never_agree_have_nothing(media: bool) -> None:
     rig.ensure(other)
     rig.channel.ready("a", 0, digest="x")
     rig.channel.ready("a", 1, digest="y")
-    rig.channel.failed("a", 1)
-    rig.channel.failed("a", 0)
+    for rank in (1, 0):
+        rig.scheduler._poll_workers()
+        rig.channel.failed("a", rank)
     assert rig.ensure(one) == media
     assert not rig.scheduler.has("a")
     assert rig.ensure(other) == media
@@ -379,6 +504,7 @@ def test_encoders_cannot_have_the_ranks_choose_for_ever() -> None:
     for number in range(100):
         rig.channel.coming("a", 0, digest=f"x{number}")
         rig.channel.coming("a", 1, digest=f"y{number}")
+        rig.scheduler._poll_workers()
         rig.channel.failed("a", 1)
     assert not rig.ensure(view)
     assert rig.scheduler.take_unavailable() == {"r"}
@@ -697,7 +823,10 @@ def test_what_is_said_again_is_of_the_requests_that_still_wait(again: str) -> No
     else:
         rig.channel.say(None)
         rig.ensure(request("plain", delivery=NOWHERE))
-    assert rig.channel.take(Expect) == [msgspec.structs.replace(each, order=1) for each in said[1:]]
+    assert rig.channel.take(Expect) == [
+        msgspec.structs.replace(each, order=1, joins=number > 0)
+        for number, each in enumerate(said[1:])
+    ]
 
 
 def test_a_failure_of_old_weights_is_tried_again() -> None:
@@ -788,6 +917,19 @@ def test_back_pressure_does_not_hold_what_is_encoded() -> None:
     assert rig.ensure(request("text", delivery=NOWHERE))
     assert rig.ensure(request("far", "z", delivery=NOWHERE, start=10 * STEP))
     assert not rig.ensure(request("s", "a", "b", delivery=NOWHERE))
+
+
+def test_request_reuses_the_engines_items_only_in_its_steps() -> None:
+    """Kept on, items that no consumer takes would hold back the encode that a request waits for."""
+    rig = Rig(is_producer=True, is_consumer=False)
+    rig.scheduler.allocated("a")
+    views = [request("waits", "a", "b"), request("goes", "a", "a")]
+    rig.channel.say(HeldBytes(1001))
+    assert [rig.ensure(view) for view in views] == [False, True]
+    assert rig.scheduler.plan((), {"other": 1}, **BUSY).reused == ()
+    assert [rig.ensure(view) for view in views] == [False, True]
+    assert rig.scheduler.plan((), {"goes": 1}, **BUSY).reused == ("a",)
+    assert rig.scheduler.plan((), {"goes": 1}, **BUSY).reused == ()
 
 
 # The rest

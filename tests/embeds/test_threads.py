@@ -28,7 +28,7 @@ def test_every_piece_is_reported_once_whatever_the_thread_meets(
 
     def report(work: int, result: bool) -> None:
         told.append((work, result))
-        if work == 5:
+        if work == 4:
             raise error
 
     thread = WorkThread(

@@ -156,19 +156,31 @@ class VisionEngine:
     def endpoint(self) -> str:
         return f"tcp://127.0.0.1:{self.port}"
 
-    def add(self, request_id: str, *items: str, has_media: bool = True, **params: Any) -> None:
-        """A request for items arrives; `params` are its `ec_transfer_params`."""
+    def add(
+        self,
+        request_id: str,
+        *items: str,
+        has_media: bool = True,
+        padding: int = 0,
+        **params: Any,
+    ) -> None:
+        """A request for items arrives; `params` are its `ec_transfer_params`.
+
+        `padding`: tokens of each item in front of its rows.
+        """
+        length = padding + ROWS
+        has_row = torch.arange(length) >= padding if padding else None
         pixels = torch.zeros(3, SHAPE.image_size, SHAPE.image_size)
         features = []
         for number, name in enumerate(items):
             element = MultiModalFieldElem(pixels, MultiModalSharedField(batch_size=1))
             data = MultiModalKwargsItem({"pixel_values": element}) if has_media else None
-            where = PlaceholderRange(offset=1 + number * (ROWS + 1), length=ROWS)
+            where = PlaceholderRange(1 + number * (length + 1), length, has_row)
             features.append(MultiModalFeatureSpec(data, "image", name, where))
         extra = {"ec_transfer_params": params} if params else None
         request = Request(
             request_id,
-            [1] * (1 + len(items) * (ROWS + 1)),
+            [1] * (1 + len(items) * (length + 1)),
             SamplingParams(max_tokens=1, temperature=0.0, extra_args=extra),
             None,
             mm_features=features,
@@ -208,13 +220,18 @@ class VisionEngine:
             ids = list(output.num_scheduled_tokens)
             for request_id in ids:
                 seen = self.seen[request_id]
-                seen.used = {name: self.encoder_cache[name] for name in seen.items}
+                here = [name for name in seen.items if name in self.encoder_cache]
+                seen.used = {name: self.encoder_cache[name] for name in here}
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-            sampled_token_ids=[[5] for _ in ids],
+            sampled_token_ids=[[5] if self._is_prefilled(each) else [] for each in ids],
             ec_connector_output=told,
         )
+
+    def _is_prefilled(self, request_id: str) -> bool:
+        request = self.scheduler.requests[request_id]
+        return bool(request.num_computed_tokens >= request.num_tokens)
 
     def run(self, *others: "VisionEngine", limit_s: float = PATIENCE_S) -> None:
         """Step until every request has ended; `others` step beside."""

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.config import VllmConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.embeds.connector import KVPoolECConnector, KVPoolECMetadata
@@ -50,6 +53,38 @@ def test_a_copy_of_an_engines_process_does_not_end_the_engines_pool(kind: Any) -
     assert sorted(ends) == ["scheduler", "worker"]
 
 
+@pytest.mark.parametrize(
+    ("status", "computed", "is_started"),
+    [
+        (RequestStatus.WAITING, 0, False),
+        (RequestStatus.PREEMPTED, 0, False),
+        (RequestStatus.RUNNING, 0, True),  # all of its loaded blocks were invalid
+        (RequestStatus.RUNNING, 16, True),
+        (RequestStatus.WAITING, 16, True),
+        (RequestStatus.PREEMPTED, 16, True),
+    ],
+)
+def test_request_has_started_if_it_holds_blocks(
+    status: RequestStatus, computed: int, is_started: bool
+) -> None:
+    """It waits with blocks after a load of KV, or as a session with its next input."""
+    request = Request("r", [1] * 32, SamplingParams(max_tokens=1), None)
+    assert not adapt.is_started(request)
+    request.status, request.num_computed_tokens = status, computed
+    assert adapt.is_started(request) == is_started
+
+
+@pytest.mark.parametrize("modules", [0, 1, 3])
+def test_items_that_a_drafter_reads_ahead_hold_a_request(modules: int) -> None:
+    """vLLM takes their embeddings in the same step; without media the engine would end."""
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
+        num_prefill_lookahead_tokens=modules,
+    )
+    assert adapt.max_step_tokens(config) == 512 + modules
+    assert isinstance(VllmConfig.num_prefill_lookahead_tokens, property)
+
+
 def test_numbers_of_media_go_to_no_other_engine() -> None:
     """Every engine numbers its media from the start, so equal numbers name different items."""
     names = ["renderer0-mm-1-image-0", "named"]
@@ -82,7 +117,7 @@ def test_engines_that_step_together_never_rest(engines: int, rests: bool) -> Non
     """An engine that waits for embeddings in an idle step holds up all data-parallel engines."""
     idle: list[bool] = []
 
-    def plan(freed: object, *, is_idle: bool, idle_wait_s: float) -> StepMeta:
+    def plan(freed: object, scheduled: object, *, is_idle: bool, idle_wait_s: float) -> StepMeta:
         idle.append(is_idle)
         return StepMeta()
 
@@ -92,7 +127,9 @@ def test_engines_that_step_together_never_rest(engines: int, rests: bool) -> Non
     )
     connector._scheduler_part = SimpleNamespace(plan=plan)  # type: ignore[assignment]
     for tokens in (0, 1):
-        output: Any = SimpleNamespace(total_num_scheduled_tokens=tokens, free_encoder_mm_hashes=())
+        output: Any = SimpleNamespace(
+            total_num_scheduled_tokens=tokens, num_scheduled_tokens={}, free_encoder_mm_hashes=()
+        )
         connector.build_connector_meta(output)
     assert idle == [rests, False]
 

@@ -59,12 +59,12 @@ class Encodings:
         return self.by_rank[min(self.ready or self.by_rank)]
 
     def choose(self, digest: str) -> None:
-        """Use one encoding for all ranks; a rank with another one starts anew."""
+        """Use one encoding for all ranks; each of them reports anew."""
         self.num_choices += 1
         self.chosen = digest
         self.untried.pop(digest, None)
-        for rank in [rank for rank, each in self.by_rank.items() if each != digest]:
-            self.remove(rank)
+        self.by_rank.clear()
+        self.ready.clear()
 
     def remove(self, rank: int) -> None:
         """Forget a rank's encoding."""
@@ -96,6 +96,13 @@ class ItemRecord:
     """Ranks that have not confirmed its load."""
     loading_until: float = 0.0
     """Time after which a load is not waited for."""
+    wait_id: int = 0
+    """The number of the present wait."""
+
+    @property
+    def order(self) -> int:
+        """The order of the oldest request that waits for it."""
+        return min(each.order for each in self.requests.values())
 
     def is_ready(self, num_ranks: int) -> bool:
         """Return True if every rank has the item in one encoding."""
@@ -120,6 +127,8 @@ class Availability(Enum):
     """The workers must be told first that this request waits."""
     PENDING = auto()
     """The request waits for a later step."""
+    ENDANGERED = auto()
+    """The engine may have evicted the item in this step: the request waits for the next one."""
     UNAVAILABLE = auto()
     """The item cannot be received: it is encoded here, or the request fails."""
 
@@ -131,10 +140,10 @@ class Situation:
     num_ranks: int
     may_arrive: bool
     """True if a producer may offer the item."""
-    lacks_others: bool
-    """True if a further item of the request is not resident."""
-    has_allocations: bool
-    """True if the engine has made room for an item in this step."""
+    makes_room: bool
+    """True if the engine may make room for an item of the request before it reaches this one."""
+    may_have_evicted: bool
+    """True if the engine may have made room for another request's item in this step."""
     is_being_taken: bool
     """True if the workers may still take an item of this name."""
     are_workers_lost: bool
@@ -147,18 +156,17 @@ def availability(
     if item.is_resident:
         # Without media: room for another item may evict this one, which is known only at the end of
         # the step; the engine would then encode an item that it does not have, and end.
-        if not has_media and situation.has_allocations:
-            return Availability.PENDING
-        if has_media or not situation.lacks_others:
+        if not has_media and situation.may_have_evicted:
+            return Availability.ENDANGERED
+        if has_media or not situation.makes_room:
             return Availability.AVAILABLE
-    without = Availability.AVAILABLE if item.is_resident else Availability.UNAVAILABLE
     if not item.requests and not situation.may_arrive:
-        return without
+        return Availability.UNAVAILABLE
     if situation.is_being_taken and not situation.are_workers_lost:
         return Availability.PENDING  # requested now, it would be reported ready and then be taken
     if request_id not in item.requests:
         return Availability.UNREQUESTED
     if item.failure is not None or situation.are_workers_lost:
-        return without
+        return Availability.UNAVAILABLE
     is_ready = item.is_ready(situation.num_ranks)
     return Availability.AVAILABLE if is_ready else Availability.PENDING

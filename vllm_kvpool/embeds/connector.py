@@ -2,8 +2,8 @@
 
 The scheduler's process has an `EmbedsScheduler`; every worker that sends or receives has an
 `EmbedsWorker` once its model is loaded. The process's main loop thread calls all hooks. Step
-metadata only names the items loaded in a step: some runners drop it in steps without tokens, and
-nothing else depends on it.
+metadata names the items that a step loads or reuses, and the version of the weights. Some runners
+drop it in steps without tokens, which load and reuse nothing.
 """
 
 import atexit
@@ -101,7 +101,7 @@ class KVPoolECConnector(ECConnectorBase):
             is_consumer=self.is_consumer,
             has_peers=bool(config.peers),
             retain_bytes=config.nbytes("retain_bytes"),
-            max_step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+            max_step_tokens=adapt.max_step_tokens(self._vllm_config),
             own_endpoint=self._endpoints.advertised[0],
             workers_lost_s=workers_lost_s(config),
         )
@@ -190,7 +190,9 @@ class KVPoolECConnector(ECConnectorBase):
         is_alone = self._vllm_config.parallel_config.data_parallel_size == 1
         is_idle = is_alone and not scheduler_output.total_num_scheduled_tokens
         freed = scheduler_output.free_encoder_mm_hashes
-        return KVPoolECMetadata(self._side.plan(freed, is_idle=is_idle, idle_wait_s=IDLE_WAIT_S))
+        scheduled = scheduler_output.num_scheduled_tokens
+        step = self._side.plan(freed, scheduled, is_idle=is_idle, idle_wait_s=IDLE_WAIT_S)
+        return KVPoolECMetadata(step)
 
     def take_unavailable_requests(self) -> set[str]:
         """Return the requests whose items can neither be received nor encoded here."""

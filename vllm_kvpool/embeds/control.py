@@ -61,6 +61,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     OfferAck,
     PeerHello,
     Push,
+    Reorder,
     Requested,
     Revoke,
     RevokeAck,
@@ -426,10 +427,13 @@ class Control:
 
     def _on_scheduler_message(self, body: Message, now: float) -> None:
         match body:
-            case Expect(mm_hash) if self._consumer is not None:
+            case Expect(mm_hash, wait_id=wait_id) if self._consumer is not None:
                 if not self._guard("expect", self._consumer.expect, body, now):
-                    news = ItemNews(mm_hash, code=Code.CLOSED, text="internal error")
+                    text = "internal error"
+                    news = ItemNews(mm_hash, code=Code.CLOSED, text=text, wait_id=wait_id)
                     self._perform_effect(NotifyScheduler(news), now)
+            case Reorder(mm_hash, order) if self._consumer is not None:
+                self._consumer.reorder(mm_hash, order)
             case Requested() if self._consumer is not None:
                 self._keep_requested(self._consumer, body)
             case Forget(mm_hash) if self._consumer is not None:

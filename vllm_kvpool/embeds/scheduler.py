@@ -8,8 +8,9 @@ workers'. Everything runs on the scheduler's thread.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -33,6 +34,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     ItemNews,
     MetricSamples,
     Push,
+    Reorder,
     Requested,
     Taken,
     WeightsChanged,
@@ -98,7 +100,7 @@ class EmbedsRequestState:
     """A request with items, until it ends."""
 
     age: int  # older requests are lower
-    is_started: bool = False  # the engine has begun to compute it
+    is_started: bool = False  # the request holds blocks
     encoded_here: set[str] = field(default_factory=set)  # items that it encodes here
     pushes: dict[str, Push] = field(default_factory=dict)  # the messages sent for it, by item
 
@@ -128,9 +130,13 @@ class EmbedsScheduler:
         self._offered: dict[str, None] = {}  # names of items that no request waits for
         self._requests: dict[str, EmbedsRequestState] = {}
         self._next_order = 0
-        self._loads: list[ItemLoad] = []  # of this step, as are the next two
-        self._reused: dict[str, None] = {}
-        self._allocated: set[str] = set()
+        self._num_waits = 0
+        self._loads: list[ItemLoad] = []  # of this step
+        self._reused: dict[str, list[str]] = {}  # by request that may go in this step
+        self._allocated: set[str] = set()  # in this step
+        self._may_have_evicted = False  # in this step
+        self._is_endangered = False  # a request waits for a step without evictions
+        self._may_evict = True  # requests of this step may make room in the engine's cache
         self._unavailable: set[str] = set()
         self._held_bytes = 0
         self._is_encoding_held = False
@@ -144,7 +150,10 @@ class EmbedsScheduler:
     def ensure(
         self, request: EmbedsRequest, num_computed_tokens: int, *, is_started: bool = False
     ) -> bool:
-        """Return True if the request's items allow it to be scheduled."""
+        """Return True if the request's items allow it to be scheduled.
+
+        `is_started`: True if the request holds blocks.
+        """
         self._poll_workers()
         self._check_workers()
         if not (self._channel.are_up or self._are_workers_lost):
@@ -155,17 +164,22 @@ class EmbedsScheduler:
             if num_computed_tokens < feature.end
             and feature.start <= num_computed_tokens + self._engine.max_step_tokens
         ]
-        to_come = {each.mm_hash for each in request.features if num_computed_tokens < each.end}
-        self._stop_waiting(request, but_for=to_come)
+        if is_started:  # before, the blocks of a prefix may still go
+            to_come = {each.mm_hash for each in request.features if num_computed_tokens < each.end}
+            self._stop_waiting(request, keep=to_come)
         may_go = True
         if ahead:
-            self._state_of(request.request_id).is_started = is_started
+            self._set_started(request, is_started)
         if self._engine.is_consumer:
-            lacks = not all(self._is_resident(each.mm_hash) for each in ahead)
-            for feature in ahead:
-                may_go &= self._is_available(request, feature, lacks)
+            others = self._availabilities(request, ahead) - {Availability.AVAILABLE}
+            may_go = not others
+            self._is_endangered |= others == {Availability.ENDANGERED}
         if self._engine.is_producer:
             may_go &= self._may_encode(request, ahead)
+        if may_go and not all(self._is_resident(each.mm_hash) for each in ahead):
+            # vLLM evicts before it allocates, and may then not allocate.
+            may_go = self._may_evict
+            self._may_have_evicted |= may_go
         return may_go
 
     def _check_workers(self) -> None:
@@ -185,30 +199,50 @@ class EmbedsScheduler:
         item = self._items.get(mm_hash)
         return item is not None and item.is_resident
 
-    def _is_available(self, request: EmbedsRequest, feature: Feature, lacks: bool) -> bool:
-        """Return True if an item does not hold its request back.
+    def _availabilities(
+        self, request: EmbedsRequest, ahead: Iterable[Feature]
+    ) -> set[Availability]:
+        """Return what the request may do about its next items, which the engine reaches in order.
 
-        `lacks`: another item of the request is not resident.
+        The engine keeps an item that it has reached.
+        """
+        found: dict[str, Availability] = {}
+        makes_room = False
+        for feature in ahead:
+            if feature.mm_hash not in found:
+                found[feature.mm_hash] = self._availability(request, feature, makes_room)
+                makes_room |= not self._is_resident(feature.mm_hash)
+        return set(found.values())
+
+    def _availability(
+        self, request: EmbedsRequest, feature: Feature, makes_room: bool
+    ) -> Availability:
+        """Return what a request may do about an item, after asking for it or giving it up.
+
+        `makes_room`: an item of the request that the engine reaches first is not resident.
         """
         mm_hash, request_id = feature.mm_hash, request.request_id
         if mm_hash in self._state_of(request_id).encoded_here:
-            return True
+            return Availability.AVAILABLE
         item = self._items.get(mm_hash) or ItemRecord(mm_hash)
         situation = Situation(
             num_ranks=self._channel.num_ranks,
             may_arrive=self._may_arrive(request, feature),
-            lacks_others=lacks,
-            has_allocations=bool(self._allocated),
+            makes_room=makes_room,
+            may_have_evicted=self._may_have_evicted,
             is_being_taken=self._is_being_taken(item, request.delivery.name_of(mm_hash)),
             are_workers_lost=self._are_workers_lost,
         )
         found = availability(item, request_id, feature.has_media, situation)
         if found is Availability.UNREQUESTED:
-            is_requested = self._request_item(request, feature, item)
-            return is_requested and self._is_available(request, feature, lacks)
-        if found is Availability.UNAVAILABLE:
-            return self._encode_here_or_fail(request_id, feature, item)
-        return found is Availability.AVAILABLE
+            if not self._request_item(request, feature, item):
+                return Availability.PENDING
+            return self._availability(request, feature, makes_room)
+        if found is Availability.UNAVAILABLE and self._encode_here_or_fail(
+            request_id, feature, item
+        ):
+            return Availability.AVAILABLE
+        return found
 
     def _is_being_taken(self, item: ItemRecord, name: str) -> bool:
         """Return True if the workers may still take the item, or another one of this name."""
@@ -220,6 +254,21 @@ class EmbedsScheduler:
             state = self._requests[request_id] = EmbedsRequestState(self._next_order)
             self._next_order += 1
         return state
+
+    def _set_started(self, request: EmbedsRequest, is_started: bool) -> None:
+        """Note whether the engine has begun to compute a request, and tell its items' new order."""
+        state = self._state_of(request.request_id)
+        if state.is_started == is_started:
+            return
+        state.is_started = is_started
+        for mm_hash in {feature.mm_hash for feature in request.features}:
+            item = self._items.get(mm_hash)
+            expect = item.requests.get(request.request_id) if item is not None else None
+            if item is not None and expect is not None:
+                before = item.order
+                expect = msgspec.structs.replace(expect, order=state.order)
+                item.requests[request.request_id] = expect
+                self._tell_order(item, before)
 
     def _may_arrive(self, request: EmbedsRequest, feature: Feature) -> bool:
         delivery = request.delivery
@@ -247,13 +296,14 @@ class EmbedsScheduler:
 
     def _request_item(self, request: EmbedsRequest, feature: Feature, item: ItemRecord) -> bool:
         """Tell the workers that a request waits for an item; False if that has to wait."""
-        order = self._state_of(request.request_id).order
-        if not item.requests:
+        order, joins = self._state_of(request.request_id).order, bool(item.requests)
+        if not joins:
             is_loading = item.is_loading(self._clock())  # the workers are lost
             name = item.name if is_loading else self._name_for(request, feature, order)
             if not name:
                 return False
             self._hold_name(item, name)
+            self._begin_wait(item)
             if self._are_workers_lost:
                 # They are not asked, and so need not forget what a step may have to load.
                 item.failure = LOST_WORKERS
@@ -268,8 +318,13 @@ class EmbedsScheduler:
         expect = Expect(item.name, order, peers, feature.rows, patience_s, is_pushed)
         item.requests[request.request_id] = expect
         if item.failure is None:
-            self._send_expect(item, expect)
+            self._send_expect(item, expect, joins=joins)
         return True
+
+    def _begin_wait(self, item: ItemRecord) -> None:
+        """Give the wait a new number: news from before it do not count."""
+        self._num_waits += 1
+        item.wait_id = self._num_waits
 
     def _hold_name(self, item: ItemRecord, name: str) -> None:
         """Ask for an item by this name from now on."""
@@ -281,10 +336,34 @@ class EmbedsScheduler:
         self._items[item.mm_hash] = self._by_name[name] = item
         self._offered.pop(name, None)
 
-    def _send_expect(self, item: ItemRecord, expect: Expect, rank: int | None = None) -> None:
-        """Tell a rank, or all, that a request waits for an item, and how old the oldest one is."""
-        order, digest = _oldest(item).order, item.encodings.chosen
-        self._channel.send(msgspec.structs.replace(expect, order=order, digest=digest), rank)
+    def _send_expects(self, item: ItemRecord, rank: int | None = None) -> None:
+        """Tell a rank, or all, of each request that waits for an item."""
+        for number, expect in enumerate(item.requests.values()):
+            self._send_expect(item, expect, rank, joins=number > 0)
+
+    def _send_expect(
+        self, item: ItemRecord, expect: Expect, rank: int | None = None, *, joins: bool
+    ) -> None:
+        """Tell a rank, or all, that a request waits for an item, and how old the oldest one is.
+
+        `joins`: they know that another request waits.
+        """
+        message = msgspec.structs.replace(
+            expect,
+            order=item.order,
+            digest=item.encodings.chosen,
+            wait_id=item.wait_id,
+            joins=joins,
+        )
+        self._channel.send(message, rank)
+
+    def _tell_order(self, item: ItemRecord, before: int) -> None:
+        """Tell the workers an item's order if it was another one before.
+
+        The workers may be handing over the item at this moment, and then do not bring it again.
+        """
+        if item.order != before and item.failure is None:
+            self._channel.send(Reorder(item.name, item.order))
 
     def _encode_here_or_fail(self, request_id: str, feature: Feature, item: ItemRecord) -> bool:
         """Encode an item here that cannot be received, or fail the request."""
@@ -308,16 +387,15 @@ class EmbedsScheduler:
 
     def _remove_request(self, request_id: str, item: ItemRecord) -> bool:
         """Remove a request that no longer waits for an item; return True if no other one does."""
-        removed = item.requests.pop(request_id, None)
-        if removed is None:
+        if request_id not in item.requests:
             return False
+        before = item.order
+        del item.requests[request_id]
         if not item.requests:
             item.end_requests()
             self._drop_unused(item)
             return True
-        oldest = _oldest(item)
-        if removed.order < oldest.order and item.failure is None:
-            self._send_expect(item, oldest)
+        self._tell_order(item, before)
         return False
 
     def _drop_unused(self, item: ItemRecord) -> None:
@@ -347,11 +425,12 @@ class EmbedsScheduler:
         """Push a request's items; False while consumers must take others first (`retain_bytes`)."""
         pushes = self._state_of(request.request_id).pushes
         encodes = False
+        reused = self._reused[request.request_id] = []
         for feature in ahead:
             if not self._is_resident(feature.mm_hash):
                 encodes = True
             elif feature.is_named:
-                self._reused[feature.mm_hash] = None
+                reused.append(feature.mm_hash)
             is_new = feature.is_named and feature.mm_hash not in pushes
             if is_new and request.delivery.consumers:
                 push = pushes[feature.mm_hash] = Push(feature.mm_hash, request.delivery.consumers)
@@ -394,6 +473,7 @@ class EmbedsScheduler:
         item = self._items.setdefault(mm_hash, ItemRecord(mm_hash))
         item.is_resident = True
         self._allocated.add(mm_hash)
+        self._may_have_evicted = True
         if item.is_ready(self._channel.num_ranks):
             self._loads.append(ItemLoad(mm_hash, item.name))
             item.loading = set(range(self._channel.num_ranks))
@@ -401,18 +481,33 @@ class EmbedsScheduler:
             self._count("loaded_items")
             item.end_requests()  # other requests find it in the engine's cache
 
-    def plan(self, freed: Iterable[str], *, is_idle: bool, idle_wait_s: float) -> StepMeta:
+    def plan(
+        self,
+        freed: Iterable[str],
+        scheduled: Container[str] = (),
+        *,
+        is_idle: bool,
+        idle_wait_s: float,
+    ) -> StepMeta:
         """Return the step's metadata; `freed` has left the engine's cache.
 
-        An idle engine waits a little for the workers if a request waits for them.
+        `scheduled` are the step's requests: only they reuse items. A request that waits would keep
+        items that no consumer takes, and may itself wait for the room. An idle engine waits a
+        little for the workers if a request waits for them.
         """
         for mm_hash in freed:
             if mm_hash not in self._allocated:
                 self._set_evicted(mm_hash)
         self._allocated.clear()
+        # The engine may refuse an item its room in every step, and other requests must not wait so
+        # long. One of them may hold the very room.
+        self._may_evict = not self._is_endangered
+        self._may_have_evicted = self._is_endangered = False
         self._log.tick()
         loads, self._loads = tuple(self._loads), []
-        reused, self._reused = tuple(self._reused), {}
+        names = (each for name, each in self._reused.items() if name in scheduled)
+        reused = tuple(dict.fromkeys(chain.from_iterable(names)))
+        self._reused.clear()
         self._channel.flush()
         if is_idle and self.is_waiting:
             self._poll_workers(idle_wait_s)
@@ -430,14 +525,14 @@ class EmbedsScheduler:
         self._requests.pop(request.request_id, None)
         self._unavailable.discard(request.request_id)
 
-    def _stop_waiting(self, request: EmbedsRequest, but_for: Collection[str] = ()) -> None:
-        """Remove a request from its items, except the items `but_for`.
+    def _stop_waiting(self, request: EmbedsRequest, keep: Collection[str] = ()) -> None:
+        """Remove a request from its items, except the items `keep`.
 
         A received item that no request takes would hold its memory until the request ends.
         """
         for feature in request.features:
             item = self._items.get(feature.mm_hash)
-            if item is None or feature.mm_hash in but_for:
+            if item is None or feature.mm_hash in keep:
                 continue
             if self._remove_request(request.request_id, item):
                 self._channel.send(Forget(item.name))
@@ -455,8 +550,7 @@ class EmbedsScheduler:
         self._offered.clear()
         for item in self._by_name.values():
             item.encodings, item.failure = Encodings(), None
-            for expect in item.requests.values():
-                self._send_expect(item, expect)
+            self._send_expects(item)
 
     def encoder_cache_was_reset(self) -> None:
         """Treat all items as evicted from the encoder cache."""
@@ -506,8 +600,7 @@ class EmbedsScheduler:
             self._loaded(rank, name)
         for item in wanted:
             item.encodings.remove(rank)
-            for expect in item.requests.values():
-                self._send_expect(item, expect, rank)
+            self._send_expects(item, rank)
         for state in self._requests.values():
             for push in state.pushes.values():
                 self._channel.send(push, rank)
@@ -522,6 +615,8 @@ class EmbedsScheduler:
                 self._offered[news.mm_hash] = None
                 while len(self._offered) > MAX_OFFERED:
                     del self._offered[next(iter(self._offered))]
+        elif news.wait_id != item.wait_id:
+            pass  # of requests that have ended
         elif news.code is not None:
             self._on_item_failed(item, news.code, news.text)
         elif news.digest and item.failure is None:
@@ -533,8 +628,8 @@ class EmbedsScheduler:
         """Ask every rank for this encoding."""
         self._count("chosen_encodings")
         item.encodings.choose(digest)
-        for expect in item.requests.values():
-            self._send_expect(item, expect)
+        self._begin_wait(item)
+        self._send_expects(item)
 
     def _on_item_failed(self, item: ItemRecord, code: Code, text: str) -> None:
         """Try the next encoding of an item that a rank cannot receive in the chosen one.
@@ -562,8 +657,3 @@ class EmbedsScheduler:
         numbers, self._from_workers = self._from_workers, {}
         merge_samples(numbers, self.registry.take_changes())
         return numbers
-
-
-def _oldest(item: ItemRecord) -> Expect:
-    """Return the message sent for the oldest request that waits for an item."""
-    return min(item.requests.values(), key=lambda each: each.order)

@@ -86,6 +86,7 @@ class EmbedsWorker:
 
     def __init__(self, config: EmbedsConfig, identity: WorkerIdentity) -> None:
         self._closed = False
+        self._log = LogLimit(logger)
         self.rank = identity.rank
         keys = read_keys(config.curve_dir)
         allowed = AllowedPeers(config.allowed_peers, config.peers)
@@ -125,7 +126,7 @@ class EmbedsWorker:
             peers=config.peers,
             allowed=allowed,
             scheduler_token=self.scheduler_token,
-            log=LogLimit(logger),
+            log=self._log,
         )
         self._io_workers.start(
             self._control, writers=config.writer_threads, drainers=config.queue_shards
@@ -156,7 +157,8 @@ class EmbedsWorker:
         try:
             shape = shape_of(tensor)
         except ConfigError as error:
-            logger.error("kvpool: item %s is not sent to other engines: %s", mm_hash, error)
+            text = "kvpool: item %s is not sent to other engines: %s"
+            self._log.log(logging.ERROR, "unsendable output", mm_hash, text, mm_hash, error)
             self._control.post(lambda now: _count(producer, "unsendable_outputs"))
             return
         copy = to_host(_own(tensor))
@@ -178,7 +180,8 @@ class EmbedsWorker:
         """Offer what the engine still has from earlier steps.
 
         Consumers wait for these items, or a request of this step reuses them: its consumer asks
-        next, maybe when this engine runs no steps.
+        next, maybe when this engine runs no steps. An item that the producer drops at this very
+        moment is offered again only when a later request reuses it.
         """
         producer = self._producer
         if producer is None:

@@ -36,6 +36,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     PeerHello,
     PeerRole,
     Push,
+    Reorder,
     decode,
     decode_body,
 )
@@ -45,7 +46,7 @@ from vllm_kvpool.network.transport_zmq import CurveKeys, Link, ZmqTransport
 
 logger = logging.getLogger(__name__)
 
-STEP_MESSAGES: frozenset[type] = frozenset((Expect, Push))
+STEP_MESSAGES: frozenset[type] = frozenset((Expect, Push, Reorder))
 """Messages that wait for the end of the step or, if there is none, for a later poll."""
 
 

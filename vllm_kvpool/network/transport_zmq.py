@@ -36,7 +36,9 @@ HANDSHAKE_S = 10.0  # then libzmq closes a connection that is not admitted yet
 LINGER_MS = 300  # for what a process sends as it ends
 HEARTBEAT_MS = 1_000  # where connections are watched
 SILENT_MS = 3_000  # without an answer to a heartbeat, or to a connection, a host is away
-CUT_SHARE = 0.9  # of SILENT_MS: a handshake that ends earlier is cut, and tried again for so long
+CUT_SHARE = 0.9
+"""Handshakes that end within this share of SILENT_MS were cut by the peer. They are repeated for at
+most that time."""
 RECONNECT_MS = 100
 LONGEST_RECONNECT_MS = 2_000
 # Plain numbers: an enum's operators cost more than the calls they are for.
@@ -166,7 +168,8 @@ class ZmqTransport:
         self._watches = watches
         self._monitors: dict[str, _Watched] = {}  # by the endpoint that we connect to
         self._began: dict[str, float] = {}  # connections that are not up yet, since when
-        self._cut: dict[str, float] = {}  # those that were cut in their handshake, since when
+        # Endpoints whose handshake was cut, by the time of the first cut.
+        self._cut: dict[str, float] = {}
         self._ended: dict[Link, LinkEnd] = {}
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65_536)
@@ -413,7 +416,7 @@ class ZmqTransport:
         """Return True if a connection that was cut in its handshake may still come up.
 
         The peer may be a proxy, or a process that has ended at that moment. libzmq connects again
-        `RECONNECT_MS` later, and the second one is refused then.
+        `RECONNECT_MS` later, and a process that has ended refuses the second attempt.
         """
         now, longest_s = time.monotonic(), CUT_SHARE * SILENT_MS / 1000
         lasted_s = now - self._began.get(endpoint, now)

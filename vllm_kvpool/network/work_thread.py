@@ -48,7 +48,7 @@ class WorkThread(Generic[W, R]):
         while not is_over:
             try:
                 is_over = not self._turn()
-            except BaseException as error:  # raised by `take` or `report`
+            except BaseException as error:  # raised by `take`
                 self._work_failed(self._kind, error)
 
     def _turn(self) -> bool:
@@ -57,7 +57,10 @@ class WorkThread(Generic[W, R]):
         if batch is None:
             return False
         for done in [(work, self._result_of(work)) for work in batch]:
-            self._report(*done)
+            try:
+                self._report(*done)
+            except BaseException as error:  # the others are reported all the same
+                self._work_failed(self._kind, error)
         return True
 
     def _result_of(self, work: W) -> R:

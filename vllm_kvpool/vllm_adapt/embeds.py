@@ -235,8 +235,19 @@ def on_device(tensor: Any, vllm_config: "VllmConfig") -> Any:
 
 
 def is_started(request: "Request") -> bool:
-    """Return True if a request holds blocks, and maybe a part of the encoder cache."""
-    return bool(request.status == RequestStatus.RUNNING)
+    """Return True if a request holds blocks, and maybe a part of the encoder cache.
+
+    Requests also wait with blocks: after a load of KV, or for a session's next input.
+    """
+    is_running = request.status == RequestStatus.RUNNING
+    return bool(is_running or request.num_computed_tokens > 0)
+
+
+def max_step_tokens(vllm_config: "VllmConfig") -> int:
+    """Return the most tokens whose items a request may need in a step."""
+    # A drafter with several modules reads tokens behind those of the step.
+    ahead: int = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
+    return int(vllm_config.scheduler_config.max_num_batched_tokens) + ahead
 
 
 def transfer_params(request: "Request") -> Mapping[str, Any] | None:

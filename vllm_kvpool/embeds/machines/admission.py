@@ -3,11 +3,11 @@
 Pure; on the control thread. Memory for an item is taken whole, before its first grant, and freed
 when the engine has taken the item. So no item holds a part of its memory while it waits for the
 rest. Offered items queue: by request first, then one of each producer in turn. The items of the
-oldest request, and of requests that the engine has started, may exceed `max_landing_bytes` in two
-cases: no other request's item is in transfer and so about to free memory, or nothing has changed
-for `OLDEST_WAITS_S`. So requests that wait for each other's memory cannot deadlock. Nor can a
-started request and one whose received items the engine takes only once the started request frees
-blocks or its part of the encoder cache. The excess is bounded by the needs of these requests.
+oldest request, and of requests that have started, may exceed `max_landing_bytes` in two cases: no
+other request's item is in transfer and so about to free memory, or nothing has changed for
+`OLDEST_WAITS_S`. So requests wait no longer for each other's memory. A started request may hold the
+blocks that an older request needs before the engine takes the older request's items. The started
+request may therefore exceed the limit, too. The excess is bounded by the needs of these requests.
 """
 
 from bisect import bisect_left, insort

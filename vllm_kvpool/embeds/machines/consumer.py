@@ -74,12 +74,14 @@ class Consumer:
     def expect(self, message: Expect, now: float) -> None:
         """Seek an item for which a request waits."""
         item = self.items.get(message.mm_hash)
+        if message.joins and (item is None or item.wait_id != message.wait_id):
+            return  # taken or failed since: this message was on its way
         if item is not None and message.digest and item.digest not in ("", message.digest):
             self._end(item, TransferState.CANCELLED, Code.CONFLICT)
             item = None
         if item is None:
             item = self.items[message.mm_hash] = Item(message.mm_hash, now)
-        was_requested = item.requested
+        was_requested, item.wait_id = item.requested, message.wait_id
         if message.digest:
             item.wanted_digest = message.digest
             self._refuse_other_encodings(item, message.digest)
@@ -103,6 +105,12 @@ class Consumer:
         if message.is_pushed and not message.peers and not message.digest:
             item.want_sent_at = now
         self.discovery.want(item, now)
+
+    def reorder(self, mm_hash: str, order: int) -> None:
+        """Change the order of an item, if it is here and a request waits for it."""
+        item = self.items.get(mm_hash)
+        if item is not None and item.requested:
+            self.admission.request(item, order)
 
     def forget(self, mm_hash: str) -> None:
         """Drop the requests of an item, for which none waits any more."""
@@ -403,7 +411,7 @@ class Consumer:
     def _fail(self, item: Item, code: Code, text: str) -> None:
         """End an item that cannot be received, and tell the own scheduler."""
         self._end(item, TransferState.FAILED, code)
-        news = ItemNews(item.mm_hash, code=code, text=text)
+        news = ItemNews(item.mm_hash, code=code, text=text, wait_id=item.wait_id)
         self._turn.effects.append(NotifyScheduler(news))
 
     def _end(self, item: Item, state: TransferState, code: Code) -> None:
@@ -430,7 +438,8 @@ class Consumer:
 
     def _report_ready(self, item: Item) -> None:
         """Tell the own scheduler that an item can be loaded."""
-        self._turn.effects.append(NotifyScheduler(ItemNews(item.mm_hash, item.digest)))
+        news = ItemNews(item.mm_hash, item.digest, wait_id=item.wait_id)
+        self._turn.effects.append(NotifyScheduler(news))
 
     def _report_offered(self, item: Item) -> None:
         """Report to the own scheduler an item that is on its way.
@@ -440,7 +449,7 @@ class Consumer:
         if not item.requested:
             self._turn.effects.append(NotifyScheduler(ItemNews(item.mm_hash, offered=True)))
         elif self.limits.num_ranks > 1:
-            news = ItemNews(item.mm_hash, item.digest, offered=True)
+            news = ItemNews(item.mm_hash, item.digest, offered=True, wait_id=item.wait_id)
             self._turn.effects.append(NotifyScheduler(news))
 
     # Time

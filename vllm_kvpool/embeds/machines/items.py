@@ -7,7 +7,7 @@ from vllm_kvpool.embeds.machines.window import GrantRecord, TransferRef
 from vllm_kvpool.embeds.protocol.messages import Offer
 from vllm_kvpool.embeds.protocol.rows import Intervals, ItemShape
 
-NOT_REQUESTED = -1  # the order of an item that no request waits for; of started ones it is lower
+NOT_REQUESTED = -1  # order of an item without requests; a started request's order is lower still
 QUARANTINE_S = 70.0  # more than twice the time after which Mooncake gives a transfer up
 
 _S = TransferState
@@ -46,6 +46,7 @@ class Item:
     state: TransferState = _S.BOOTSTRAPPING
     idle_since: float = 0.0  # since when rows are missing and none are granted
     order: int = NOT_REQUESTED
+    wait_id: int = 0  # of the last `Expect`
     patience_s: float = 0.0  # the longest of its requests'; 0: they do not say
     # Producers' endpoints that requests named; empty: any producer.
     peers: frozenset[str] = frozenset()

@@ -30,7 +30,7 @@ MAX_ENDED = 1 << 16  # transfers of which a side keeps the final message, to sen
 GRANT_TTL_S = 60.0
 MAX_NAME = MAX_ITEM_NAME  # characters; also of the name of a process or an encoding
 MAX_ENDPOINT = 300  # characters
-STARTED = -(1 << 40)  # added to the order of a request that the engine has begun to compute
+STARTED = -(1 << 40)  # added to the order of a request that holds blocks
 MAX_TOKEN = 64  # bytes
 MAX_VERSION = 1 << 32  # changes of the weights
 PART_BYTES = FULL_FRAME_BYTES // 2  # of the names in one `Requested`
@@ -270,7 +270,7 @@ class Expect(msgspec.Struct, frozen=True, gc=False, tag="expect"):
     """S→C: a request waits for an item.
 
     `order` belongs to the oldest request that waits now; older requests have lower orders.
-    `STARTED` is added to the order of a request that the engine has begun to compute.
+    `STARTED` is added to the order of a request that holds blocks.
     """
 
     mm_hash: str
@@ -283,6 +283,17 @@ class Expect(msgspec.Struct, frozen=True, gc=False, tag="expect"):
     """The encoder was given the consumers and sends unasked: ask only after `repeat_s`."""
     digest: str = ""
     """The encoding that all ranks must have; empty: any."""
+    wait_id: int = 0
+    """Number of the wait. News of an item name the wait that they answer."""
+    joins: bool = False
+    """True if the wait has begun before. If the item has gone since, it is not brought again."""
+
+
+class Reorder(msgspec.Struct, frozen=True, gc=False, tag="reorder"):
+    """S→C: the oldest request that waits for an item now has this order."""
+
+    mm_hash: str
+    order: int
 
 
 class Forget(msgspec.Struct, frozen=True, gc=False, tag="forget"):
@@ -303,6 +314,8 @@ class ItemNews(msgspec.Struct, frozen=True, gc=False, tag="item_news"):
     offered: bool = False
     """The item is in transfer and no request waits for it yet; with `digest`: other ranks may have
     been offered another encoding."""
+    wait_id: int = 0
+    """The wait of the last `Expect`; 0: no request waits."""
 
 
 class Taken(msgspec.Struct, frozen=True, gc=False, tag="taken"):
@@ -363,7 +376,7 @@ Message = (
     PeerHello | HelloReject | Heartbeat | Goodbye
     | Want | WantAck | Offer | OfferAck | Grant | Wrote | WriteFailed | Revoke | RevokeAck
     | Complete | Cancel | CancelAck | Withdraw | Unknown
-    | Requested | Expect | Forget | Push | WeightsChanged
+    | Requested | Expect | Reorder | Forget | Push | WeightsChanged
     | ItemNews | Taken | HeldBytes | MetricSamples
 )  # fmt: skip
 
