@@ -1,5 +1,6 @@
 """The router's paths, against the routes of vLLM's own server."""
 
+import logging
 import warnings
 from argparse import Namespace
 from types import SimpleNamespace
@@ -58,7 +59,7 @@ class Route(NamedTuple):
 @pytest.fixture(scope="module")
 def routes() -> set[Route]:
     """Every route that vLLM's server can have, declared by vLLM with all switches on."""
-    app = FastAPI()
+    app, level = FastAPI(), logging.root.level
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
         for name in SWITCHES:
@@ -71,6 +72,7 @@ def routes() -> set[Route]:
         tasks = (*get_args(GenerationTask), *POOLING_TASKS, *FRONTEND_TASKS)
         model = cast("ModelConfig", SimpleNamespace(get_pooling_task=lambda tasks: "embed"))
         register_api_routers(app.state.args, app, tasks, model)
+    logging.root.setLevel(level)  # SageMaker's library, which vLLM imports, raises it
     return {
         Route(getattr(route, "path", ""), method, part.removeprefix(ENTRYPOINTS))
         for route in app.routes
