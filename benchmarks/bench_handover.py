@@ -15,6 +15,8 @@ model has 8 layers, random weights and 16 KiB of KV a token.
   servers and their engines a request, prefill included; Mooncake's master is not counted.
 * `decode` names what decode is started with: as prefill (blocks of 128 tokens, one rank), with
   blocks of 256, with two ranks, which share the cores with prefill.
+  With two ranks Linux can leave prefill's worker without a core for seconds: decode's engine core
+  polls for its ranks with `sched_yield`.
 * A worker of vLLM polls for a second after each step, and the pool's decode makes steps from the
   first chunk that lands: with `no spinning` the workers of both servers, of all ways, poll for
   10 ms.
