@@ -211,10 +211,10 @@ class Mover:
                 return
             now = self._bring(batch)
             yield now
-            has_failed = now.failed or now.unkept or now.unwritten
-            is_last = has_failed or (now.missing and not self._cells.has_gaps)
+            is_stuck = now.failed or now.unkept or now.unwritten
+            is_last = is_stuck or (now.missing and not self._cells.has_gaps)
             if is_last and not now.brought + now.near:
-                return  # the far tiers fail or have no more of the prompt, or the near one is full
+                return  # a store fails, the near one is full, or the far ones have no more
 
     def close(self) -> None:
         """Give the memory back; no call may follow."""

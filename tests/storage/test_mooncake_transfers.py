@@ -244,7 +244,7 @@ def test_after_a_stall_no_read_begins(
 def test_reads_from_silent_peer_end_after_one_round_of_its_transfers(
     reads: EngineReads, engine: FakeReadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mooncake moves four at a time from a peer, and each is dropped after a time of its own."""
+    """Mooncake moves four reads of a peer at a time, and fails each after 5 s without a byte."""
     monkeypatch.setattr(mooncake_transfers, "MAX_PAUSE_S", 10.0)
     monkeypatch.setattr(mooncake_transfers, "MIN_PAUSE_S", 10.0)
     engine.broken = set(range(16))

@@ -256,7 +256,7 @@ class EmbedsScheduler:
         return state
 
     def _set_started(self, request: EmbedsRequest, is_started: bool) -> None:
-        """Note whether the engine has begun to compute a request, and tell its items' new order."""
+        """Note whether a request holds blocks, and tell the workers the new order of its items."""
         state = self._state_of(request.request_id)
         if state.is_started == is_started:
             return

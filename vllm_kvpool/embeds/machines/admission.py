@@ -5,9 +5,9 @@ when the engine has taken the item. So no item holds a part of its memory while 
 rest. Offered items queue: by request first, then one of each producer in turn. The items of the
 oldest request, and of requests that have started, may exceed `max_landing_bytes` in two cases: no
 other request's item is in transfer and so about to free memory, or nothing has changed for
-`OLDEST_WAITS_S`. So requests wait no longer for each other's memory. A started request may hold the
-blocks that an older request needs before the engine takes the older request's items. The started
-request may therefore exceed the limit, too. The excess is bounded by the needs of these requests.
+`OLDEST_WAITS_S`. No request waits longer than that for another request's memory. A started request
+may hold the blocks that an older request needs before the engine takes the older request's items.
+So started requests may exceed the limit, too. The excess is bounded by the needs of these requests.
 """
 
 from bisect import bisect_left, insort
