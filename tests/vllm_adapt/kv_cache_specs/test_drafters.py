@@ -24,7 +24,7 @@ from tests.vllm_adapt.kv_cache_specs.test_layer_groups import FULL, WINDOW, by_h
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.topology import LayerGroup
-from vllm_kvpool.vllm_adapt import engine_config
+from vllm_kvpool.vllm_adapt import compat, engine_config
 
 SHAPE = EvenShape(layers=2)
 OWN = [name_of(layer) for layer in range(SHAPE.layers)]
@@ -184,7 +184,14 @@ def _modules(config: VllmConfig) -> None:
         (_drafting, {}, "parallel_drafting"),
         (_parallel, {}, "pipeline parallelism"),
         (_context, {}, "context parallelism"),
-        (_nothing, {"layerwise": True}, "layerwise"),
+        pytest.param(
+            _nothing,
+            {"layerwise": True},
+            "layerwise",
+            marks=pytest.mark.skipif(
+                not compat.has_loads_within_steps(), reason="loads layer by layer are refused here"
+            ),
+        ),
     ],
     ids=["method", "modules", "drafting", "pipeline", "context", "layerwise"],
 )
