@@ -73,7 +73,9 @@ def test_limits_of_unified_groups_are_of_all_around_the_process(root: Path) -> N
     assert left(root) == [(32, 24), (3, 1), (4, 2)]
 
 
-@pytest.mark.parametrize("name", [b"caf\xe9", b"a\x85b", b"a\xc2\xa0b", b"a\xe2\x80\xa8b", b"a\x0cb"])
+@pytest.mark.parametrize(
+    "name", [b"caf\xe9", b"a\x85b", b"a\xc2\xa0b", b"a\xe2\x80\xa8b", b"a\x0cb"]
+)
 def test_limits_beside_a_mount_of_any_name_are_found(root: Path, name: bytes) -> None:
     """Names of mounts are bytes; the kernel escapes blanks and ends of lines of ASCII alone."""
     write(root, {"proc/self/cgroup": "0::/pod"})
