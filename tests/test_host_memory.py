@@ -73,6 +73,19 @@ def test_limits_of_unified_groups_are_of_all_around_the_process(root: Path) -> N
     assert left(root) == [(32, 24), (3, 1), (4, 2)]
 
 
+@pytest.mark.parametrize(
+    "name", [b"caf\xe9", b"a\x85b", b"a\xc2\xa0b", b"a\xe2\x80\xa8b", b"a\x0cb"]
+)
+def test_limits_beside_a_mount_of_any_name_are_found(root: Path, name: bytes) -> None:
+    """Names of mounts are bytes; the kernel escapes blanks and ends of lines of ASCII alone."""
+    write(root, {"proc/self/cgroup": "0::/pod"})
+    write(root, unified("/pod", 4 * GIB, 3 * GIB))
+    mounts = root / "proc/self/mountinfo"
+    line = b"31 23 0:28 / /mnt/" + name + b" rw - cifs //nas/" + name + b" rw\n"
+    mounts.write_bytes(line + mounts.read_bytes())
+    assert left(root) == [(32, 24), (4, 1)]
+
+
 def test_limits_of_first_version_groups_are_found_from_within_a_container(root: Path) -> None:
     """A container sees its own group at the mount's root; of outer groups it sees only a number."""
     write(root, {"proc/self/cgroup": ROOTLESS.format("/docker/1f")})

@@ -7,6 +7,7 @@ in swap is slower than none. `root` is where tests put files of the kernel's.
 """
 
 import logging
+import os
 import re
 import sys
 from collections import Counter
@@ -174,7 +175,7 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
 
     The second value is True for version 2.
     """
-    for line in text_of(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").split("\n")[:-1]:
         number, controllers, path = line.split(":", 2)
         is_unified = number == "0" and not controllers
         if not is_unified and controller not in controllers.split(","):
@@ -191,8 +192,8 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
 
 def _mounts(controller: str, *, is_unified: bool, root: Path) -> Iterator[tuple[Path, str]]:
     """Yield each mount point of the controller's hierarchy, and the group that is mounted there."""
-    for line in text_of(root / "proc/self/mountinfo").splitlines():
-        mount, _, kind = (part.split() for part in line.partition(" - "))
+    for line in text_of(root / "proc/self/mountinfo").split("\n")[:-1]:
+        mount, _, kind = (part.split(" ") for part in line.partition(" - "))
         if kind[0] == "cgroup2" if is_unified else controller in kind[-1].split(","):
             yield root / mount[4].lstrip("/"), mount[3]
 
@@ -204,8 +205,11 @@ def _number(path: Path) -> int | None:
 
 
 def text_of(path: Path) -> str:
-    """Return a file of the kernel's; "" without it."""
+    """Return a file of the kernel's; "" without it.
+
+    Names of mounts and processes in it may be any bytes.
+    """
     try:
-        return path.read_text()
+        return os.fsdecode(path.read_bytes())
     except OSError:
         return ""

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.router_steps import Steps, spec
+from vllm_kvpool.router.control.events import Measured, Sample
 from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.placement import MAX_TRIED, Ranking
 from vllm_kvpool.router.control.request_flow import RETRY_EVERY_S, Retry
-from vllm_kvpool.router.control.requests import RequestId
-from vllm_kvpool.router.control.states import Role
+from vllm_kvpool.router.control.requests import DEFAULT_BLOCK_SIZE, RequestId
+from vllm_kvpool.router.control.states import ReplicaId, Role
 from vllm_kvpool.router.control.work import ActiveRequest
 
 REPLICAS = [Replica(spec(f"r{number}")) for number in range(6)]
@@ -44,6 +45,20 @@ def test_of_many_that_are_not_accepted_only_some_are_tried() -> None:
         ranking.set(replica, (0.0, number, replica.replica_id))
     assert ranking.first(1, lambda each: bool(tried.append(each)), "") == []
     assert len(tried) == MAX_TRIED
+
+
+def test_block_size_of_a_model_is_the_mean_of_the_decoders_that_serve_it_now() -> None:
+    steps = Steps()
+    steps.fleet(prefill="p", decode="d e f")
+    steps.controller.state.fleet.list_models(steps.replica("f"), frozenset({"other"}))
+    for replica, block_size in (("d", 16), ("e", 256), ("f", 1024)):
+        sample = Sample(total_blocks=1000, block_size=block_size)
+        steps.step(Measured(ReplicaId(replica), sample))
+    assert steps.controller.admission.pressure("m").block_tokens == (16 + 256) // 2
+    steps.remove("e")
+    assert steps.controller.admission.pressure("m").block_tokens == 16
+    steps.remove("d")
+    assert steps.controller.admission.pressure("m").block_tokens == DEFAULT_BLOCK_SIZE
 
 
 DONE, DECODED = RequestId("done"), RequestId("decoded")

@@ -234,6 +234,22 @@ def test_a_queue_that_nobody_takes_ends_in_one_entry(monkeypatch: pytest.MonkeyP
     assert told(announcer) == ["+a0 a1 STORAGE"]
 
 
+def test_blocks_announced_behind_a_full_queue_are_removed_when_they_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    announcer, listener = with_chunks("abcde"), Listener()
+    for chunk in "abcde":
+        announcer.stored(chunk, NEAR)
+    announcer.take()  # receivers have dropped these by the time of `repeat`
+    monkeypatch.setattr(module, "MAX_WAITING", 3)
+    announcer.repeat()
+    listener.hear(announcer.take())
+    for chunk in "abcde":
+        announcer.gone(chunk, NEAR)
+        listener.hear(announcer.take())
+    assert listener.blocks == set()
+
+
 @given(st.lists(st.sampled_from("abc"), max_size=8))
 def test_a_chunk_is_announced_once_per_medium(chunks: list[str]) -> None:
     announcer = with_chunks("abc")

@@ -207,3 +207,17 @@ def test_the_root_of_a_containers_volume_is_no_store_and_its_subdirectories_are(
     monkeypatch.setattr(paths, "_is_container", lambda: False)
     with pytest.raises(ConfigError, match="another user could replace it"):
         FileStore(str(shared / "kvpool"), MIB)
+
+
+@pytest.mark.parametrize(("root", "expected"), [("overlay", True), ("ext4", False)])
+def test_a_container_is_known_beside_a_mount_of_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, *, expected: bool
+) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_bytes(
+        b"31 23 0:28 / /mnt/caf\xe9 rw - cifs //nas/x rw\n"
+        b"1 0 0:1 / / rw - " + root.encode() + b" none rw\n"
+    )
+    monkeypatch.setattr(paths, "MOUNTS", str(mounts))
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    assert paths._is_container() is expected

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import os
+import shutil
 import signal
 import sqlite3
 import stat
@@ -386,6 +387,48 @@ def test_a_path_that_cannot_be_made_is_refused(root: Path, tmp_path: Path) -> No
         FileStore(str(root / "below"), MIB)
     with pytest.raises(ConfigError, match="cannot be used"):
         FileStore("/proc/kvpool", MIB)
+
+
+@pytest.mark.parametrize("part", ["", FORMAT_DIR, f"{FORMAT_DIR}/writers"])
+def test_a_directory_that_loses_a_part_while_it_is_opened_is_opened_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Somebody empties the pool while engines start."""
+    removed = []
+
+    def make(name: str) -> None:
+        make_directory(name)
+        if name == f"{root}/{FORMAT_DIR}/writers" and not removed:
+            removed.append(name)
+            shutil.rmtree(root / part)
+
+    make_directory = space_module.make_directory
+    monkeypatch.setattr(space_module, "make_directory", make)
+    store = FileStore(str(root), MIB)
+    assert removed
+    assert put_one(store, key_of(new_namespace(), 1), make_buffer(100)) is PutOutcome.STORED
+    store.close()
+
+
+def test_an_index_that_is_removed_while_it_is_opened_is_made_anew(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite calls it an error of the disk, twice in a row here."""
+    removed = []
+
+    def prepare_and_lose(db: sqlite3.Connection, path: str, *rest: Any) -> None:
+        if len(removed) < 2:
+            removed.append(os.unlink(path))
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+            raise error
+        prepare(db, path, *rest)
+
+    prepare = index_module.prepare
+    monkeypatch.setattr(index_module, "prepare", prepare_and_lose)
+    store = FileStore(str(root), MIB)
+    assert put_one(store, key_of(new_namespace(), 1), make_buffer(100)) is PutOutcome.STORED
+    store.close()
 
 
 class FaultyDisk:

@@ -137,6 +137,27 @@ def test_log_says_why_a_store_fails_once_for_calls_and_probes(
     assert [each.levelname for each in caplog.records].count("WARNING") == 1
 
 
+def test_log_names_a_refusal_again_after_the_store_recovered_and_hung(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = stage.start()
+    stage.next_news()
+    for outage in range(2):
+        stage.store.inject(Fault.ERROR, "exists")
+        guard.report_hung()
+        stage.next_news()
+        stage.pass_time(LONG_S)
+        num_probes = 2 * outage + 1
+        stage.wait_until(
+            lambda n=num_probes: stage.store.calls["exists"] == n and guard._pause_s() > 0
+        )
+        stage.store.heal()
+        stage.pass_time(LONG_S)
+        assert stage.next_news() is True
+    told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert told.count(f"kvpool: store {NAME}: still unavailable: injected") == 2
+
+
 def test_pauses_grow_are_bounded_and_are_not_the_same_everywhere(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,8 @@ removed when one of them has left host memory; once per medium, however often it
 not report what they evict, so a block that is announced in a store may be gone.
 
 At most `MAX_CHUNKS` chunks are known, the newest; after older ones were forgotten, `clear` removes
-everything. At most `MAX_WAITING` events wait; one `Cleared` replaces them when there are more.
+everything. At most `MAX_WAITING` events wait; if there are more, `take` returns one `Cleared` in
+their place.
 """
 
 from collections import OrderedDict
@@ -106,6 +107,7 @@ class KVEventTracker:
         self._last_job = self._last_before_clear = -1
         self._waiting: list[Announcement] = []
         self._has_forgotten = False
+        self._has_dropped = False  # events, since the last `take`
 
     # What is known of chunks
 
@@ -235,11 +237,10 @@ class KVEventTracker:
     # Events that wait for `take`
 
     def _emit(self, announcement: Announcement) -> None:
-        if len(self._waiting) >= MAX_WAITING:
-            self._waiting = [Cleared()]
-            self._media.clear()
-            return
-        self._waiting.append(announcement)
+        if len(self._waiting) < MAX_WAITING:
+            self._waiting.append(announcement)
+        else:
+            self._has_dropped = True
 
     @property
     def num_waiting(self) -> int:
@@ -249,4 +250,8 @@ class KVEventTracker:
     def take(self) -> list[Announcement]:
         """Return the events since the last call, in order."""
         waiting, self._waiting = self._waiting, []
+        if self._has_dropped:
+            self._has_dropped = False
+            self._media.clear()
+            return [Cleared()]
         return waiting

@@ -357,8 +357,7 @@ class GuardedStore:
                 return
             began = now if began is None else began
             if why := self._health.call_ended(kind, began, now, failed=failed):
-                self._logged_error = cause
-                self._note(f"{why}: {cause}" if cause else why)
+                self._note(why, cause)
 
     def report_hung(self, *, writes: bool = False, limit_s: float | None = None) -> None:
         """Count a call with buffers as hanging; called by who waits for it.
@@ -373,8 +372,10 @@ class GuardedStore:
             if why := self._health.call_hung(kind, self._clock(), limit_s):
                 self._note(why)
 
-    def _note(self, why: str) -> None:
-        """Log and tell that the access was restricted."""
+    def _note(self, why: str, cause: str = "") -> None:
+        """Log and tell that the access was restricted; `cause` is the error, if there was one."""
+        self._logged_error = cause
+        why = f"{why}: {cause}" if cause else why
         if self._health.access is StoreAccess.NONE:
             logger.warning("kvpool: store %s: unavailable: %s", self._name, why)
         else:

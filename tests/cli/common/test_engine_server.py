@@ -13,7 +13,7 @@ from tests.support.http_answers import http_server
 from tests.support.processes import session
 from tests.support.waiting import wait_until
 from vllm_kvpool.cli.common import engine_server
-from vllm_kvpool.cli.common.engine_server import EngineFailed, EngineServer
+from vllm_kvpool.cli.common.engine_server import EngineFailed, EngineServer, group_cpu_seconds
 
 NOBODY = "http://127.0.0.1:1"
 END_LIMIT_S = 10.0
@@ -119,3 +119,14 @@ def test_cpu_seconds_are_those_of_all_processes_of_the_group(tmp_path: Path) -> 
         wait_for_log(tmp_path / "log", "done")
         assert server.cpu_seconds() > 0.05
         server.stop()
+
+
+def test_time_of_a_group_is_read_beside_a_process_of_any_name() -> None:
+    """The kernel keeps 15 bytes of a name, so a character may be cut."""
+    script = r"printf 'caf\351' > /proc/$$/comm; echo named; read"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["bash", "-c", script], **pipes) as beside:
+        assert beside.stdout is not None
+        assert beside.stdout.readline() == b"named\n"
+        assert group_cpu_seconds(os.getpgid(0)) > 0
+        beside.communicate()

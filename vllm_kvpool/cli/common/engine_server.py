@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vllm_kvpool.direct_http import open_directly
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.host_memory import text_of
 
 START_LIMIT_S = 1800.0  # large weights come over a network
 STOP_LIMIT_S = 20.0
@@ -109,8 +110,7 @@ def group_cpu_seconds(group: int) -> float:
     """Return the processor time of a process group, with that of children that ended."""
     total = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[2]) == group:
-                total += sum(map(int, fields[11:15]))
+        fields = text_of(stat).rpartition(")")[2].split()
+        if fields and int(fields[2]) == group:
+            total += sum(map(int, fields[11:15]))
     return total / _TICKS

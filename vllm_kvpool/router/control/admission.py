@@ -8,7 +8,7 @@ from collections.abc import Set
 from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.overload import OVERDUE, Pressure, Rejection, Shedder
 from vllm_kvpool.router.control.rates import StartRate
-from vllm_kvpool.router.control.requests import DEFAULT_BLOCK_SIZE, Request, Waiting
+from vllm_kvpool.router.control.requests import Request, Waiting
 from vllm_kvpool.router.control.settings import OverloadConfig
 from vllm_kvpool.router.control.states import HAS_BOUND
 
@@ -97,7 +97,7 @@ class Admission:
         snapshot = state.rates.current(state.now)
         totals, waiting = state.totals(model), self.waiting(model)
         mean_tokens = snapshot.output_tokens_per_request
-        size = state.table.block_size or DEFAULT_BLOCK_SIZE
+        size = totals.block_size
         to_come = waiting.prompt_tokens + waiting.requests * mean_tokens
         group = state.fleet.group_of((model,))
         starts = self._starts.get(group)

@@ -188,6 +188,17 @@ class Totals(msgspec.Struct, gc=False):
     """Decoders that are not locked and whose capacity is not known."""
     num_behind: int = 0
     """Decoders in whose engines requests wait; their queue alone may have been emptied since."""
+    block_sizes: int = 0
+    """The sum of decoders' block sizes, as far as they are known."""
+    num_block_sizes: int = 0
+    """The number of block sizes in that sum."""
+
+    @property
+    def block_size(self) -> int:
+        """The mean block size of the decoders, in tokens."""
+        if not self.num_block_sizes:
+            return DEFAULT_BLOCK_SIZE
+        return self.block_sizes // self.num_block_sizes
 
     def move(self, before: "Totals", after: "Totals") -> None:
         """Replace a replica's part in the sums."""
@@ -201,6 +212,8 @@ class Totals(msgspec.Struct, gc=False):
         self.room_blocks += after.room_blocks - before.room_blocks
         self.num_unsized += after.num_unsized - before.num_unsized
         self.num_behind += after.num_behind - before.num_behind
+        self.block_sizes += after.block_sizes - before.block_sizes
+        self.num_block_sizes += after.num_block_sizes - before.num_block_sizes
 
 
 NOTHING = Totals()
@@ -221,8 +234,6 @@ class LoadTable:
         """Replicas that may be given one more prompt, by the tokens that they have to compute."""
         self.decoders = Ranking()
         """Replicas that may be given one more request, by the share of their blocks in use."""
-        self.block_size = 0
-        """The largest of all engines so far."""
 
     def refresh(self, locked: frozenset[ReplicaId], *, is_collapsed: bool) -> None:
         """Take in what has changed. While collapsed, prefill replicas decode as well."""
@@ -262,8 +273,6 @@ class LoadTable:
             self._totals.setdefault(models, Totals())
         self._totals[models].move(before[1], part)
         self._parts[replica_id] = models, part
-        if replica.sample.block_size > self.block_size:
-            self.block_size = replica.sample.block_size
         settings = self._settings
         key: Key | None = None
         if part.prefill_replicas and len(replica.work.prefills) < settings.prefill_requests:
@@ -315,6 +324,8 @@ class LoadTable:
             room_blocks=room if is_sized else 0,
             num_unsized=int(not is_sized),
             num_behind=int(replica.work.num_waiting > 0 and replica.work.num_ready > 0),
+            block_sizes=replica.sample.block_size,
+            num_block_sizes=int(replica.sample.block_size > 0),
         )
 
 

@@ -610,6 +610,8 @@ class FileIndex:
                 number, text = _ERRNOS[code], f"the index cannot be used: {error}"
                 if _is_full(self._path):  # SQLite may say SQLITE_IOERR then
                     number, text = errno.ENOSPC, os.strerror(errno.ENOSPC)
+                elif self._opened != _identity(self._path):  # any of them, then
+                    number = errno.ESTALE
                 raise OSError(number, text, self._path) from error
             self._set_aside(error)
             raise OSError(errno.ESTALE, f"the index was replaced: {error}", self._path) from error

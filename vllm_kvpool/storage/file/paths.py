@@ -22,6 +22,7 @@ from vllm_kvpool.errors import ConfigError, StoreError
 DIR_MODE = 0o700
 FILE_MODE = 0o600
 
+MOUNTS = "/proc/self/mountinfo"
 SET_ASIDE = 3  # files of one name that are kept
 
 OnUnlisted = Callable[[OSError], None]
@@ -235,10 +236,10 @@ def is_volume(path: str) -> bool:
 
 def _is_container() -> bool:
     """Return True if `/` is a container's: an overlay, or marked by Docker or Podman."""
-    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
+    with contextlib.suppress(OSError), open(MOUNTS, "rb") as mounts:  # names may be any bytes
         for line in mounts:
             fields = line.split()
-            if fields[4] == "/" and fields[fields.index("-") + 1] == "overlay":
+            if fields[4] == b"/" and fields[fields.index(b"-") + 1] == b"overlay":
                 return True
     return os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv")
 

@@ -93,6 +93,8 @@ ROUND_BYTES = 4 << 20  # of a put; space for a round is reserved while the one b
 ROUND_CELLS = 16  # of a put; other processes wait for the index meanwhile
 
 NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+REMOVED = frozenset({errno.ENOENT, errno.ESTALE})
+OPEN_ATTEMPTS = 3
 NO_FILE = frozenset({errno.ELOOP, errno.ENXIO})  # a symbolic link, a socket
 # A directory or FIFO with O_DIRECT; a file without permissions.
 MAYBE_NO_FILE = frozenset({errno.EINVAL, errno.EACCES})
@@ -170,6 +172,18 @@ def claim_root(path: str) -> None:
             f"(mode {stat.S_IMODE(status.st_mode):04o}); {what}"
         )
     check_parents(path)
+
+
+def _open_space(path: str, open_space: Callable[[], FileSpace]) -> FileSpace:
+    """Open a directory's space, and again if others remove a part of it meanwhile."""
+    for attempt in range(OPEN_ATTEMPTS):
+        claim_root(path)
+        try:
+            return open_space()
+        except OSError as error:
+            if error.errno not in REMOVED or attempt + 1 == OPEN_ATTEMPTS:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _make_parents(path: str) -> None:
@@ -653,8 +667,9 @@ class FileStore(DirectoryReader):
         shares: Shares = Shares.NONE,
     ) -> None:
         try:
-            claim_root(path)
-            self._space = FileSpace(path, size_bytes, policy, clock_ns, shares)
+            self._space = _open_space(
+                path, lambda: FileSpace(path, size_bytes, policy, clock_ns, shares)
+            )
         except OSError as error:
             text = f"file store {path} cannot be used: {error.strerror} ({error.filename or path})"
             if error.errno in NO_ROOM:
