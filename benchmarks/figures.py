@@ -1,4 +1,4 @@
-"""The tables of README.md, docs/performance.md and docs/comparison.md, from the kept results.
+"""The tables of README.md and of three documents in docs/, from the kept results.
 
     python benchmarks/figures.py
 
@@ -16,6 +16,7 @@ from benchmarks.scale import RESULTS, ROOT, filled, number, table
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 COMPARISON = ROOT / "docs" / "comparison.md"
+DECISIONS = ROOT / "docs" / "decisions.md"
 WANTED_CPU = 1.5
 """Of plain buffers, at most."""
 WANTED_ROUND_TRIP_US = 100.0
@@ -48,13 +49,17 @@ class Kept:
         self.folder = folder
         self._rows: dict[str, list[dict[str, Any]]] = {}
 
-    def __call__(self, name: str, column: str = "", /, **columns: object) -> dict[str, Any]:
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Return all rows of a kept result."""
         if name not in self._rows:
             self._rows[name] = json.loads((self.folder / f"{name}.json").read_text())["rows"]
+        return self._rows[name]
+
+    def __call__(self, name: str, column: str = "", /, **columns: object) -> dict[str, Any]:
         wanted = columns.items()
         found = [
             row
-            for row in self._rows[name]
+            for row in self.rows(name)
             if wanted <= row.items() and (not column or column in row)
         ]
         if len(found) != 1:
@@ -948,6 +953,12 @@ def beside_others(kept: Kept) -> list[dict[str, Any]]:
     return [dict(zip(("beside", "result for vllm-kvpool"), row, strict=True)) for row in rows]
 
 
+def superseding(kept: Kept) -> list[dict[str, Any]]:
+    """Return docs/decisions.md's rows of the simulation of sessions."""
+    names = ("traffic", "capacity, blocks", "as now", "turns supersede", "gain")
+    return [{name: row[name] for name in names} for row in kept.rows("turns")]
+
+
 def missed(folder: Path) -> str:
     """What misses its target, a line each."""
     return "\n".join(
@@ -976,6 +987,7 @@ def documents(kept: Kept) -> dict[Path, dict[str, str]]:
     return {
         COMPARISON: {"beside others": table(beside_others(kept)), "missed": missed(kept.folder)},
         README: {"headline": table(headline(kept))},
+        DECISIONS: {"turns": table(superseding(kept))},
         PERFORMANCE: {
             name: table([figure.row() for figure in made(kept)]) for name, made in SECTIONS.items()
         },

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.figures import (
     COMPARISON,
+    DECISIONS,
     PERFORMANCE,
     README,
     SECTIONS,
@@ -20,7 +21,7 @@ from benchmarks.figures import (
 from benchmarks.scale import RESULTS, filled
 
 
-@pytest.mark.parametrize("document", [README, PERFORMANCE, COMPARISON], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [README, PERFORMANCE, COMPARISON, DECISIONS], ids=lambda path: path.name)
 def test_a_document_has_the_tables_of_the_kept_results(document: Path) -> None:
     text = document.read_text()
     assert filled(text, documents(Kept())[document]) == text
