@@ -28,20 +28,20 @@ STEPS = "range(100)"
 SAMPLES = "max_tokens=512"
 MODEL = '"Qwen/Qwen3-0.6B"'
 BEFORE = """
-import json, os
+import json
 prompts = [{{"prompt_token_ids": {prompt}}}]
 checkpoints = iter({checkpoints})
 told = []
 
+
 def train(answers):
     [answer] = answers
     told.append((answer.num_cached_tokens, list(answer.outputs[0].token_ids)))
+    with open({told!r}, "w") as file:
+        json.dump(told, file)
     return next(checkpoints)
 
-"""
-AFTER = """
-with open(os.environ["TOLD"], "w") as file:
-    json.dump(told, file)
+
 """
 
 
@@ -52,7 +52,7 @@ def loop() -> str:
 
 
 def test_loop_of_the_guide_finds_the_cells_of_earlier_weights(tmp_path: Path) -> None:
-    """The weights go from A to B and back to A."""
+    """The weights go from A to B and back to A. vLLM's engine is a process of its own."""
     shape = LlamaShape(layers=2, vocab=VOCAB)
     first, second = (
         make_model(tmp_path / "models", each) for each in (shape, replace(shape, seed=7))
@@ -69,14 +69,12 @@ def test_loop_of_the_guide_finds_the_cells_of_earlier_weights(tmp_path: Path) ->
         assert documented in code
         code = code.replace(documented, own)
     checkpoints = [str(second), str(first), str(first)]
-    before = BEFORE.format(prompt=tokens(seed=5, count=600), checkpoints=checkpoints)
     script, told = tmp_path / "loop.py", tmp_path / "told.json"
-    script.write_text(before + code + AFTER)
+    prompt = tokens(seed=5, count=600)
+    script.write_text(BEFORE.format(prompt=prompt, checkpoints=checkpoints, told=str(told)) + code)
     environment = {
         **os.environ,
-        "TOLD": str(told),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
         "TORCH_COMPILE_DISABLE": "1",
