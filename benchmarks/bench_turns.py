@@ -77,9 +77,7 @@ class Tier:
                 self._evict()
             known = self._evicted.take(str(block))
             self._scores[block] = (
-                self._policy.on_put(now_ns)
-                if known is None
-                else self._policy.on_hit(known, now_ns)
+                self._policy.on_put(now_ns) if known is None else self._policy.on_hit(known, now_ns)
             )
             self._raise(parent, self._scores[block])
             self._places[block] = parent, position
