@@ -136,12 +136,14 @@ check: setup
 	$(PYTHON) -m mypy --config-file tests/mypy.ini tests
 	$(PYTHON) -m pytest -q tests/test_layering.py
 
-## make dist       the wheel and the sdist in dist/, tried in empty environments; lints the Helm chart
+## make dist       the wheel and the sdist in dist/, tried in empty environments; lints the Helm chart; what
+##                  the site loads
 dist: setup
 	@scripts/setup-tools.sh
 	rm -rf dist
 	$(PYTHON) -m hatchling build
-	$(PYTHON) -m pytest -q -m deploy tests/deploy/test_distribution.py tests/deploy/test_chart.py
+	$(PYTHON) -m pytest -q -m deploy tests/deploy/test_distribution.py tests/deploy/test_chart.py \
+		tests/deploy/test_built_site.py
 
 ## make docs       the documents as a site in build/site; a link that leads nowhere is an error
 docs:

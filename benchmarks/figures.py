@@ -1,13 +1,14 @@
-"""The tables of README.md, docs/performance.md and docs/comparison.md, from the kept results.
+"""The tables of README.md and of three documents in docs/, from the kept results.
 
     python benchmarks/figures.py
 
-A row names what it compares and takes each number from a kept row. `run_all.py` writes the tables
-anew; `tests/test_figures.py` fails where a document has other ones.
+A row has one value of the pool, at most one of a peer, and the ratio of both. It takes each number
+from a kept row. `run_all.py` writes the tables anew; `tests/test_figures.py` fails where a document
+has other ones.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,16 +17,30 @@ from benchmarks.scale import RESULTS, ROOT, filled, number, table
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 COMPARISON = ROOT / "docs" / "comparison.md"
+DECISIONS = ROOT / "docs" / "decisions.md"
 WANTED_CPU = 1.5
 """Of plain buffers, at most."""
 WANTED_ROUND_TRIP_US = 100.0
+WANTED_WAIT_MS = 20.0
+WANTED_ANSWER_MS = 3.0
+WANTED_NEAR_MS = 10.0
+WANTED_ROUND_MS = 1.0
 GQA = "nothing reused, SmolLM2-135M-Instruct (GQA), 22.5 KiB a token"
 MHA = "nothing reused, random weights (MHA), 32 KiB a token"
 IN_TREE = "vLLM's MooncakeStore"
+"""The side's name in kept rows."""
+MOONCAKE_STORE = "MooncakeStoreConnector"
+NIXL, NIXL_ROWS = "NixlConnector", "NixlConnector, a poll each 1 ms"
+MOONCAKE_PEER = "MooncakeConnector"
+WANTED = "wanted"
+WAYS = ("save", "load")
+SHARES = ("mean", "p50", "p99")
+Value = float | str
+"""A figure, or why there is none."""
 
 
 class Figure(NamedTuple):
-    """A row of docs/performance.md."""
+    """A row of a table: one value of the pool, and at most one of a peer."""
 
     what: str
     ours: str
@@ -33,12 +48,11 @@ class Figure(NamedTuple):
     ratio: str = ""
 
     def row(self) -> dict[str, Any]:
-        return {
-            "what": self.what,
-            "ours": self.ours,
-            "beside it": self.beside,
-            "ratio": self.ratio,
-        }
+        """Return the cells by the names of their columns."""
+        return dict(zip(COLUMNS, self, strict=True))
+
+
+COLUMNS = ("figure", "vllm-kvpool", "compared with", "times better")
 
 
 class Kept:
@@ -48,13 +62,17 @@ class Kept:
         self.folder = folder
         self._rows: dict[str, list[dict[str, Any]]] = {}
 
-    def __call__(self, name: str, column: str = "", /, **columns: object) -> dict[str, Any]:
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Return all rows of a kept result."""
         if name not in self._rows:
             self._rows[name] = json.loads((self.folder / f"{name}.json").read_text())["rows"]
+        return self._rows[name]
+
+    def __call__(self, name: str, column: str = "", /, **columns: object) -> dict[str, Any]:
         wanted = columns.items()
         found = [
             row
-            for row in self._rows[name]
+            for row in self.rows(name)
             if wanted <= row.items() and (not column or column in row)
         ]
         if len(found) != 1:
@@ -68,32 +86,51 @@ class Kept:
         return float(value)
 
 
-def each(*values: float) -> str:
-    return ", ".join(map(number, values))
+def times(ratio: float, *, at_least: float = 1.0) -> str:
+    """Return a ratio in the pool's favour, bold below `at_least`."""
+    text = f"{ratio:.2g}" if ratio < 10 else number(round(ratio))
+    return f"**{text}**" if ratio < at_least else text
 
 
-def times(*ratios: float, at_least: float = 1.0) -> str:
-    """Ratios in our favour; bold is one below what it should be."""
-    texts = [(f"{ratio:.2g}" if ratio < 10 else number(round(ratio)), ratio) for ratio in ratios]
-    return ", ".join(f"**{text}**" if ratio < at_least else text for text, ratio in texts)
+def shown(value: Value, unit: str) -> str:
+    return value if isinstance(value, str) else f"{number(value)} {unit}".rstrip()
 
 
-def at_most(wanted: float, *ratios: float) -> str:
-    """Costs; bold is one above what is wanted."""
-    return ", ".join(f"**{r:.3g}**" if r > wanted else f"{r:.3g}" for r in ratios)
+def compare(
+    what: str,
+    unit: str,
+    ours: Value,
+    peers: Mapping[str, Value] | None = None,
+    *,
+    more_is_better: bool = False,
+    at_least: float = 1.0,
+) -> list[Figure]:
+    """Return a row for each peer, or one without a peer.
+
+    A ratio below `at_least` is bold.
+    """
+    rows = []
+    for name, theirs in (peers or {}).items():
+        if isinstance(ours, str) or isinstance(theirs, str):
+            ratio = ""
+        elif ours <= 0:  # decode's token comes before prefill's answer
+            ratio = "comes first"
+        else:
+            better = ours / theirs if more_is_better else theirs / ours
+            ratio = times(better, at_least=at_least)
+        rows.append(Figure(what, shown(ours, unit), f"{name}: {shown(theirs, unit)}", ratio))
+    return rows or [Figure(what, shown(ours, unit))]
 
 
-def headline(kept: Kept) -> list[dict[str, Any]]:
-    """Return the rows of README's table: one value on each side, and the ratio of both."""
+def headline(kept: Kept) -> list[Figure]:
+    """Return the rows of README's table."""
     ours, theirs = (kept("ttft", model="Llama", side=side) for side in ("kvpool", "in-tree"))
     real, real_theirs = (
-        kept("real_weights", part="conversations", side=side, **{"turns/s": 1.0})["TTFT mean ms"]
-        for side in ("kvpool, Mooncake", IN_TREE)
+        conversation(kept, side)["TTFT mean ms"] for side in ("kvpool, Mooncake", IN_TREE)
     )
-    chat = {
-        tiers: kept("chat", tiers=tiers)["turn 3 ms"]
-        for tiers in ("host + SSD + Mooncake", "no pool")
-    }
+    chat, without = (
+        kept("chat", tiers=tiers)["turn 3 ms"] for tiers in ("host + SSD + Mooncake", "no pool")
+    )
     moved, moved_theirs = (
         kept("mooncake_transfer", block=16, side=side) for side in ("kvpool", "in-tree, 64 keys")
     )
@@ -104,75 +141,75 @@ def headline(kept: Kept) -> list[dict[str, Any]]:
     (handed, handed_theirs), (still, still_theirs) = (
         [
             kept("handover", way=way, decode=decode, tokens=2048, **{"at a time": 1})
-            for way in ("kvpool, Mooncake", "NixlConnector, a poll each 1 ms")
+            for way in ("kvpool, Mooncake", NIXL_ROWS)
         ]
         for decode in ("blocks of 128", "blocks of 128, no spinning")
     )
-    peer = "MooncakeStoreConnector"
-    rows: list[tuple[str, str, str, float]] = [
-        (
+    return [
+        *compare(
             "First token after a full hit of 2,048 tokens over Mooncake; random weights",
-            f"{number(ours['warm ms'])} ms",
-            f"{peer} {number(theirs['warm ms'])} ms",
-            theirs["warm ms"] / ours["warm ms"],
+            "ms",
+            ours["warm ms"],
+            {MOONCAKE_STORE: theirs["warm ms"]},
         ),
-        (
+        *compare(
             "First token in conversations over Mooncake, mean; real weights (SmolLM2-135M)",
-            f"{number(real)} ms",
-            f"{peer} {number(real_theirs)} ms",
-            real_theirs / real,
+            "ms",
+            real,
+            {MOONCAKE_STORE: real_theirs},
         ),
-        (
+        *compare(
             "Hand-over of 2,048 tokens over Mooncake, answer of prefill to first token, mean",
-            f"{number(handed['gap mean ms'])} ms",
-            f"NixlConnector {number(handed_theirs['gap mean ms'])} ms",
-            handed_theirs["gap mean ms"] / handed["gap mean ms"],
+            "ms",
+            handed["gap mean ms"],
+            {NIXL: handed_theirs["gap mean ms"]},
         ),
-        (
+        *compare(
             "Processor time of that hand-over, both engines",
-            f"{number(handed['CPU s'])} s",
-            f"NixlConnector {number(handed_theirs['CPU s'])} s",
-            handed_theirs["CPU s"] / handed["CPU s"],
+            "s",
+            handed["CPU s"],
+            {NIXL: handed_theirs["CPU s"]},
         ),
-        (
+        *compare(
             "The same, vLLM's workers poll for 10 ms after a step, not for a second",
-            f"{number(still['CPU s'])} s",
-            f"NixlConnector {number(still_theirs['CPU s'])} s",
-            still_theirs["CPU s"] / still["CPU s"],
+            "s",
+            still["CPU s"],
+            {NIXL: still_theirs["CPU s"]},
         ),
-        (
+        *compare(
             "First token of a chat's third turn; tiers of 96 MiB, 256 MiB and 1 GiB",
-            f"{number(chat['host + SSD + Mooncake'])} ms",
-            f"no pool {number(chat['no pool'])} ms",
-            chat["no pool"] / chat["host + SSD + Mooncake"],
+            "ms",
+            chat,
+            {"no pool": without},
         ),
         *(
-            (
-                f"{what} over Mooncake TCP, block 16",
-                f"{moved[name]:.3g} GB/s",
-                f"{peer} {moved_theirs[name]:.3g} GB/s",
-                moved[name] / moved_theirs[name],
+            figure
+            for way in WAYS
+            for figure in compare(
+                f"{way.title()} over Mooncake TCP, block 16",
+                "GB/s",
+                moved[f"{way}_gbs"],
+                {MOONCAKE_STORE: moved_theirs[f"{way}_gbs"]},
+                more_is_better=True,
             )
-            for what, name in (("Save", "save_gbs"), ("Load", "load_gbs"))
         ),
         *(
-            (
-                f"Scheduler's thread in a step of 64 requests, {what}",
-                f"{number(hooks[name])} µs",
-                f"{peer} {number(hooks_theirs[name])} µs",
-                hooks_theirs[name] / hooks[name],
+            figure
+            for name, share in (("mean", "mean"), ("median", "p50"))
+            for figure in compare(
+                f"Scheduler's thread in a step of 64 requests, {name}",
+                "µs",
+                hooks[f"{share} us"],
+                {MOONCAKE_STORE: hooks_theirs[f"{share} us"]},
             )
-            for what, name in (("mean", "mean us"), ("median", "p50 us"))
         ),
-        (
+        *compare(
             "First token at twice the sustainable load, p99 of the served requests",
-            f"{over['ours']:.2g} s",
-            f"vllm-router {over['vllm-router']:.2g} s",
-            over["vllm-router"] / over["ours"],
+            "s",
+            over["ours"],
+            {"vllm-router": over["vllm-router"]},
         ),
     ]
-    names = ("figure", "vllm-kvpool", "compared with", "times better")
-    return [dict(zip(names, (*texts, times(ratio)), strict=True)) for *texts, ratio in rows]
 
 
 def all_hooks(kept: Kept, side: str, thread: str, *, save_decode: bool) -> dict[str, Any]:
@@ -184,43 +221,33 @@ def overloaded(kept: Kept, side: str, kind: str = "whole") -> dict[str, Any]:
     return kept("router", "sustained/s", side=f"{side}, {kind}")
 
 
+def conversation(kept: Kept, side: str) -> dict[str, Any]:
+    return kept("real_weights", part="conversations", side=side, **{"turns/s": 1.0})
+
+
 def first_tokens(kept: Kept) -> list[Figure]:
-    """And real traffic."""
-    chat = [
-        kept("chat", tiers=tiers)["turn 3 ms"]
-        for tiers in ("host + SSD + Mooncake", "no pool", "host")
-    ]
-    rows = [
-        Figure(
-            "First token of turn 3, all tiers",
-            f"{number(chat[0])} ms",
-            f"no pool {number(chat[1])} ms, host memory alone {number(chat[2])} ms",
-            times(chat[1] / chat[0]),
+    chat = {
+        name: kept("chat", tiers=tiers)["turn 3 ms"]
+        for name, tiers in (
+            ("ours", "host + SSD + Mooncake"),
+            ("no pool", "no pool"),
+            ("host memory alone", "host"),
         )
-    ]
-    for model, what in (
-        ("Llama", "First token of a full hit, 2,048 tokens, Mooncake (sides in turns)"),
-        ("LFM2", "The same of an LFM2, with recurrent states"),
-        ("Qwen3-Next", "The same of a Qwen3-Next in bfloat16, with recurrent states"),
-    ):
+    }
+    rows = compare("Third turn of the chat, all tiers", "ms", chat.pop("ours"), chat)
+    for model in ("Llama", "LFM2", "Qwen3-Next"):
         ours, theirs = (kept("ttft", model=model, side=side) for side in ("kvpool", "in-tree"))
-        beside = (
-            f"vLLM's connector {number(theirs['warm ms'])} ms, cold {number(ours['cold ms'])} ms"
+        rows += compare(
+            f"Full hit of 2,048 tokens over Mooncake, {model}",
+            "ms",
+            ours["warm ms"],
+            {MOONCAKE_STORE: theirs["warm ms"], "nothing cached": ours["cold ms"]},
         )
-        ratio = times(theirs["warm ms"] / ours["warm ms"])
-        rows.append(Figure(what, f"{number(ours['warm ms'])} ms", beside, ratio))
-    files = [
-        kept("ttft", model=model, side="kvpool, files") for model in ("Llama", "LFM2", "Qwen3-Next")
-    ]
-    rows.append(
-        Figure(
-            "First token of a full hit, files: Llama, LFM2, Qwen3-Next",
-            f"{each(*(row['warm ms'] for row in files))} ms",
-            f"cold {each(*(row['cold ms'] for row in files))} ms",
-            times(*(row["cold ms"] / row["warm ms"] for row in files)),
-        )
-    )
-    return rows + ends(kept) + real_weights(kept) + away(kept) + traffic(kept)
+    for model in ("Llama", "LFM2", "Qwen3-Next"):
+        files = kept("ttft", model=model, side="kvpool, files")
+        what = f"Full hit of 2,048 tokens over files, {model}"
+        rows += compare(what, "ms", files["warm ms"], {"nothing cached": files["cold ms"]})
+    return rows
 
 
 def ends(kept: Kept) -> list[Figure]:
@@ -228,630 +255,545 @@ def ends(kept: Kept) -> list[Figure]:
     rows = []
     for known in ("511 of 511", "500 of 540"):
         ours = kept("ends", side="chunks of 256, aliases of 64", known=known)
-        others = [kept("ends", side=f"chunks of {size}", known=known) for size in (256, 64, 32)]
+        others = {
+            f"chunks of {size}": kept("ends", side=f"chunks of {size}", known=known)
+            for size in (256, 64, 32)
+        }
         for column, unit, what in (
-            ("first token ms", " ms", "First token where so many tokens of a prompt are stored, "),
-            ("keys", "", "Keys of the stored prompt, "),
+            ("first token ms", "ms", "First token"),
+            ("keys", "keys", "Keys of the stored prompt"),
         ):
-            beside = each(*(other[column] for other in others))
-            rows.append(
-                Figure(
-                    f"{what}{known}: chunks of 256 with aliases of 64 (`bench_ends.py`)",
-                    f"{number(ours[column])}{unit}",
-                    f"chunks of 256, 64, 32: {beside}{unit}",
-                    times(*(other[column] / ours[column] for other in others)),
-                )
+            rows += compare(
+                f"{what}, {known} tokens stored",
+                unit,
+                ours[column],
+                {name: other[column] for name, other in others.items()},
             )
     return rows
 
 
 def real_weights(kept: Kept) -> list[Figure]:
-    def turns(side: str) -> dict[str, Any]:
-        return kept("real_weights", part="conversations", side=side, **{"turns/s": 1.0})
-
-    def shown(row: dict[str, Any]) -> str:
-        seconds = each(row["TTFT mean ms"] / 1e3, row["TTFT p99 ms"] / 1e3)
-        return f"{seconds} s; {number(row['tokens/s'])}; {number(row['CPU s / turn'])}"
-
-    nothing, own, files, mooncake, theirs = map(
-        turns,
+    rows = []
+    for side, where, peers in (
         (
-            "nothing cached",
-            "the engines' own caches",
             "kvpool, files",
-            "kvpool, Mooncake",
-            IN_TREE,
+            "over files",
+            {
+                "nothing cached": "nothing cached",
+                "the engines' own caches": "the engines' own caches",
+            },
         ),
-    )
-    first = "TTFT mean ms"
-    rows = [
-        Figure(
-            "SmolLM2-135M (real weights), two servers on a core each, conversations of three turns "
-            "about long documents (`bench_real_weights.py`), 1 turn/s: time to the "
-            "first token, mean and p99; tokens/s; CPU seconds a turn; over files",
-            shown(files),
-            f"nothing cached {shown(nothing)}; the engines' own caches alone {shown(own)}",
-            times(nothing[first] / files[first], own[first] / files[first]),
-        ),
-        Figure(
-            f"The same over Mooncake ({mooncake['turns']} turns a side)",
-            shown(mooncake),
-            f"vLLM's MooncakeStoreConnector {shown(theirs)}",
-            f"TTFT mean {times(theirs[first] / mooncake[first])}; "
-            f"CPU {times(theirs['CPU s / turn'] / mooncake['CPU s / turn'])}",
-        ),
-    ]
-    for part, what in (
-        (
-            GQA,
-            "The same model, nothing is ever reused and all is saved: CPU over no pool; files, "
-            "host memory, Mooncake",
-        ),
-        (MHA, "The same with an MHA model of 18 million weights and 32 KiB of KV a token"),
+        ("kvpool, Mooncake", "over Mooncake", {MOONCAKE_STORE: IN_TREE}),
     ):
-        sides = ("kvpool, files", "kvpool, host memory", "kvpool, Mooncake", IN_TREE)
-        costs = [kept("real_weights", part=part, side=side)["CPU over no pool"] for side in sides]
-        beside = f"vLLM's MooncakeStoreConnector {number(costs[3])}"
-        rows.append(Figure(what, each(*costs[:3]), beside))
+        ours = conversation(kept, side)
+        for column, unit, what, more in (
+            ("TTFT mean ms", "ms", "First token, mean", False),
+            ("TTFT p99 ms", "ms", "First token, p99", False),
+            ("tokens/s", "tokens/s", "Generated tokens", True),
+            ("CPU s / turn", "s", "Processor time of a turn", False),
+        ):
+            theirs = {name: conversation(kept, peer)[column] for name, peer in peers.items()}
+            rows += compare(f"{what}, {where}", unit, ours[column], theirs, more_is_better=more)
+    for part, model in ((GQA, "SmolLM2-135M"), (MHA, "MHA, 18 million weights")):
+        theirs = kept("real_weights", part=part, side=IN_TREE)["CPU over no pool"]
+        for side in ("files", "host memory", "Mooncake"):
+            ours = kept("real_weights", part=part, side=f"kvpool, {side}")["CPU over no pool"]
+            rows += compare(
+                f"Processor time over that without a pool, {model}, {side}",
+                "",
+                ours,
+                {MOONCAKE_STORE: theirs},
+            )
     return rows
 
 
 def away(kept: Kept) -> list[Figure]:
-    speeds = [
-        kept("away", store=store)["speed"] for store in ("refuses", "never answers", "5 s a call")
+    return [
+        figure
+        for store, what in (
+            ("refuses", "refuses every call"),
+            ("never answers", "never answers"),
+            ("5 s a call", "takes 5 s a call"),
+        )
+        for figure in compare(
+            f"Speed of an engine over a store that {what}",
+            "",
+            kept("away", store=store)["speed"],
+            {"the same engine without a pool": 1.0},
+            more_is_better=True,
+        )
     ]
-    what = "Engine over a store that refuses every call, never answers, or takes 5 s a call: speed"
-    return [Figure(what, each(*speeds), "the same engine without a pool", times(*speeds))]
 
 
 def traffic(kept: Kept) -> list[Figure]:
-    """A replayed trace, and simulated policies."""
-    cost = "CPU s / GB computed or loaded"
+    """A replayed trace."""
+    offloading_name = "OffloadingConnector"
 
-    def replayed(side: str, mib: int) -> dict[str, Any]:
-        return kept("trace", side=side, **{"store MiB": mib})
+    def replayed(side: str, mib: int = 2048) -> dict[str, Any]:
+        row = kept("trace", side=side, **{"store MiB": mib})
+        return {
+            "found": row["found"],
+            "CPU": row["CPU s / GB computed or loaded"],
+            "hooks": row["held mean us"] / 1e3,
+        }
 
-    ours, theirs = replayed("kvpool, Mooncake", 2048), replayed(IN_TREE, 2048)
-    files, memory = (
-        [replayed(side, mib) for mib in (512, 2048)] for side in ("kvpool, files", IN_TREE)
-    )
+    def found(
+        what: str, ours: float, peers: Mapping[str, Value], at_least: float = 1.0
+    ) -> list[Figure]:
+        return compare(
+            f"Prompt tokens found, {what}",
+            "",
+            ours,
+            peers,
+            more_is_better=True,
+            at_least=at_least,
+        )
+
+    def cost(what: str, ours: float, peers: Mapping[str, Value]) -> list[Figure]:
+        return compare(f"Processor time of a GB, {what}", "s", ours, peers)
+
+    def hooks(what: str, ours: float, peers: Mapping[str, Value]) -> list[Figure]:
+        return compare(f"Hooks of a step, mean, {what}", "ms", ours, peers)
+
+    ours, theirs = replayed("kvpool, Mooncake"), replayed(IN_TREE)
+    host, offloading = replayed("kvpool, host memory"), replayed("vLLM's OffloadingConnector")
     three, three_theirs = (
-        replayed(f"three engines: {side}", 2048) for side in ("kvpool, Mooncake", IN_TREE)
+        replayed(f"three engines: {side}") for side in ("kvpool, Mooncake", IN_TREE)
     )
-    host = replayed("kvpool, host memory", 2048)
-    offloading = replayed("vLLM's OffloadingConnector", 2048)
     unbounded = kept("trace", side="unbounded, simulated")["found"]
-    rows = [
-        Figure(
-            "A production chat replayed through real connectors, first 1,000 requests, stores of "
-            "2 GiB (`bench_trace.py`): prompt tokens found, over Mooncake; CPU seconds a GB "
-            "computed or loaded; a step's hooks, mean",
-            f"{ours['found']:.3f}; {ours[cost]:.2f}; {ours['held mean us'] / 1e3:.1f} ms",
-            f"vLLM's MooncakeStoreConnector {theirs['found']:.3f}; {theirs[cost]:.2f}; "
-            f"{theirs['held mean us'] / 1e3:.1f} ms (unbounded {unbounded:.3f})",
-            times(
-                ours["found"] / theirs["found"],
-                theirs[cost] / ours[cost],
-                theirs["held mean us"] / ours["held mean us"],
-            ),
+    small, large = (replayed("kvpool, files", mib)["found"] for mib in (512, 2048))
+    return [
+        *found("Mooncake of 2 GiB", ours["found"], {MOONCAKE_STORE: theirs["found"]}),
+        *found("Mooncake of 2 GiB", ours["found"], {"a store without bounds": unbounded}, 0.0),
+        *cost("Mooncake of 2 GiB", ours["CPU"], {MOONCAKE_STORE: theirs["CPU"]}),
+        *hooks("Mooncake of 2 GiB", ours["hooks"], {MOONCAKE_STORE: theirs["hooks"]}),
+        *found("files of 512 MiB", small, {MOONCAKE_STORE: replayed(IN_TREE, 512)["found"]}),
+        *found(
+            "files of 2 GiB",
+            large,
+            {MOONCAKE_STORE: theirs["found"], offloading_name: offloading["found"]},
         ),
-        Figure(
-            "The same, files of 512 MiB and 2 GiB: found",
-            each(*(row["found"] for row in files)),
-            f"vLLM's MooncakeStoreConnector, as much memory: "
-            f"{each(*(row['found'] for row in memory))}; its OffloadingConnector, 2 GiB: "
-            f"{offloading['found']:.3f}",
-            times(*(a["found"] / b["found"] for a, b in zip(files, memory, strict=True))),
-        ),
-        Figure(
-            "The same, three engines at once with pages of 16, 32 and 64 tokens over one Mooncake: "
-            "found; CPU seconds a GB",
-            f"{three['found']:.3f}; {three[cost]:.2f}",
-            f"vLLM's MooncakeStoreConnector {three_theirs['found']:.3f}; {three_theirs[cost]:.2f}",
-            times(three["found"] / three_theirs["found"], three_theirs[cost] / three[cost]),
-        ),
-        Figure(
-            "The same, host memory of 2 GiB: CPU seconds a GB; a step's hooks, mean",
-            f"{host[cost]:.2f}; {host['held mean us'] / 1e3:.1f} ms",
-            f"vLLM's OffloadingConnector, a thread in place of its device's copies: "
-            f"{offloading[cost]:.2f}; {offloading['held mean us'] / 1e3:.1f} ms",
-            times(offloading[cost] / host[cost], offloading["held mean us"] / host["held mean us"]),
-        ),
+        *found("three engines", three["found"], {MOONCAKE_STORE: three_theirs["found"]}),
+        *cost("three engines", three["CPU"], {MOONCAKE_STORE: three_theirs["CPU"]}),
+        *cost("host memory of 2 GiB", host["CPU"], {offloading_name: offloading["CPU"]}),
+        *hooks("host memory of 2 GiB", host["hooks"], {offloading_name: offloading["hooks"]}),
     ]
-    return rows
 
 
 def handover(kept: Kept) -> list[Figure]:
-    ours = ("kvpool, Mooncake", "kvpool, files")
-    theirs = ("NixlConnector, a poll each 1 ms", "MooncakeConnector")
-    gap = "gap mean ms"
+    ours = {"Mooncake": "kvpool, Mooncake", "files": "kvpool, files"}
+    theirs = {NIXL: NIXL_ROWS, MOONCAKE_PEER: MOONCAKE_PEER}
 
-    def of(
-        way: str, tokens: int, at_once: int = 1, decode: str = "blocks of 128"
-    ) -> dict[str, Any]:
+    def of(way: str, tokens: int, at_once: int, decode: str) -> dict[str, Any]:
         columns = {"decode": decode, "tokens": tokens, "at a time": at_once}
         return kept("handover", way=way, **columns)
 
-    def gaps(row: dict[str, Any]) -> str:
-        return each(row[gap], row["gap p99 ms"]) if gap in row else "no end"
-
-    def beside(rows: list[dict[str, Any]]) -> str:
-        return "; ".join(gaps(row) for row in rows)
-
-    def ratio(mine: dict[str, Any], others: list[dict[str, Any]]) -> str:
-        if mine[gap] <= 0:  # decode's token comes before prefill's answer
-            return "it comes first"
-        return times(*(other[gap] / mine[gap] for other in others if gap in other))
+    def rows_of(
+        what: str, unit: str, column: str, tokens: int, at_once: int = 1, decode: str = ""
+    ) -> list[Figure]:
+        engines = f"blocks of 128{decode}"
+        peers = {
+            name: of(way, tokens, at_once, engines).get(column, "no end")
+            for name, way in theirs.items()
+        }
+        return [
+            figure
+            for store, way in ours.items()
+            for figure in compare(
+                f"{what}, over {store}", unit, of(way, tokens, at_once, engines)[column], peers
+            )
+        ]
 
     rows = []
-    for tokens, at_once, what in (
-        (
-            512,
-            1,
-            "From prefill's answer to decode's first token, two servers on a core each "
-            "(`bench_handover.py`), prompts of 512 tokens and a tail, mean and p99: over Mooncake; "
-            "over files. The pool's decode is asked with prefill, as by its router, the peers' "
-            "after prefill's answer",
-        ),
-        (2048, 1, "The same, 2,048 tokens"),
-        (6144, 1, "The same, 6,144 tokens"),
-        (2048, 8, "The same, 2,048 tokens, eight at a time"),
-    ):
-        mine, others = ([of(way, tokens, at_once) for way in some] for some in (ours, theirs))
-        rows.append(
-            Figure(
-                what,
-                f"{beside(mine)} ms",
-                f"NixlConnector, MooncakeConnector: {beside(others)} ms",
-                "; ".join(ratio(row, others) for row in mine if gap in row),
-            )
-        )
+    for tokens, at_once in ((512, 1), (2048, 1), (6144, 1), (2048, 8)):
+        what = f"{number(tokens)} tokens" + (f", {at_once} at a time" if at_once > 1 else "")
+        for share in ("mean", "p99"):
+            rows += rows_of(f"{what}, {share}", "ms", f"gap {share} ms", tokens, at_once)
     for what, decode in (
-        ("Processor time of both servers, prompts of 2,048 tokens, a request", "blocks of 128"),
-        (
-            "The same, vLLM's workers poll for 10 ms after a step, not for a second",
-            "blocks of 128, no spinning",
-        ),
+        ("Processor time, 2,048 tokens", ""),
+        ("Processor time, 2,048 tokens, polling for 10 ms", ", no spinning"),
     ):
-        own: list[float] = [of(way, 2048, decode=decode)["CPU s"] for way in ours]
-        peers: list[float] = [of(way, 2048, decode=decode)["CPU s"] for way in theirs]
-        beside_s = f"NixlConnector, MooncakeConnector: {each(*peers)} s"
-        ratios = "; ".join(times(*(other / mine_s for other in peers)) for mine_s in own)
-        rows.append(Figure(what, f"{each(*own)} s", beside_s, ratios))
-    killed = [
-        kept("handover", way=way, prefill="killed after its answer")["first token s"]
-        for way in (*ours, *theirs)
-    ]
-    shown = [f"{number(came)} s" if isinstance(came, float) else came for came in killed]
-    rows.append(
-        Figure(
-            "Prefill killed right after its answer: decode's first token, over Mooncake; files",
-            "; ".join(shown[:2]),
-            f"NixlConnector, MooncakeConnector: {'; '.join(shown[2:])}",
-        )
-    )
-    later = {"decode asks": "once all is stored"}
-    for tokens in (512, 2048, 6144):
-        hops = [
-            [
-                kept("handover", store=store, tokens=tokens, hop=hop, **later)
-                for hop in ("gathered", "stored", "known", "loaded")
-            ]
-            for store in ("Mooncake", "files")
-        ]
-        means = "; ".join(each(*(hop["mean ms"] for hop in of_store)) for of_store in hops)
-        what = (
-            "Without models, from prefill's last step: all gathered, stored, known to decode, "
-            f"loaded, {number(tokens)} tokens, over Mooncake; over files"
-        )
-        rows.append(Figure(what, f"{means} ms"))
+        rows += rows_of(what, "s", "CPU s", 2048, decode=decode)
+    killed = {
+        way: kept("handover", way=way, prefill="killed after its answer")["first token s"]
+        for way in (*ours.values(), *theirs.values())
+    }
+    peers = {name: killed[way] for name, way in theirs.items()}
+    for store, way in ours.items():
+        rows += compare(f"First token after prefill's death, over {store}", "s", killed[way], peers)
     return rows
+
+
+def hops(kept: Kept) -> list[dict[str, Any]]:
+    """Return how long after prefill's last step each part of a hand-over ends, without models."""
+    return [
+        {
+            "prompt": f"{number(tokens)} tokens",
+            "store": store,
+            **{
+                f"{hop}, ms": number(
+                    kept(
+                        "handover",
+                        store=store,
+                        tokens=tokens,
+                        hop=hop,
+                        **{"decode asks": "once all is stored"},
+                    )["mean ms"]
+                )
+                for hop in ("gathered", "stored", "known", "loaded")
+            },
+        }
+        for tokens in (512, 2048, 6144)
+        for store in ("Mooncake", "files")
+    ]
 
 
 def transfer(kept: Kept) -> list[Figure]:
     """And staging."""
     rows = []
-    few, many = (
-        [kept("scheduler", case=case, size=size)["op us"] for size in sizes]
-        for case, sizes in (
-            ("S1 graphs in flight", (1, 2048)),
-            ("S2 ops in one graph", (64, 65_536)),
+    for case, size, what in (
+        ("S1 graphs in flight", 1, "1 graph in flight"),
+        ("S1 graphs in flight", 2048, "2,048 graphs in flight"),
+        ("S2 ops in one graph", 64, "a graph of 64 ops"),
+        ("S2 ops in one graph", 65_536, "a graph of 65,536 ops"),
+    ):
+        rows += compare(
+            f"Completion of an op, {what}", "µs", kept("scheduler", case=case, size=size)["op us"]
         )
-    )
-    rows += [
-        Figure("Completion of an op, 1 graph in flight, 2,048 graphs", f"{each(*few)} µs"),
-        Figure("The same in one graph of 64 ops, of 65,536 ops", f"{each(*many)} µs"),
-    ]
     trip = kept("engine", graph="one op")["p50 us"]
     lane = kept("engine", graph="1000 saves, lane killed")["seconds to the last"]
-    wanted = f"wanted {number(WANTED_ROUND_TRIP_US)} µs"
-    ratio = times(WANTED_ROUND_TRIP_US / trip)
     rows += [
-        Figure(
-            "Round trip of one op through engine and lane, p50", f"{number(trip)} µs", wanted, ratio
+        *compare(
+            "Round trip of an op through engine and lane, p50",
+            "µs",
+            trip,
+            {WANTED: WANTED_ROUND_TRIP_US},
         ),
-        Figure(
-            "A lane killed among 1,000 saves: all reported after",
-            f"{number(lane)} s",
-            "FlexKV: never",
+        *compare(
+            "A lane killed among 1,000 saves: all reported after", "s", lane, {"FlexKV": "never"}
         ),
     ]
-    for layout, block, what in (
-        ("LBNHC", 16, "Gather and scatter, token-major, block 16"),
-        ("LBHNC", 128, "Gather and scatter, head-major, block 128"),
+    for layout, block, form in (
+        ("LBNHC", 16, "token-major, block 16"),
+        ("LBHNC", 128, "head-major, block 128"),
     ):
         row = kept("gather", layout=layout, block=block, moved_mib=192)
-        speeds = [row["gather_gbs"], row["scatter_gbs"]]
-        ratio = times(*(speed / row["memcpy_gbs"] for speed in speeds))
-        beside = f"memcpy {number(row['memcpy_gbs'])} GB/s"
-        rows.append(Figure(what, f"{each(*speeds)} GB/s", beside, ratio))
+        for way in ("gather", "scatter"):
+            rows += compare(
+                f"{way.title()}, {form}",
+                "GB/s",
+                row[f"{way}_gbs"],
+                {"memcpy": row["memcpy_gbs"]},
+                more_is_better=True,
+            )
     states, chunk = (
         kept("states", store="file", what=what)
         for what in ("states at a boundary", "cells of a chunk")
     )
-
-    def moved(row: dict[str, Any]) -> str:
-        ms, rates = ([row[f"{way} {unit}"] for way in ("save", "load")] for unit in ("ms", "GB/s"))
-        return f"{each(*ms)} ms; {each(*rates)} GB/s"
-
-    rows.append(
-        Figure(
-            "The recurrent states at one boundary, of Qwen3-Next's sizes (64 cells, 38 MiB), over "
-            "files: save and load (`bench_states.py`)",
-            moved(states),
-            f"the attention cells of a chunk (8 cells, 6 MiB), same run: {moved(chunk)}",
-            f"GB/s {times(*(states[way] / chunk[way] for way in ('save GB/s', 'load GB/s')))}",
+    for way in WAYS:
+        rows += compare(
+            f"Recurrent states at a boundary, {way}",
+            "GB/s",
+            states[f"{way} GB/s"],
+            {"attention cells of a chunk": chunk[f"{way} GB/s"]},
+            more_is_better=True,
         )
-    )
+        rows += compare(f"Recurrent states at a boundary, {way}, time", "ms", states[f"{way} ms"])
     return rows
 
 
 def files(kept: Kept) -> list[Figure]:
     rows = []
     for cell, side, what in (
-        (
-            "1024 KiB",
-            "store, 32 MiB",
-            "SSD, cells of 1 MiB, write and read (recycled files over fio's new ones)",
-        ),
-        ("256 KiB", "store, 32 MiB", "SSD, cells of 256 KiB, write and read"),
-        (
-            "256 KiB",
-            "store, 32 MiB x 2 lanes",
-            "The same from two lanes at a time; the default is one",
-        ),
+        ("1024 KiB", "store, 32 MiB", "cells of 1 MiB"),
+        ("256 KiB", "store, 32 MiB", "cells of 256 KiB"),
+        ("256 KiB", "store, 32 MiB x 2 lanes", "cells of 256 KiB, two lanes"),
     ):
         ours, fio = kept("ssd", cell=cell, side=side), kept("ssd", cell=cell, side="fio")
-        ours_gbs, fio_gbs = (
-            each(row["write_mb_s"] / 1e3, row["read_mb_s"] / 1e3) for row in (ours, fio)
-        )
-        ratio = times(ours["write_ratio"], ours["read_ratio"])
-        rows.append(Figure(what, f"{ours_gbs} GB/s", f"fio, io_uring: {fio_gbs} GB/s", ratio))
+        # Not the ratio of these medians: rounds are compared one by one.
+        rows += [
+            Figure(
+                f"{way.title()}, {what}",
+                shown(ours[f"{way}_mb_s"] / 1e3, "GB/s"),
+                f"fio, io_uring: {shown(fio[f'{way}_mb_s'] / 1e3, 'GB/s')}",
+                times(ours[f"{way}_ratio"]),
+            )
+            for way in ("write", "read")
+        ]
     small = kept("ssd", cell="256 KiB", side="store, 32 MiB")
     waits = kept("ssd", cell="2000000 stored", side="wait for the index")
-    lost = [
+    rebuilt, first = (
         kept("ssd", cell="200000 sparse files", side=f"index lost: {what}")["s"]
         for what in ("rebuilt, CPU", "first hit")
+    )
+    wait = "Wait of a process for the index"
+    return [
+        *rows,
+        *compare("Processor time of a put, cell of 256 KiB", "µs", small["write_cpu_us"]),
+        *compare("Processor time of a get, cell of 256 KiB", "µs", small["read_cpu_us"]),
+        *compare(f"{wait}, mean", "ms", waits["mean_ms"]),
+        *compare(f"{wait}, p99", "ms", waits["p99_ms"], {WANTED: WANTED_WAIT_MS}),
+        *compare(f"{wait}, longest", "ms", waits["max_ms"]),
+        *compare("Rebuild of a lost index, processor time a cell", "µs", rebuilt / 200_000 * 1e6),
+        *compare("First hit in a store whose index is lost", "ms", 1e3 * first),
     ]
-    rows += [
-        Figure(
-            "Processor time of a put and a get of a 256 KiB cell",
-            f"{each(small['write_cpu_us'], small['read_cpu_us'])} µs",
-        ),
-        Figure(
-            "Index of two million cells, four processes and a `kill -9`: another process's wait "
-            "for it, mean, p99, longest",
-            f"{each(waits['mean_ms'], waits['p99_ms'], waits['max_ms'])} ms",
-            "wanted 20 ms",
-        ),
-        Figure(
-            "A lost index of 200,000 cells: processor time of rebuilding it, a cell; first hit",
-            f"{number(lost[0] / 200_000 * 1e6)} µs; {number(1e3 * lost[1])} ms",
-        ),
-    ]
-    return rows
 
 
 def mooncake(kept: Kept) -> list[Figure]:
-    ways = ("save", "load")
     rows = []
 
     def of(block: int, side: str) -> dict[str, Any]:
         return kept("mooncake_transfer", block=block, side=side)
 
-    def cpu(row: dict[str, Any]) -> list[float]:
-        return [row[f"{way}_cpu_s_per_gb"] for way in ways]
-
-    def rate(row: dict[str, Any]) -> list[float]:
-        return [row[f"{way}_gbs"] for way in ways]
-
     for block in (16, 128):
-        ours = cpu(of(block, "kvpool"))
-        batches, one_call = (cpu(of(block, f"plain, {how}")) for how in ("32 keys", "one call"))
-        plain = [min(costs) for costs in zip(batches, one_call, strict=True)]
-        # Not ratios of these medians: rounds are compared one by one, with the cheaper side.
-        judged = [
-            kept.judged(
+        ours = of(block, "kvpool")
+        plain = [of(block, f"plain, {how}") for how in ("32 keys", "one call")]
+        for way in WAYS:
+            column = f"{way}_cpu_s_per_gb"
+            cheaper = min(row[column] for row in plain)
+            # Not the ratio of these medians: rounds are compared one by one.
+            judged = kept.judged(
                 "mooncake_transfer", f"block {block}, {way}: processor time over plain buffers"
             )
-            for way in ways
-        ]
-        rows.append(
-            Figure(
-                f"Save and load 64 MB over Mooncake TCP, block {block}: CPU seconds a GB",
-                each(*ours),
-                f"one plain buffer per key, nothing gathered or verified: {each(*plain)}",
-                f"{at_most(WANTED_CPU, *judged)} of plain, round by round (wanted {WANTED_CPU:g})",
+            rows.append(
+                Figure(
+                    f"Processor time of a GB, {way}, block {block}",
+                    shown(ours[column], "s"),
+                    f"plain buffers: {shown(cheaper, 's')}",
+                    times(1 / judged, at_least=1 / WANTED_CPU),
+                )
             )
-        )
     for block in (16, 128):
-        links = [
-            [
+        ours = of(block, "kvpool")
+        for side, name, at_least in (
+            ("in-tree, 64 keys", MOONCAKE_STORE, 1.0),
+            ("plain, 32 keys", "plain buffers", 0.0),
+            ("copied and hashed, else plain", "plain buffers, copied and hashed", 0.0),
+        ):
+            for way in WAYS:
+                rows += compare(
+                    f"Rate of a {way}, block {block}",
+                    "GB/s",
+                    ours[f"{way}_gbs"],
+                    {name: of(block, side)[f"{way}_gbs"]},
+                    more_is_better=True,
+                    at_least=at_least,
+                )
+    rank, head = (
+        kept("storage_mode", store="mooncake", cells=f"per {what}") for what in ("rank", "head")
+    )
+    rows += compare("Keys, cells per rank", "keys", rank["number"], {"per head": head["number"]})
+    for what in (*WAYS, "lookup"):
+        name = f"{what} ms"
+        rows += compare(
+            f"Time of a {what}, cells per rank",
+            "ms",
+            rank[name],
+            {"per head": head[name]},
+            at_least=0.0,
+        )
+    return rows
+
+
+def links(kept: Kept) -> list[Figure]:
+    rows = []
+    for gbits in (2.5, 5.0, 10.0):
+        for block in (16, 128):
+            ours, plain = (
                 kept("mooncake_link", gbits=gbits, block=block, side=side)
                 for side in ("kvpool", "plain, 32 keys")
-            ]
-            for gbits in (2.5, 5.0, 10.0)
-        ]
-        for way in ways:
-            costs, rates = (
-                [[row[f"{way}_{unit}"] for row in pair] for pair in links]
-                for unit in ("cpu_s_per_gb", "gbs")
             )
-            rows.append(
-                Figure(
-                    f"Between two hosts and a link of 2.5, 5, 10 Gbit/s, block {block}, {way}: CPU "
-                    "seconds a GB; GB/s",
-                    "; ".join(each(*(pair[0] for pair in some)) for some in (costs, rates)),
-                    "plain "
-                    + "; ".join(each(*(pair[1] for pair in some)) for some in (costs, rates)),
-                    f"{at_most(WANTED_CPU, *(a / b for a, b in costs))} of plain; "
-                    f"{times(*(a / b for a, b in rates), at_least=0.8)}",
+            for way in WAYS:
+                what = f"{gbits:g} Gbit/s, block {block}, {way}"
+                cpu, rate = f"{way}_cpu_s_per_gb", f"{way}_gbs"
+                rows += compare(
+                    f"{what}: processor time of a GB",
+                    "s",
+                    ours[cpu],
+                    {"plain buffers": plain[cpu]},
+                    at_least=1 / WANTED_CPU,
                 )
-            )
-    for block in (16, 128):
-        ours = rate(of(block, "kvpool"))
-        for side, what, at_least in (
-            ("in-tree, 64 keys", "vLLM's MooncakeStoreConnector, 64 keys a call", 1.0),
-            ("plain, 32 keys", "plain", 0.0),
-            ("copied and hashed, else plain", "plain, each buffer copied and hashed once", 0.0),
-        ):
-            theirs = rate(of(block, side))
-            rows.append(
-                Figure(
-                    f"Over loopback, block {block}, save and load",
-                    f"{each(*ours)} GB/s",
-                    f"{what}: {each(*theirs)}",
-                    times(*(a / b for a, b in zip(ours, theirs, strict=True)), at_least=at_least),
+                rows += compare(
+                    f"{what}: rate",
+                    "GB/s",
+                    ours[rate],
+                    {"plain buffers": plain[rate]},
+                    more_is_better=True,
+                    at_least=0.8,
                 )
-            )
-    rank = kept("storage_mode", store="mooncake", cells="per rank")
-    ratios = [f"{what} {rank[f'{what} ms ratio']:.2g}" for what in (*ways, "lookup")]
-    rows.append(
-        Figure(
-            "Cells per rank instead of per head, Mooncake",
-            f"{rank['number']} keys",
-            f"{kept('storage_mode', store='mooncake', cells='per head')['number']} keys",
-            f"{', '.join(ratios)} of the time",
-        )
-    )
     return rows
 
 
 def encryption(kept: Kept) -> list[Figure]:
     rows = []
-    for what, kind, cell in (
-        (
-            "Encrypted cells of 1 MiB, save and load over a store in memory: CPU seconds a GB "
-            "(`bench_encryption.py`, on a processor with VAES)",
-            "with store",
-            "1024 KiB",
-        ),
-        ("The same, cells of 256 KiB", "with store", "256 KiB"),
-        ("Encrypting and decrypting 1 MiB alone", "alone", "1024 KiB"),
+    for kind, cell, what in (
+        ("with store", "1024 KiB", "over a store in memory, cells of 1 MiB"),
+        ("with store", "256 KiB", "over a store in memory, cells of 256 KiB"),
+        ("alone", "1024 KiB", "alone, cells of 1 MiB"),
     ):
         secret, plain = (
-            [
-                kept("encryption", cell=cell, **{"cells are": form})[f"{way} {kind}, CPU s/GB"]
-                for way in ("save", "load")
-            ]
-            for form in ("encrypted", "plain")
+            kept("encryption", cell=cell, **{"cells are": form}) for form in ("encrypted", "plain")
         )
-        costs = each(*(a / b for a, b in zip(secret, plain, strict=True)))
-        rows.append(
-            Figure(
-                what, each(*secret), f"plain, with checksum: {each(*plain)}", f"{costs} of plain"
+        for way in WAYS:
+            column = f"{way} {kind}, CPU s/GB"
+            rows += compare(
+                f"{way.title()} {what}",
+                "s/GB",
+                secret[column],
+                {"plain, with checksum": plain[column]},
+                at_least=0.0,
             )
-        )
     return rows
 
 
 def lookups(kept: Kept) -> list[Figure]:
     """And hooks."""
 
-    def asked(what: str) -> list[float]:
+    def asked(what: str, share: str) -> float:
         stored = [kept("lookup", **{"stored chunks": n}) for n in (0, 1, 100, 317, 511, 512)]
-        return [max(row[f"{what} {share}"] for row in stored) for share in ("mean", "p50", "p99")]
+        return float(max(row[f"{what} {share}"] for row in stored))
 
     whole = kept("lookup", **{"stored chunks": "one call: cells of the pool"})["asking p50"]
     states, without = (
         kept("lookup", **{"stored chunks": stored}) for stored in ("511, with states", 511)
     )
     near = kept("lookup", **{"stored chunks": "far tier of 1 s a call, all near"})
-    shares = ("mean", "p50", "p99")
-    rows = [
-        Figure(
-            "Lookup of 131,072 tokens, asking the store: mean, p50, p99, at most",
-            f"{each(*asked('asking'))} ms",
-            f"all keys in one call: p50 {number(whole)} ms",
-            times(whole / asked("asking")[1]),
-        ),
-        Figure(
-            "The same from arrival, hashing included",
-            f"{each(*asked('answer'))} ms",
-            "wanted 3 ms",
-            times(3 / asked("answer")[1]),
-        ),
-        Figure(
-            "Asking for a model with recurrent states whose last state is far before the end of "
-            f"the stored prefix ({states['calls']} calls, {states['keys']} keys)",
-            f"{each(*(states[f'asking {share}'] for share in shares))} ms",
-            f"without states, same run ({without['calls']} calls, {without['keys']} keys): "
-            f"{each(*(without[f'asking {share}'] for share in shares))}",
-            f"p50 {times(without['asking p50'] / states['asking p50'])}",
-        ),
-        Figure(
-            "An answer of the near tier beside a far one of 1 s a call: mean, p50, p99",
-            f"{each(*(near[f'answer {share}'] for share in shares))} ms",
-            "wanted 10 ms",
-        ),
-    ]
-    for thread, why in (
-        ("scheduler", ""),
-        ("model", "; on CPU a step that saves waits for its gather, which is the mean and the p99"),
-    ):
-        for save_decode in (False, True):
+    rows = []
+    for share in SHARES:
+        one_call = {"all keys in one call": whole} if share == "p50" else {}
+        rows += compare(f"Asking the store, {share}", "ms", asked("asking", share), one_call)
+    for share in SHARES:
+        target = {WANTED: WANTED_ANSWER_MS} if share == "p50" else {}
+        rows += compare(f"Arrival to answer, {share}", "ms", asked("answer", share), target)
+    for share in SHARES:
+        column = f"asking {share}"
+        peers = {"without states": without[column]}
+        rows += compare(f"Asking for recurrent states, {share}", "ms", states[column], peers)
+    for share in SHARES:
+        target = {WANTED: WANTED_NEAR_MS} if share == "p99" else {}
+        what = f"Near tier's answer beside a far tier of 1 s a call, {share}"
+        rows += compare(what, "ms", near[f"answer {share}"], target)
+    for thread in ("scheduler", "model"):
+        for save_decode, how in ((False, ""), (True, ", `save_decode`")):
             ours, theirs = (
-                [all_hooks(kept, side, thread, save_decode=save_decode)[f"{s} us"] for s in shares]
+                all_hooks(kept, side, thread, save_decode=save_decode)
                 for side in ("kvpool", "in-tree")
             )
-            how = ", `save_decode`" if save_decode else ""
-            rows.append(
-                Figure(
-                    f"Hooks a step, 64 requests, {thread}'s thread{how}: mean, p50, p99{why}",
-                    f"{each(*ours)} µs",
-                    f"vLLM's connector {each(*theirs)}",
-                    times(*(b / a for a, b in zip(ours, theirs, strict=True))),
+            for share in SHARES:
+                rows += compare(
+                    f"Hooks of a step, {thread}'s thread{how}, {share}",
+                    "µs",
+                    ours[f"{share} us"],
+                    {MOONCAKE_STORE: theirs[f"{share} us"]},
                 )
-            )
     return rows
 
 
 def embeds(kept: Kept) -> list[Figure]:
+    transports = {"mooncake": "Mooncake TCP", "local": "shared memory"}
+
     def of(what: str, transport: str, side: str, **more: object) -> dict[str, Any]:
         return kept("embeds", what=what, transport=transport, side=side, **more)
 
     rows = []
-    for transport, what in (
-        (
-            "mooncake",
-            "Embeddings of 64 and 256 MiB, Mooncake TCP, through a window of 1/8: CPU seconds a GB",
-        ),
-        ("local", "The same, memory shared on one host"),
-    ):
-        eighth, whole = (
-            [of("window", transport, side, mib=mib)["cpu_s_gb"] for mib in (64, 256)]
-            for side in ("an eighth", "one grant")
-        )
-        ratio = at_most(WANTED_CPU, *(a / b for a, b in zip(eighth, whole, strict=True)))
-        rows.append(
-            Figure(
-                what, each(*eighth), f"a window that holds all: {each(*whole)}", f"{ratio} of it"
+    for transport, name in transports.items():
+        for mib in (64, 256):
+            ours, theirs = (
+                of("window", transport, side, mib=mib)["cpu_s_gb"]
+                for side in ("an eighth", "one grant")
             )
-        )
-    rounds = [of("rounds", t, "two in flight")["ms_a_round"] for t in ("mooncake", "local")]
-    rows.append(
-        Figure(
-            "One more round, two in flight: Mooncake TCP, shared memory",
-            f"{each(*rounds)} ms",
-            "wanted 1 ms",
-        )
-    )
-    for row_bytes, what in (
-        (
-            8192,
-            "1,000 embeddings of 256 rows of 8 KiB from 4 encoders: CPU seconds a GB, Mooncake "
-            "TCP; shared memory",
-        ),
-        (2048, "The same, rows of 2 KiB"),
-    ):
-        many, one = (
-            [of("many", t, side, row_bytes=row_bytes)["cpu_s_gb"] for t in ("mooncake", "local")]
-            for side in ("many", "single stream")
-        )
-        ratio = at_most(WANTED_CPU, *(a / b for a, b in zip(many, one, strict=True)))
-        rows.append(Figure(what, each(*many), f"one stream: {each(*one)}", f"{ratio} of it"))
-    for items, sizes, what in (
-        (1, (1, 16, 64), "One embedding of 1, 16, 64 MiB, ready for use"),
-        (200, (1,), "200 embeddings of 1 MiB"),
+            rows += compare(
+                f"Embedding of {mib} MiB through a window of 1/8, {name}",
+                "s/GB",
+                ours,
+                {"a window that holds all": theirs},
+                at_least=1 / WANTED_CPU,
+            )
+    for transport, name in transports.items():
+        trip = of("rounds", transport, "two in flight")["ms_a_round"]
+        what = f"One more round, two in flight, {name}"
+        rows += compare(what, "ms", trip, {WANTED: WANTED_ROUND_MS})
+    for row_bytes, size in ((8192, "8 KiB"), (2048, "2 KiB")):
+        for transport, name in transports.items():
+            many, one = (
+                of("many", transport, side, row_bytes=row_bytes)["cpu_s_gb"]
+                for side in ("many", "single stream")
+            )
+            rows += compare(
+                f"1,000 embeddings of 256 rows of {size} from 4 encoders, {name}",
+                "s/GB",
+                many,
+                {"one stream": one},
+                at_least=1 / WANTED_CPU,
+            )
+    for items, mib, what in (
+        (1, 1, "One embedding of 1 MiB"),
+        (1, 16, "One embedding of 16 MiB"),
+        (1, 64, "One embedding of 64 MiB"),
+        (200, 1, "200 embeddings of 1 MiB"),
     ):
         ours, theirs, again = (
-            [of("in-tree", "mooncake", side, items=items, mib=mib)["ms"] for mib in sizes]
+            of("in-tree", "mooncake", side, items=items, mib=mib)["ms"]
             for side in ("kvpool", "in-tree", "in-tree, connections kept")
         )
-        rows.append(
-            Figure(
-                what,
-                f"{each(*ours)} ms",
-                f"vLLM's ECMooncakeConnector, which verifies nothing: {each(*theirs)} ms, with "
-                f"connections kept {each(*again)}",
-                times(*(b / a for a, b in zip(ours, theirs, strict=True))),
-            )
-        )
+        peers = {"ECMooncakeConnector": theirs, "ECMooncakeConnector, connections kept": again}
+        rows += compare(f"{what}, ready for use", "ms", ours, peers)
     return rows
 
 
 def router(kept: Kept) -> list[Figure]:
-    short = {
-        side: kept("router", what="short requests", side=f"{side}, whole")
+    rust = "vllm-router (Rust)"
+    ours, theirs = (
+        kept("router", what="short requests", side=f"{side}, whole")
         for side in ("ours", "vllm-router")
-    }
-    names = ("added p50 ms", "added p99 ms", "requests/s")
-
-    def added(row: dict[str, Any]) -> str:
-        return f"{each(*(row[name] for name in names[:2]))} ms; {number(row[names[2]])}"
-
-    ours, theirs = short.values()
-    rows = [
-        Figure(
-            "Router, added to a short request, p50 and p99; requests/s passed on",
-            added(ours),
-            f"vllm-router (Rust): {added(theirs)}",
-            times(
-                *(theirs[name] / ours[name] for name in names[:2]),
-                ours[names[2]] / theirs[names[2]],
-            ),
-        )
-    ]
-    sides = ("us a short request", "us a streamed token")
-    whole, alone, aiohttp, rust = (
-        kept("router_cpu", side=side)
-        for side in (
-            "ours",
-            "ours, data plane alone",
-            "aiohttp pass-through",
-            "vllm-router",
-        )
     )
-
-    def cost(row: dict[str, Any]) -> str:
-        return " and ".join(number(row[side]) for side in sides)
-
-    rows += [
-        Figure(
-            "Router, CPU of a short request and of a streamed token (`bench_router_cpu.py`)",
-            f"{cost(whole)} µs; without its controller {cost(alone)}",
-            f"aiohttp pass-through {cost(aiohttp)} µs; vllm-router (Rust) {cost(rust)}",
-            f"{times(*(rust[side] / whole[side] for side in sides))} of vllm-router",
+    rows = [
+        *(
+            figure
+            for share in ("p50", "p99")
+            for figure in compare(
+                f"Added to a short request, {share}",
+                "ms",
+                ours[f"added {share} ms"],
+                {rust: theirs[f"added {share} ms"]},
+            )
+        ),
+        *compare(
+            "Requests passed on",
+            "requests/s",
+            ours["requests/s"],
+            {rust: theirs["requests/s"]},
+            more_is_better=True,
         ),
     ]
-    for kind, what in (
-        (
-            "whole",
-            "Twice the sustainable load for 12 s, 4 engines: p99 to first token of those "
-            "served; served/s",
-        ),
-        ("PD", "The same, 2 prefill and 2 decode"),
+    for column, what in (
+        ("us a short request", "Processor time of a short request"),
+        ("us a streamed token", "Processor time of a streamed token"),
     ):
-        ours, theirs = (overloaded(kept, side, kind) for side in ("ours", "vllm-router"))
-        p99, served = "first token p99 s", "served/s in time"
-        rows.append(
-            Figure(
-                what,
-                f"{number(ours[p99])} s; {number(ours[served])}",
-                f"vllm-router {number(theirs[p99])} s; {number(theirs[served])}",
-                times(theirs[p99] / ours[p99], ours[served] / theirs[served]),
-            )
+        own, alone, aiohttp, peer = (
+            kept("router_cpu", side=side)[column]
+            for side in ("ours", "ours, data plane alone", "aiohttp pass-through", "vllm-router")
         )
+        rows += compare(what, "µs", own, {rust: peer, "aiohttp pass-through": aiohttp})
+        rows += compare(f"{what}, without the controller", "µs", alone)
+    for kind, engines in (("whole", "4 engines"), ("PD", "2 prefill and 2 decode engines")):
+        over, over_theirs = (overloaded(kept, side, kind) for side in ("ours", "vllm-router"))
+        p99, served = "first token p99 s", "served/s in time"
+        rows += [
+            *compare(
+                f"Twice the sustainable load, {engines}: first token, p99",
+                "s",
+                over[p99],
+                {rust: over_theirs[p99]},
+            ),
+            *compare(
+                f"Twice the sustainable load, {engines}: served in time",
+                "requests/s",
+                over[served],
+                {rust: over_theirs[served]},
+                more_is_better=True,
+            ),
+        ]
     given, queued, waited = (
         kept("router_burst", requests=requests)["first token p99 s"]
         for requests in (
@@ -860,92 +802,57 @@ def router(kept: Kept) -> list[Figure]:
             "given to it, wait until it is loaded",
         )
     )
-    rows.append(
-        Figure(
-            "Burst while two prefill replicas load, over the router's process, scripted engines "
-            "and HTTP: p99 to first token",
-            f"{number(given)} s",
-            f"each request waits for its own replica {number(waited)} s; common queue "
-            f"{number(queued)} s",
-            times(waited / given, queued / given),
-        )
+    return rows + compare(
+        "Burst while two prefill replicas load: first token, p99",
+        "s",
+        given,
+        {"each waits for its own replica": waited, "common queue": queued},
     )
-    return rows
 
 
 def beside_others(kept: Kept) -> list[dict[str, Any]]:
-    """docs/comparison.md's."""
-
-    def moved(block: int, side: str) -> str:
-        row = kept("mooncake_transfer", block=block, side=side)
-        ratios = row["save_ratio"], row["load_ratio"]
-        return " and ".join(
-            str(rate) if isinstance(rate, str) else f"{times(ratio)} x"
-            for rate, ratio in zip((row["save_gbs"], row["load_gbs"]), ratios, strict=True)
-        )
-
-    def gained(thread: str, share: str) -> str:
+    """Return docs/comparison.md's rows; text where a run had no figure."""
+    first = [kept("ttft", model="Llama", side=side)["warm ms"] for side in ("kvpool", "in-tree")]
+    rows: list[tuple[str, str, str]] = []
+    for block in (16, 128):
+        for side, calls in (("64 keys", "64 keys a call"), ("whole", "one call")):
+            row = kept("mooncake_transfer", block=block, side=f"in-tree, {side}")
+            for way in WAYS:
+                rate, ratio = row[f"{way}_gbs"], row[f"{way}_ratio"]
+                result = rate if isinstance(rate, str) else times(ratio)
+                rows.append((MOONCAKE_STORE, f"rate of a {way}, block {block}, {calls}", result))
+    rows.append((MOONCAKE_STORE, "first token of a full hit", times(first[1] / first[0])))
+    for thread in ("scheduler", "model"):
         ours, theirs = (
-            all_hooks(kept, side, thread, save_decode=False)[f"{share} us"]
+            all_hooks(kept, side, thread, save_decode=False) for side in ("kvpool", "in-tree")
+        )
+        for name, share in (("median", "p50 us"), ("mean", "mean us")):
+            what = f"hooks of a step, {thread}'s thread, {name}"
+            rows.append((MOONCAKE_STORE, what, times(theirs[share] / ours[share])))
+    for cell, size in (("1024 KiB", "1 MiB"), ("256 KiB", "256 KiB")):
+        row = kept("ssd", cell=cell, side="store, 32 MiB")
+        for way in ("write", "read"):
+            what = f"rate of a {way}, cells of {size}"
+            rows.append(("fio with io_uring", what, times(row[f"{way}_ratio"])))
+    for items, mib, what in (
+        (1, 1, "one item of 1 MiB"),
+        (1, 16, "one item of 16 MiB"),
+        (1, 64, "one item of 64 MiB"),
+        (200, 1, "200 items of 1 MiB"),
+    ):
+        own, peer = (
+            kept("embeds", what="in-tree", items=items, mib=mib, side=side)["ms"]
             for side in ("kvpool", "in-tree")
         )
-        return f"{times(theirs / ours)} x"
+        rows.append(("ECMooncakeConnector", what, times(peer / own)))
+    names = ("beside", "figure", "times better")
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
-    first = [kept("ttft", model="Llama", side=side)["warm ms"] for side in ("kvpool", "in-tree")]
-    large, small = (
-        kept("ssd", cell=cell, side="store, 32 MiB") for cell in ("1024 KiB", "256 KiB")
-    )
-    taken = {
-        items: [
-            kept("embeds", what="in-tree", items=items, mib=mib, side="in-tree")["ms"]
-            / kept("embeds", what="in-tree", items=items, mib=mib, side="kvpool")["ms"]
-            for mib in sizes
-        ]
-        for items, sizes in ((1, (1, 16, 64)), (200, (1,)))
-    }
-    rows = [
-        (
-            "MooncakeStoreConnector, block 16, 64 keys a call: saving and loading",
-            f"{moved(16, 'in-tree, 64 keys')} its rate; its own single call: "
-            f"{moved(16, 'in-tree, whole')}",
-        ),
-        (
-            "the same, block 128",
-            f"{moved(128, 'in-tree, 64 keys')}; its own single call: "
-            f"{moved(128, 'in-tree, whole')}",
-        ),
-        (
-            "MooncakeStoreConnector, first token of a full hit",
-            f"{number(first[0])} ms, it {number(first[1])} ms",
-        ),
-        (
-            "MooncakeStoreConnector, hooks a step",
-            f"scheduler's thread {gained('scheduler', 'p50')} as fast at the median, "
-            f"{gained('scheduler', 'mean')} in the mean; model's thread {gained('model', 'p50')} "
-            f"at the median, {gained('model', 'mean')} in the mean, as on CPUs a step waits for "
-            "its gather",
-        ),
-        (
-            "MooncakeStoreConnector with `store_tp_size=2`",
-            "TP 1 wrote, TP 2 read 896 of 900 tokens: it works on CPUs too",
-        ),
-        (
-            "fio with io_uring, cells of 1 MiB; of 256 KiB",
-            "; ".join(
-                f"{times(row['write_ratio'])} x in writing, {times(row['read_ratio'])} x in reading"
-                for row in (large, small)
-            ),
-        ),
-        (
-            "ECMooncakeConnector, one item of 1, 16, 64 MiB; 200 items of 1 MiB",
-            f"{times(*taken[1])} x; {times(*taken[200])} x",
-        ),
-        (
-            "MooncakeStoreConnector in embedded mode",
-            "what it stored is gone when the writing process exits",
-        ),
-    ]
-    return [dict(zip(("beside", "result for vllm-kvpool"), row, strict=True)) for row in rows]
+
+def superseding(kept: Kept) -> list[dict[str, Any]]:
+    """Return docs/decisions.md's rows of the simulation of sessions."""
+    names = ("traffic", "capacity, blocks", "as now", "turns supersede", "gain")
+    return [{name: row[name] for name in names} for row in kept.rows("turns")]
 
 
 def missed(folder: Path) -> str:
@@ -958,12 +865,17 @@ def missed(folder: Path) -> str:
     )
 
 
-SECTIONS: dict[str, Callable[[Kept], list[Figure]]] = {
+SECTIONS: Mapping[str, Callable[[Kept], list[Figure]]] = {
     "first tokens": first_tokens,
+    "ends": ends,
+    "real weights": real_weights,
+    "away": away,
+    "traffic": traffic,
     "handover": handover,
     "transfer": transfer,
     "files": files,
     "mooncake": mooncake,
+    "links": links,
     "encryption": encryption,
     "lookups": lookups,
     "embeddings": embeds,
@@ -973,11 +885,17 @@ SECTIONS: dict[str, Callable[[Kept], list[Figure]]] = {
 
 def documents(kept: Kept) -> dict[Path, dict[str, str]]:
     """The tables of each document by name."""
+
+    def of_figures(figures: list[Figure]) -> str:
+        return table([figure.row() for figure in figures])
+
     return {
         COMPARISON: {"beside others": table(beside_others(kept)), "missed": missed(kept.folder)},
-        README: {"headline": table(headline(kept))},
+        README: {"headline": of_figures(headline(kept))},
+        DECISIONS: {"turns": table(superseding(kept))},
         PERFORMANCE: {
-            name: table([figure.row() for figure in made(kept)]) for name, made in SECTIONS.items()
+            **{name: of_figures(made(kept)) for name, made in SECTIONS.items()},
+            "hops": table(hops(kept)),
         },
     }
 

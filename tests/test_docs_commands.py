@@ -57,7 +57,7 @@ DOCUMENTS = sorted(
     for path in ROOT.glob(pattern)
     if path.name != "CHANGELOG.md"
 )
-LANGUAGES = {"bash", "ini", "json", "mermaid", "promql", "python", "sql", "text", "toml", "yaml"}
+LANGUAGES = {"bash", "ini", "json", "promql", "python", "sql", "text", "toml", "yaml"}
 LIMIT_S = 60.0
 
 NAMESPACE, OTHER = (make_namespace("model", letter * 12) for letter in "ab")

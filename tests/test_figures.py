@@ -8,42 +8,48 @@ import pytest
 
 from benchmarks.figures import (
     COMPARISON,
+    DECISIONS,
     PERFORMANCE,
     README,
     SECTIONS,
     Kept,
-    at_most,
+    compare,
     documents,
     headline,
     times,
 )
 from benchmarks.scale import RESULTS, filled
 
+NUMBER = r"(?<![-\w])[\d.,]*\d"
 
-@pytest.mark.parametrize("document", [README, PERFORMANCE, COMPARISON], ids=lambda path: path.name)
+
+@pytest.mark.parametrize(
+    "document", [README, PERFORMANCE, COMPARISON, DECISIONS], ids=lambda path: path.name
+)
 def test_a_document_has_the_tables_of_the_kept_results(document: Path) -> None:
     text = document.read_text()
     assert filled(text, documents(Kept())[document]) == text
 
 
 def test_all_tables_of_figures_are_made() -> None:
-    assert PERFORMANCE.read_text().count("<!-- end -->") == len(SECTIONS)
+    assert PERFORMANCE.read_text().count("<!-- end -->") == len(documents(Kept())[PERFORMANCE])
 
 
 def test_headline_beside_the_mooncake_connector_has_random_and_real_weights() -> None:
     """The row with random weights alone promised 2.5 times; with real weights it is a draw."""
-    rows = [row for row in headline(Kept()) if "First token" in row["figure"]]
-    beside = [row for row in rows if "MooncakeStoreConnector" in row["compared with"]]
-    assert [row["figure"].rpartition("; ")[2].split(" (")[0] for row in beside] == [
+    rows = [row for row in headline(Kept()) if "First token" in row.what]
+    beside = [row for row in rows if "MooncakeStoreConnector" in row.beside]
+    assert [row.what.rpartition("; ")[2].split(" (")[0] for row in beside] == [
         "random weights",
         "real weights",
     ]
 
 
-def test_headline_cells_have_one_value() -> None:
-    for row in headline(Kept()):
-        for name in ("vllm-kvpool", "compared with", "times better"):
-            assert len(re.findall(r"(?<![-\w])[\d.,]*\d", row[name])) == 1, row
+def test_figures_have_one_value_a_cell() -> None:
+    for made in (headline, *SECTIONS.values()):
+        for row in made(Kept()):
+            cells = (row.ours, row.beside.rpartition(": ")[2], row.ratio)
+            assert [len(re.findall(NUMBER, each)) for each in cells] <= [1, 1, 1], row
 
 
 def test_a_result_that_has_changed_shows(tmp_path: Path) -> None:
@@ -69,5 +75,20 @@ def test_a_row_that_is_not_there_or_twice_is_an_error() -> None:
 
 
 def test_what_is_worse_is_bold() -> None:
-    assert times(2.345, 0.951, 12.6) == "2.3, **0.95**, 13"
-    assert at_most(1.5, 1.44, 1.52) == "1.44, **1.52**"
+    assert [times(ratio) for ratio in (2.345, 0.951, 12.6)] == ["2.3", "**0.95**", "13"]
+    assert [times(ratio, at_least=1 / 1.5) for ratio in (0.68, 0.66)] == ["0.68", "**0.66**"]
+
+
+def test_rates_and_times_are_compared_in_the_pools_favour() -> None:
+    (rate,) = compare("Save", "GB/s", 2.0, {"peer": 1.0}, more_is_better=True)
+    (time,) = compare("Save", "ms", 2.0, {"peer": 1.0})
+    assert rate == ("Save", "2 GB/s", "peer: 1 GB/s", "2")
+    assert time == ("Save", "2 ms", "peer: 1 ms", "**0.5**")
+
+
+def test_a_figure_without_a_peers_time_has_no_ratio() -> None:
+    (early,) = compare("First token", "ms", -40.0, {"peer": 131.0})
+    (never,) = compare("First token", "ms", 71.0, {"peer": "no end in 60 s"})
+    assert early.ratio == "comes first"
+    assert (never.beside, never.ratio) == ("peer: no end in 60 s", "")
+    assert compare("Put", "µs", 203.0) == [("Put", "203 µs", "", "")]

@@ -54,6 +54,49 @@ def test_every_file_of_ours_that_a_document_names_is_there(path: str) -> None:
     assert not missing
 
 
+VALUE = r"\**[-+]?\d[\d,.]*(?: ?(?:%|x|ms|µs|us|s|s/GB|[KMGT]i?B(?:/s)?|keys|tokens))?\**"
+VALUES = re.compile(rf"{VALUE}(?:(?:,|;| ?/| and| or) {VALUE})+")
+TIME_OR_RATE = r"\d (?:ms|µs|us|s|s/GB|GB/s|MB/s)\b"
+TIMES = re.compile(rf"{TIME_OR_RATE}.*[,;/(].*{TIME_OR_RATE}")
+
+
+def holds_several_values(cell: str, *, is_first: bool = False) -> bool:
+    """Return True for a list of numbers, and for several times or rates outside a sentence.
+
+    A range is one value. A row's first cell may name sizes.
+    """
+    is_sentence = ". " in cell
+    return bool(VALUES.fullmatch(cell) or (TIMES.search(cell) and not is_first | is_sentence))
+
+
+@pytest.mark.parametrize("path", sorted(PAGES - {"CHANGELOG.md"}))
+def test_a_tables_cell_has_one_value(path: str) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / path).read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = []
+    for line in re.findall(r"^ *\|.*\|$", text, re.MULTILINE):
+        for place, cell in enumerate(re.split(r"(?<!\\)\|", line.strip())[1:-1]):
+            if holds_several_values(cell.strip(), is_first=not place):
+                found.append(cell)
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        ("1.59, 6.26 s; 10; 2.61", True),
+        ("**0.74**, **0.79**; 1.1", True),
+        ("0.02 / 0.3 ms", True),
+        ("no pool 1,396 ms, host memory alone 1,342 ms", True),
+        ("1,396 ms", False),
+        ("0.2 to 1.4 ms", False),
+        ("tiers of 96 MiB, 256 MiB and 1 GiB", False),
+        ("It waits for 70 s. Then (after 5 s more) it ends.", False),
+    ],
+)
+def test_several_values_in_a_cell_are_found(cell: str, expected: bool) -> None:
+    assert holds_several_values(cell) is expected
+
+
 def commands(program: str) -> list[tuple[str, list[str]]]:
     """Each command of `program` in a document's code, with the document's name."""
     found = []

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.support.deployment import LEAN_SERVER
-from tests.support.metrics_page import wait_for_metrics
 from tests.support.models import LlamaShape, add_tokenizer, make_model
 from tests.support.server_process import free_ports
 from tests.support.waiting import wait_until
@@ -25,7 +23,6 @@ START_LIMIT_S = 300.0
 LIMIT_S = 60.0
 MODEL = "Qwen/Qwen3-0.6B"
 PORTS = ("8000", "8002")
-SAVED = "vllm:kvpool_saved_tokens_total"
 
 
 def section() -> dict[str, list[str]]:
@@ -68,21 +65,19 @@ class Quickstart:
         self.logs = [directory / f"{port}.log" for port in PORTS]
         for command, log in zip(self._serve, self.logs, strict=True):
             stack.callback(self._stop, self._start(command, log))
-        for port, log in zip(PORTS, self.logs, strict=True):
-            wait(lambda port=port: self._is_up(port), START_LIMIT_S, log)  # type: ignore[misc]
 
-    def url(self, port: str) -> str:
-        return f"http://localhost:{self._ports[port]}"
-
-    def request(self, line: int) -> str:
-        """Run the block's assignment and one of its `curl`s; return the answer."""
-        prompt, *curls = self._requests.splitlines()
-        script = self._on_free_ports(f"{prompt}\n{curls[line]}\n")
+    def run_requests(self) -> list[str]:
+        """Run the block of requests as pasted into a shell; return the answers."""
+        script = self._on_free_ports(self._requests)
         done = subprocess.run(
-            ["bash", "-c", script], env=self._env, capture_output=True, text=True, timeout=LIMIT_S
+            ["bash", "-c", script],
+            env=self._env,
+            capture_output=True,
+            text=True,
+            timeout=START_LIMIT_S,
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.splitlines()
 
     def _on_free_ports(self, script: str) -> str:
         for port, free in self._ports.items():
@@ -101,17 +96,6 @@ class Quickstart:
         process.terminate()
         process.wait(LIMIT_S)
 
-    def _is_up(self, port: str) -> bool:
-        try:
-            return httpx.get(f"{self.url(port)}/health").status_code == 200
-        except httpx.TransportError:
-            return False
-
-
-def wait(condition, limit_s: float, log: Path) -> None:  # type: ignore[no-untyped-def]
-    """Poll until the condition holds; fail with the log's end after `limit_s` seconds."""
-    wait_until(condition, limit_s, what=lambda: log.read_text()[-4000:], pause_s=0.2)
-
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quickstart]:
@@ -121,8 +105,9 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quickstart]
 
 
 def test_quickstart_second_server_shows_the_hit_as_documented(quickstart: Quickstart) -> None:
-    answers, [log_line] = (block.splitlines() for block in section()["text"])
-    assert answers[0] in quickstart.request(0)
-    wait_for_metrics(quickstart.url(PORTS[0]), lambda page: page.total(SAVED) >= 512)
-    assert answers[1] in quickstart.request(1)
-    wait(lambda: log_line in quickstart.logs[1].read_text(), LIMIT_S, quickstart.logs[1])
+    expected, [log_line] = (block.splitlines() for block in section()["text"])
+    answers = quickstart.run_requests()
+    for answer, part in zip(answers, expected, strict=True):
+        assert part in answer
+    log = quickstart.logs[1]
+    wait_until(lambda: log_line in log.read_text(), LIMIT_S, what=lambda: log.read_text()[-4000:])

@@ -153,6 +153,25 @@ async def test_a_standby_sleeps_and_wakes() -> None:
         assert core.sleep_level is None
 
 
+async def test_log_has_a_line_for_each_step_of_a_drain_and_of_the_exit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with RouterRig(1, 2) as rig:
+        rig.router.post(Drain(name(2)))
+        await rig.in_state(2, State.SHUTTING_NULL)
+        await rig.router.stop()
+        lines = [record.getMessage() for record in caplog.records]
+    assert [line.split(" (")[0] for line in lines if line.startswith(f"{name(2)}: ")][-2:] == [
+        f"{name(2)}: decode -> draining_decode",
+        f"{name(2)}: draining_decode -> standby",
+    ]
+    assert [line for line in lines if line.startswith("stop")] == [
+        "stopping: no new requests; 0 running requests have 0.2 s (front.shutdown_timeout_s)",
+        "stopped: 0 requests were cut off; engines go on",
+    ]
+
+
 # Failures
 
 
