@@ -53,7 +53,9 @@ class Drafter:
     def spec(self, models: Path, store: str, **more: Any) -> EngineSpec:
         """An engine with the drafter and a pool."""
         if self.method == "mtp":
-            model = drafter = make_mimo(models, MimoShape(modules=self.modules))
+            model = drafter = make_mimo(
+                models, MimoShape(layers=self.modules, modules=self.modules)
+            )
         elif self.method == "eagle3":
             model, drafter = make_model(models, ATTENTIVE), make_eagle3(models, ATTENTIVE)
         else:

@@ -92,7 +92,11 @@ def make_eagle3(directory: Path, shape: AttentiveShape) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class MimoShape(EvenShape):
-    """A MiMo of one layer with modules for multi-token prediction (MTP), all alike."""
+    """A MiMo with modules for multi-token prediction (MTP), all alike.
+
+    Layers behind the first one change nothing. vLLM's loader needs at least as many layers as
+    modules: it numbers these on from the layers, one after another.
+    """
 
     kind: ClassVar[str] = "mimo"
 
@@ -102,6 +106,10 @@ class MimoShape(EvenShape):
 
     def weights(self) -> dict[str, Tensor]:
         own = super().weights()
+        for name in own:
+            is_first = name.startswith("model.layers.0.")
+            if not is_first and name.endswith(("o_proj.weight", "down_proj.weight")):
+                own[name] = 0 * own[name]
         modules = [self._module(f"model.mtp_layers.{i}", own) for i in range(self.modules)]
         return {name: values for each in (own, *modules) for name, values in each.items()}
 
@@ -137,6 +145,6 @@ def make_mimo(directory: Path, shape: MimoShape) -> Path:
 
 
 def speculation(method: str, model: Path, tokens: int, **more: Any) -> Mapping[str, Any]:
-    """Return vLLM's `speculative_config`. MTP names no model: its modules are part of the target."""
+    """Return vLLM's `speculative_config`. MTP names none: its modules are the target's."""
     named = {} if method == "mtp" else {"model": str(model)}
     return {"method": method, "num_speculative_tokens": tokens, **named, **more}
