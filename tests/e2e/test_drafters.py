@@ -78,7 +78,7 @@ DRAFTERS = {
     "mtp": Drafter("mtp", 1, 1, 4),
 }
 EAGLE3 = {"eagle3": Drafter("eagle3", 1, 1, 4, rounding=2)}
-MODULES = {"mtp, 2 modules": Drafter("mtp", 2, 1, 4, modules=2)}
+MODULES = {"mtp, 2 modules": Drafter("mtp", 2, 1, 4, rounding=2, modules=2)}
 
 
 class Drafted(NamedTuple):
