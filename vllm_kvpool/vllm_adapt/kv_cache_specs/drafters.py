@@ -63,17 +63,16 @@ def draft_layer_groups(
         [name for name in group.layer_names if name in pages and not is_own_layer(name, total)]
         for group in kv_cache_config.kv_cache_groups
     ]
-    speculation, stages = vllm_config.speculative_config, vllm_config.parallel_config
-    is_staged = speculation is not None and stages.pipeline_parallel_size > 1
-    if is_staged and (speculation.use_eagle() or speculation.uses_draft_model()):
-        if config.drafts is Drafts.OFF:
-            return ()
-        _check_engine(vllm_config, config)
-        return _of_last_stage(vllm_config, kv_cache_config, named)
-    if config.drafts is Drafts.OFF or not any(named):
+    is_staged = vllm_config.parallel_config.pipeline_parallel_size > 1
+    drafts = vllm_config.speculative_config
+    has_layers = any(named) or (
+        is_staged and drafts is not None and (drafts.use_eagle() or drafts.uses_draft_model())
+    )
+    if config.drafts is Drafts.OFF or not has_layers:
         return ()
     _check_engine(vllm_config, config)
-    return _of_layers(vllm_config, kv_cache_config, named)
+    found = _of_last_stage if is_staged else _of_layers
+    return found(vllm_config, kv_cache_config, named)
 
 
 def _of_layers(
@@ -121,8 +120,9 @@ def _of_last_stage(
     lookaheads = _lookaheads(vllm_config, places)
     names = [f"layers.{number}" for (number,) in lookaheads]
     derived = _grouped(vllm_config, lookaheads, [(0, spec, names)])
-    here = [()] * len(derived)
-    if parallel.rank // parallel.tensor_parallel_size == parallel.pipeline_parallel_size - 1:
+    here: list[tuple[tuple[str, int], ...]] = [()] * len(derived)
+    stage = parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size
+    if stage == parallel.pipeline_parallel_size - 1:
         try:
             own = _of_layers(vllm_config, kv_cache_config, named)
         except ConfigError as error:
