@@ -258,8 +258,17 @@ class Pages:
         content = self._state_lbhc[0, 0].nbytes
         return pages_bc[:, None, None, :content]
 
-    def write(self, tables: Tables, first: int, rows_lhtc: NDArray[np.floating]) -> None:
-        """Write the rows of consecutive tokens from `first` on, and the states after them."""
+    def write(
+        self,
+        tables: Tables,
+        first: int,
+        rows_lhtc: NDArray[np.floating],
+        only: Sequence[int] | None = None,
+    ) -> None:
+        """Write the rows of consecutive tokens from `first` on, and the states after them.
+
+        `only`: the layers to write, of pages of attention alone; None: all.
+        """
         positions = np.arange(first, first + rows_lhtc.shape[2])
         dim = rows_lhtc.shape[3] // 2
         for table, layers, is_state in zip(tables, self._groups, self._has_states, strict=True):
@@ -273,13 +282,15 @@ class Pages:
                     self._write_keys(place, table, first, rows_lhtc[layer, 0])
             if not layers:
                 self._write_ring(int(table[0]), first, rows_lhtc[self._model.indexers[0], 0])
-            layers = self._attention(layers)
-            if not layers:
+            attention = self._attention(layers)
+            if not attention:
                 continue
             blocks, places = table[positions // self._block], positions % self._block
-            rows_tlhc = rows_lhtc[layers, self.heads].transpose(2, 0, 1, 3)
-            self._k_lbhdn[: len(layers), blocks, :, :, places] = rows_tlhc[..., :dim]
-            self._v_lbhnd[: len(layers), blocks, :, places] = rows_tlhc[..., dim:]
+            for place, layer in enumerate(attention):
+                if only is None or layer in only:
+                    rows_thc = rows_lhtc[layer, self.heads].transpose(1, 0, 2)
+                    self._k_lbhdn[place, blocks, :, :, places] = rows_thc[..., :dim]
+                    self._v_lbhnd[place, blocks, :, places] = rows_thc[..., dim:]
 
     def read(self, tables: Tables, count: int) -> NDArray[np.floating]:
         """Return `[L, H, T, C]` of the first `count` tokens and this rank's heads. Layers with

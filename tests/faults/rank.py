@@ -83,20 +83,26 @@ class Rank:
     """A worker: its connector and pages. Only the rig's thread uses it."""
 
     def __init__(
-        self, vllm_config: Any, kv_cache_config: Any, pages: Pages, runner: str = "first"
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        pages: Pages,
+        runner: str = "first",
+        drafts: Pages | None = None,
     ) -> None:
-        self.pages = pages
+        self.pages, self.drafts = pages, drafts
         connector = KVConnectorFactory.create_connector(
             vllm_config, KVConnectorRole.WORKER, kv_cache_config
         )
         self.connector = connector
-        make, drafts = RUNNERS[runner]
-        drafts |= vllm_config.speculative_config is not None
-        self._runner = make(vllm_config, connector, drafts=drafts)
+        make, has_drafts = RUNNERS[runner]
+        has_drafts |= vllm_config.speculative_config is not None
+        self._runner = make(vllm_config, connector, drafts=has_drafts)
         WatchedExecutor.made = None
         real, worker_part.Executor = worker_part.Executor, WatchedExecutor  # type: ignore[misc]
         try:
-            self._runner.register(pages.by_layer())
+            of_drafter = drafts.by_layer() if drafts is not None else {}
+            self._runner.register(pages.by_layer() | of_drafter)
         finally:
             worker_part.Executor = real  # type: ignore[misc]
         self.executor = WatchedExecutor.made

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -74,6 +74,9 @@ class RigSpec:
     one."""
     drafter: str = ""
     """vLLM's method of speculative decoding, with `NUM_DRAFTS` tokens; "" for none."""
+    modules: int = 0
+    """Modules of an MTP drafter with KV, each of which drafts a token: vLLM's second runner."""
+    pp: int = 1
     num_blocks: int = 96
     max_batched_tokens: int = 96
     retention_interval: int = 0
@@ -125,8 +128,13 @@ class Rig:
     """An engine; see the module docstring. `workshop.rig(spec)` makes a rig."""
 
     def __init__(
-        self, spec: RigSpec, config: Any, cache: Any, rank_config: Callable[[int], Any]
+        self,
+        spec: RigSpec,
+        config: Any,
+        caches: Sequence[Any],
+        rank_config: Callable[[int], Any],
     ) -> None:
+        """Make an engine; `caches`: of each pipeline stage, as vLLM tells its workers."""
         self.spec = spec
         self.answers: dict[str, Answer] = {}
         self.on_scheduled: list[Callable[[SchedulerOutput], None]] = []
@@ -143,34 +151,49 @@ class Rig:
         self._chance = random.Random(spec.num_blocks)
         self.scheduler = (AsyncScheduler if spec.plans_ahead else Scheduler)(
             config,
-            generate_scheduler_kv_cache_config([cache]),
+            generate_scheduler_kv_cache_config(list(caches)),
             StructuredOutputManager(config),
             BLOCK,
             log_stats=True,
         )
-        self._groups = [
-            [int(name.split(".")[2]) for name in group.layer_names if "tail_cache" not in name]
-            for group in cache.kv_cache_groups
-        ]
+        self._drafter = replace(spec.model, layers=spec.model.layers + spec.modules)
         self.ranks = [
             Rank(
                 rank_config(rank),
-                cache,
-                self._make_pages(spec.model.heads_of(rank, spec.tp)),
+                caches[rank // spec.tp],
+                self._make_pages(
+                    caches[rank // spec.tp], spec.model.heads_of(rank % spec.tp, spec.tp)
+                ),
                 spec.runner,
+                self._make_drafts(rank),
             )
-            for rank in range(spec.tp)
+            for rank in range(spec.tp * spec.pp)
             if spec.pool
         ]
         self.pages = [rank.pages for rank in self.ranks] or [
-            self._make_pages(slice(0, spec.model.heads))
+            self._make_pages(caches[0], slice(0, spec.model.heads))
         ]
-        self._aggregator = KVOutputAggregator(spec.tp)
+        self._aggregator = KVOutputAggregator(spec.tp * spec.pp)
         self.block_pool = self.scheduler.kv_cache_manager.block_pool
         self.free_at_start = self.block_pool.get_num_free_blocks()
 
-    def _make_pages(self, heads: slice) -> Pages:
-        return Pages(self.spec.model, self.spec.num_blocks, BLOCK, heads, self._groups)
+    def _make_pages(self, cache: Any, heads: slice) -> Pages:
+        """Return pages of the model's layers in a stage."""
+        named = [
+            [int(name.split(".")[2]) for name in group.layer_names if "tail_cache" not in name]
+            for group in cache.kv_cache_groups
+        ]
+        groups = [[each for each in group if each < self.spec.model.layers] for group in named]
+        return Pages(self.spec.model, self.spec.num_blocks, BLOCK, heads, groups)
+
+    def _make_drafts(self, rank: int) -> Pages | None:
+        """Return pages of the drafter's modules, which the ranks of the last stage have."""
+        stage, tp_rank = divmod(rank, self.spec.tp)
+        if not self.spec.modules or stage < self.spec.pp - 1:
+            return None
+        first, heads = self.spec.model.layers, self.spec.model.heads_of(tp_rank, self.spec.tp)
+        groups = [range(first, first + self.spec.modules)]
+        return Pages(self._drafter, self.spec.num_blocks, BLOCK, heads, groups)
 
     # External actions
 
@@ -293,7 +316,8 @@ class Rig:
                     self._ended(answer.request_id, reason, answer.kv_transfer_params)
         if self.spec.drafter and not self.spec.plans_ahead:
             drafted = [each for each in sampled if each in self._contexts]
-            drafts = [self._draft(self._context(each), NUM_DRAFTS) for each in drafted]
+            count = self.spec.modules or NUM_DRAFTS
+            drafts = [self._draft(self._context(each), count) for each in drafted]
             self.scheduler.update_draft_token_ids(DraftTokenIds(drafted, drafts))
         if not output.total_num_scheduled_tokens and self.scheduler.has_requests():
             time.sleep(PAUSE_S)
@@ -415,7 +439,38 @@ class Rig:
                 )
             for pages in self.pages:
                 pages.write(tables, start, rows[:, :, start : share.stop])
-        return {request_id: self._read(request_id, share) for request_id, share in shares.items()}
+        sampled = {
+            request_id: self._read(request_id, share) for request_id, share in shares.items()
+        }
+        for request_id, share in shares.items() if self.spec.modules else ():
+            self._run_modules(request_id, share, sampled[request_id])
+        return sampled
+
+    def _run_modules(self, request_id: str, share: Share, sampled: Sequence[int]) -> None:
+        """Check a request's rows in the drafter's modules, and write those of the step.
+
+        Module m's row of a token depends on m + 1 later tokens. The last rows depend on drafts, so
+        they are wrong until the next step, which computes as many rows again as drafts are wrong.
+        """
+        context = Context(self._drafter, [*share.context.tokens, *sampled])
+        rows, num_tokens = context.rows(), len(context.tokens)
+        first = self.spec.model.layers
+        for module in range(self.spec.modules):
+            layer, ahead = first + module, module + 1
+            again = 0 if share.known is not None else self.spec.modules - 1
+            start, stop = max(0, share.start - again), min(share.stop, num_tokens - ahead)
+            right = np.full((1, *rows.shape[1:2], share.stop, rows.shape[3]), UNWRITTEN, rows.dtype)
+            right[0, :, :stop] = rows[layer, :, ahead : stop + ahead]
+            for pages in (rank.drafts for rank in self.ranks if rank.drafts is not None):
+                read = pages.read(share.tables, start)[module : module + 1]
+                wrong = np.argwhere((read != right[:, pages.heads, :start]).any(axis=(0, 1, 3)))
+                assert not wrong.size, (
+                    f"{request_id} drafts by {len(wrong)} wrong rows of module {module} before "
+                    f"token {start}, the first of token {wrong[0][0]}"
+                )
+                all_rows = np.zeros((layer + 1, *right.shape[1:]), rows.dtype)
+                all_rows[layer] = right[0]
+                pages.write(share.tables, start, all_rows[:, :, start:], [layer])
 
     def _at_last(self, share: Share) -> Share:
         """Return the share as its step computes it, once the results of all before it are known.
@@ -441,9 +496,10 @@ class Rig:
 
     def _read(self, request_id: str, share: Share) -> list[int]:
         context, tables, start, stop, samples, _, drafts = share
-        read = np.concatenate([pages.read(tables, stop) for pages in self.pages], axis=1)
-        rows = context.rows()[:, :, :stop]
-        expected = np.concatenate([rows[:, pages.heads] for pages in self.pages], axis=1)
+        tp, held = self.spec.tp, [pages.read(tables, stop) for pages in self.pages]
+        stages = [np.concatenate(held[i : i + tp], axis=1) for i in range(0, len(held), tp)]
+        read, rows = np.concatenate(stages), context.rows()[:, :, :stop]
+        expected = np.concatenate([rows[:, pages.heads] for pages in self.pages[:tp]], axis=1)
         for layer, window in enumerate(self.spec.model.windows):
             if window:  # the step's first token looks back furthest
                 unseen = max(0, start - window + 1)

@@ -5,6 +5,7 @@ import itertools
 import logging
 import threading
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -132,12 +133,12 @@ class Workshop:
             mine = copy.copy(config)
             mine.parallel_config = copy.copy(config.parallel_config)
             mine.parallel_config.rank = rank
-            if second_host is not None and rank == spec.tp - 1:
+            if second_host is not None and rank == spec.tp * spec.pp - 1:
                 mine.kv_transfer_config = self._config(spec, second_host).kv_transfer_config
             return mine
 
         self._opening = f"{name}.scheduler"
-        rig = Rig(spec, config, _cache_config(spec, config), rank_config)
+        rig = Rig(spec, config, _by_stage(spec, _cache_config(spec, config)), rank_config)
         self._rigs.append(rig)
         return rig
 
@@ -170,11 +171,15 @@ class Workshop:
         return FaultyStore(store, faults=self.faults, label=self._opening)
 
     def _config(self, spec: RigSpec, store: str | list[str]) -> Any:
-        base = self._base(spec.model, spec.max_batched_tokens, spec.drafter)
+        drafter = "eagle" if spec.modules else spec.drafter
+        base = self._base(spec.model, spec.max_batched_tokens, drafter)
         config = copy.copy(base)
         config.parallel_config = copy.copy(base.parallel_config)
         config.parallel_config.tensor_parallel_size = spec.tp
-        config.parallel_config.world_size = spec.tp
+        config.parallel_config.pipeline_parallel_size = spec.pp
+        config.parallel_config.world_size = spec.tp * spec.pp
+        if spec.modules:
+            _set_modules(config, spec.modules)
         config.scheduler_config = copy.copy(base.scheduler_config)
         config.scheduler_config.async_scheduling = spec.plans_ahead
         config.cache_config = copy.copy(base.cache_config)
@@ -259,6 +264,39 @@ def _beside(sibling: Sibling, pool: KVTransferConfig) -> KVTransferConfig:
     )
 
 
+def _set_modules(config: Any, modules: int) -> None:
+    """Make the drafter one of MTP with so many modules, each of which drafts one token."""
+    config.speculative_config = drafts = copy.copy(config.speculative_config)
+    drafts.method, drafts.num_speculative_tokens = "mtp", modules
+    drafts.draft_model_config = copy.copy(drafts.draft_model_config)
+    drafts.draft_model_config.hf_config = copy.copy(drafts.draft_model_config.hf_config)
+    drafts.draft_model_config.hf_config.num_nextn_predict_layers = modules
+
+
+def _by_stage(spec: RigSpec, cache: KVCacheConfig) -> list[KVCacheConfig]:
+    """Return the cache configuration of each pipeline stage; the last one has the drafter."""
+    if spec.pp == 1:
+        return [cache]
+    per_stage = spec.model.layers // spec.pp
+    found = []
+    for stage in range(spec.pp):
+        first, is_last = stage * per_stage, stage == spec.pp - 1
+        own = [spec.model.layer_name(first + i) for i in range(per_stage)]
+        names = [*own, *(_modules_of(spec) if is_last else ())]
+        [group] = cache.kv_cache_groups
+        groups = [replace(group, layer_names=names)]
+        found.append(
+            KVCacheConfig(
+                spec.num_blocks, kv_cache_tensors=tensors_of(names), kv_cache_groups=groups
+            )
+        )
+    return found
+
+
+def _modules_of(spec: RigSpec) -> list[str]:
+    return [spec.model.layer_name(spec.model.layers + i) for i in range(spec.modules)]
+
+
 def _cache_config(spec: RigSpec, config: Any) -> KVCacheConfig:
     model = spec.model
     held = model.heads_of(0, spec.tp)
@@ -291,6 +329,7 @@ def _cache_config(spec: RigSpec, config: Any) -> KVCacheConfig:
         specs |= {model.layer_name(layer): state for layer in model.states}
     if model.indexers:
         specs |= _of_indexers(model, specs)
+    specs |= dict.fromkeys(_modules_of(spec), whole(**same))
     groups = get_kv_cache_groups(config, specs)
     tensors = tensors_of(list(specs))
     if model.indexers:  # the page's size identifies the kind of layer

@@ -92,24 +92,37 @@ def make_eagle3(directory: Path, shape: AttentiveShape) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class MimoShape(EvenShape):
-    """A MiMo of one layer with a module for multi-token prediction (MTP)."""
+    """A MiMo with modules for multi-token prediction (MTP), all alike.
+
+    Layers behind the first one change nothing. vLLM's loader needs at least as many layers as
+    modules: it numbers these on from the layers, one after another.
+    """
 
     kind: ClassVar[str] = "mimo"
 
     layers: int = 1
     heads: int = 4  # `heads` x `head_dim` equals `hidden`
+    modules: int = 1
 
     def weights(self) -> dict[str, Tensor]:
-        weights = super().weights()
-        module, one = "model.mtp_layers.0", np.eye(self.hidden, dtype=np.float32)
+        own = super().weights()
+        for name in own:
+            is_first = name.startswith("model.layers.0.")
+            if not is_first and name.endswith(("o_proj.weight", "down_proj.weight")):
+                own[name] = 0 * own[name]
+        modules = [self._module(f"model.mtp_layers.{i}", own) for i in range(self.modules)]
+        return {name: values for each in (own, *modules) for name, values in each.items()}
+
+    def _module(self, module: str, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        one = np.eye(self.hidden, dtype=np.float32)
         ones = np.ones(self.hidden, np.float32)
         norms = dict.fromkeys(("token_layernorm", "hidden_layernorm", "final_layernorm"), ones)
-        weights |= {f"{module}.{name}.weight": values.copy() for name, values in norms.items()}
+        weights = {f"{module}.{name}.weight": values.copy() for name, values in norms.items()}
         weights[f"{module}.input_proj.weight"] = np.concatenate([0 * one, one], axis=1)
         layer = "model.layers.0."
         return weights | {
             f"{module}.{name.removeprefix(layer)}": values.copy()
-            for name, values in weights.items()
+            for name, values in own.items()
             if name.startswith(layer)
         }
 
@@ -117,12 +130,12 @@ class MimoShape(EvenShape):
         return super().config() | {
             "architectures": ["MiMoForCausalLM"],
             "model_type": "qwen2",
-            "num_nextn_predict_layers": 1,
+            "num_nextn_predict_layers": self.modules,
         }
 
 
 def make_mimo(directory: Path, shape: MimoShape) -> Path:
-    """Write the model of `shape` with its MTP module."""
+    """Write the model of `shape` with its MTP modules."""
 
     def fill(path: Path) -> None:
         save_file(shape.weights(), path / "model.safetensors", metadata={"format": "pt"})
@@ -132,6 +145,6 @@ def make_mimo(directory: Path, shape: MimoShape) -> Path:
 
 
 def speculation(method: str, model: Path, tokens: int, **more: Any) -> Mapping[str, Any]:
-    """Return vLLM's `speculative_config`. MTP names no model: its module is part of the target."""
+    """Return vLLM's `speculative_config`. MTP names none: its modules are the target's."""
     named = {} if method == "mtp" else {"model": str(model)}
     return {"method": method, "num_speculative_tokens": tokens, **named, **more}

@@ -593,6 +593,19 @@ def takes_steps_back(vllm_config: "VllmConfig") -> bool:
     return not vllm_config.use_v2_model_runner
 
 
+def passes_of_modules(vllm_config: "VllmConfig") -> int:
+    """Return how many modules of an MTP drafter vLLM runs over all tokens of a step, in turn.
+
+    The second model runner runs one for each token that it drafts, if the drafter has several. The
+    first one runs the first module alone.
+    """
+    drafts = vllm_config.speculative_config
+    chains = getattr(drafts, "use_multi_module_mtp", None)  # releases without it run one, too
+    if drafts is None or chains is None or not vllm_config.use_v2_model_runner or not chains():
+        return 1
+    return int(drafts.num_speculative_tokens)
+
+
 def offers_states() -> bool:
     """Return True if vLLM names the block and the last token of a complete recurrent state."""
     from vllm.v1.core.sched import output

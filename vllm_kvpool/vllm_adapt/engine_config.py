@@ -164,7 +164,8 @@ def _draft_layer_groups(
 ) -> tuple[RankLayerGroup, ...]:
     """Return the layer groups of a drafter that are stored; ConfigError if all are required.
 
-    `is_told`: this side tells the user what is left out.
+    `is_told`: this side tells the user what is left out. What the last pipeline stage alone sees,
+    that stage tells.
     """
     try:
         return drafters.draft_layer_groups(vllm_config, kv_cache_config, config)
@@ -174,7 +175,7 @@ def _draft_layer_groups(
                 f"drafts is set to require, but KV of this drafter cannot be stored: {error}; set "
                 "drafts to prefer, or choose another drafter"
             ) from error
-        if is_told:
+        if is_told or isinstance(error, drafters.OtherDrafterError):
             logger.warning(
                 "kvpool: KV of this drafter is not stored: %s. After a hit it drafts without the "
                 "prompt, so few drafts are accepted",

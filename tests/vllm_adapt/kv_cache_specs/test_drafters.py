@@ -1,24 +1,35 @@
 """Layer groups of drafters: how they are told, what is left out, and what tells drafters apart."""
 
+import copy
 import json
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_kv_cache_config_from_groups,
+    get_kv_cache_configs,
     get_kv_cache_groups,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
-from tests.support.drafters import EvenShape, MimoShape, make_eagle, make_mimo, speculation
+from tests.support.drafters import (
+    AttentiveShape,
+    EvenShape,
+    MimoShape,
+    make_eagle,
+    make_eagle3,
+    make_mimo,
+    speculation,
+)
 from tests.support.models import LlamaShape, make_model
 from tests.vllm_adapt.kv_cache_specs.test_layer_groups import FULL, WINDOW, by_hand, name_of
 from vllm_kvpool.config import read_config
@@ -40,11 +51,20 @@ Make = Callable[..., VllmConfig]
 def make(tmp_path: Path) -> Make:
     """`make(method, drafter)`: an engine's configuration; `drafter` is the drafter's directory."""
 
-    def build(method: str = "", drafter: Path | None = None, **more: Any) -> VllmConfig:
-        model = make_mimo(tmp_path, MimoShape()) if method == "mtp" else make_model(tmp_path, SHAPE)
+    def build(
+        method: str = "", drafter: Path | None = None, layers: int = 1, **more: Any
+    ) -> VllmConfig:
+        mimo = MimoShape(layers=layers)
+        model = make_mimo(tmp_path, mimo) if method == "mtp" else make_model(tmp_path, SHAPE)
         drafts = {}
         if method:
-            named = drafter or (make_eagle(tmp_path, SHAPE) if method == "eagle" else model)
+            one = AttentiveShape()
+            made = {
+                "eagle": lambda: make_eagle(tmp_path, SHAPE),
+                "eagle3": lambda: make_eagle3(tmp_path, one),
+                "draft_model": lambda: make_model(tmp_path, one),
+            }
+            named = drafter or (made[method]() if method in made else model)
             drafts = {"speculative_config": {**speculation(method, named, 1), **more}}
         config = EngineArgs(
             model=str(model), block_size=16, dtype="float32", skip_tokenizer_init=True, **drafts
@@ -148,7 +168,164 @@ def test_drafters_differ_by_method_weights_configuration_and_form(
     assert drafter("eagle", make_eagle(tmp_path / "elsewhere", SHAPE)) == drafter("eagle")
 
 
-def _parallel(config: VllmConfig) -> None:
+# Modules, indexers, pipeline stages
+
+
+def with_modules(config: VllmConfig, modules: int, tokens: int, runner: int) -> None:
+    """Give the MTP drafter so many modules; vLLM runs them for `tokens` drafts by this runner."""
+    speculation = config.speculative_config
+    assert speculation is not None
+    speculation.num_speculative_tokens = tokens
+    speculation.draft_model_config.hf_config.num_nextn_predict_layers = modules
+    config.runner = runner
+
+
+@pytest.fixture
+def by_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `with_modules` choose vLLM's runner; the second one needs Triton."""
+    is_second = property(lambda config: getattr(config, "runner", 1) == 2)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", is_second)
+
+
+chains_modules = pytest.mark.skipif(
+    not hasattr(SpeculativeConfig, "use_multi_module_mtp"),
+    reason="this release runs the first module alone",
+)
+
+
+@pytest.mark.usefixtures("by_runner")
+@pytest.mark.parametrize(
+    ("tokens", "runner", "used"),
+    [
+        (3, 1, 1),
+        (1, 2, 1),
+        pytest.param(2, 2, 2, marks=chains_modules),
+        pytest.param(3, 2, 3, marks=chains_modules),
+    ],
+)
+def test_each_module_that_vllm_runs_over_a_prompt_reads_one_token_more(
+    make: Make, tokens: int, runner: int, used: int
+) -> None:
+    """The first runner runs the first module for every draft, the second one a module for each."""
+    config = make("mtp")
+    with_modules(config, 3, tokens, runner)
+    modules = [name_of(1 + i) for i in range(3)]
+    for cache in cached(config, **dict.fromkeys([*OWN[:1], *modules], FULL)):
+        facts = read(config, cache)
+        ends = ["", "-ahead2", "-ahead3"][:used]
+        assert [(each.name, each.lookahead, each.layers) for each in drafts_of(facts)] == [
+            (f"draft-full-4x256{end}-{facts.drafter}", 1 + i, ((1 + i,),))
+            for i, end in enumerate(ends)
+        ]
+        assert [group.lookahead for group in facts.shape.groups] == [used]
+        assert facts.shape.lookahead == used
+
+
+def latents(config: VllmConfig, names: Sequence[str]) -> dict[str, Any]:
+    """Return vLLM's specs of sparse attention: an indexer's keys beside the latents of a layer."""
+    from vllm.v1.kv_cache_interface import SparseCacheRole
+
+    config.model_config.hf_text_config.update(
+        {"index_head_dim": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    )
+    config.cache_config.kv_cache_layout = "BLHNC"
+    base: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1}
+    keys = MLAAttentionSpec(
+        **base, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER
+    )
+    latent = MLAAttentionSpec(
+        **base,
+        head_size=576,
+        dtype=torch.float32,
+        cache_dtype_str="auto",
+        cache_role=SparseCacheRole.SPARSE,
+    )
+    return {name: keys if ".indexer." in name else latent for name in names}
+
+
+@pytest.mark.skipif(
+    "cache_role" not in {field.name for field in fields(MLAAttentionSpec)},
+    reason="this release does not say which layers are an indexer's",
+)
+def test_the_keys_of_a_drafters_indexer_are_a_layer_group_beside_its_latents(make: Make) -> None:
+    """As in DeepSeek V3.2 and GLM 5: the MTP layer has an indexer, as the model's layers do."""
+    config = make("mtp")
+    names = [f"model.layers.{i}.self_attn.{e}" for i in (0, 1) for e in ("indexer.k_cache", "attn")]
+    found = []
+    for cache in cached(config, **latents(config, names)):
+        facts = read(config, cache)
+        assert [(each.name, each.row_bytes, each.lookahead) for each in drafts_of(facts)] == [
+            (f"draft-full-1x2304-{facts.drafter}", 2304, 1),
+            (f"draft-indexer-1x132-{facts.drafter}", 132, 1),
+        ]
+        own = [each for each in facts.layer_groups if not each.is_draft]
+        assert [each.name for each in own] == ["full-1x2304", "indexer-1x132"]
+        found.append(facts)
+    assert found[0] == found[1]
+
+
+def stages(
+    config: VllmConfig, *names: Sequence[str], spec: FullAttentionSpec = FULL
+) -> list[tuple[VllmConfig, KVCacheConfig]]:
+    """Return what the scheduler part and the worker of each pipeline stage are told by vLLM.
+
+    `spec`: of the last stage's last layer.
+    """
+    specs = [dict.fromkeys(stage, FULL) for stage in names]
+    specs[-1][names[-1][-1]] = spec
+    config.parallel_config.pipeline_parallel_size = len(names)
+    caches = get_kv_cache_configs(config, specs, [64 << 20] * len(names))
+    told = [(config, generate_scheduler_kv_cache_config(caches))]
+    for rank, cache in enumerate(caches):
+        mine = copy.copy(config)
+        mine.parallel_config = copy.copy(config.parallel_config)
+        mine.parallel_config.rank = rank
+        told.append((mine, cache))
+    return told
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
+def test_a_drafter_on_the_last_pipeline_stage_is_the_same_to_all_parts(
+    make: Make, method: str
+) -> None:
+    """Only the last stage has its pages, and engines of one stage share its cells."""
+    shape = "mtp" if method == "mtp" else method
+    config = make(shape, layers=2)
+    drafts = LAYERS["draft_model"] if method == "draft_model" else name_of(2)
+    whole = by_hand(([*OWN, drafts], FULL))
+    single = drafts_of(read(config, whole))
+    told = stages(config, OWN[:1], [OWN[1], drafts])
+    found = [read(each, cache) for each, cache in told]
+    for facts in found:
+        assert facts.shape == found[0].shape
+        [drafter] = drafts_of(facts)
+        assert drafter.topology.stages == ((0, 0), (0, 1))
+        assert replace(drafter, topology=single[0].topology) == single[0]
+        assert [group.lookahead for group in facts.shape.groups] == [single[0].lookahead]
+    held = [[name for each in facts.layer_groups for name, _ in each.layers] for facts in found]
+    assert held == [OWN[:1], OWN[:1], [OWN[1], drafts]]
+    for facts, pages in pairwise(found):
+        assert facts.drafter == pages.drafter
+
+
+def test_a_last_stage_with_another_drafter_than_configured_leaves_it_out(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only that stage can tell. With `drafts: require`, the engine's start is refused."""
+    config = make("draft_model")
+    names = OWN[:1], [OWN[1], LAYERS["draft_model"]]
+    *_, (last, cache) = stages(config, *names, spec=replace(FULL, num_kv_heads=2))
+    with caplog.at_level(logging.WARNING):
+        facts = engine_config.read_engine(
+            last, cache, read_config({}, env={}), with_namespace=False
+        )
+    assert not drafts_of(facts)
+    assert "KV of this drafter is not stored" in caplog.text
+    with pytest.raises(ConfigError, match="set drafts to prefer"):
+        read(last, cache, drafts="require")
+
+
+def _staged(config: VllmConfig) -> None:
     config.parallel_config.pipeline_parallel_size = 2
 
 
@@ -173,16 +350,16 @@ def _method(config: VllmConfig) -> None:
 def _modules(config: VllmConfig) -> None:
     assert config.speculative_config is not None
     config.speculative_config.method = "mtp"
-    config.speculative_config.draft_model_config.hf_config.num_nextn_predict_layers = 3
+    with_modules(config, 2, 4, runner=2)
 
 
 @pytest.mark.parametrize(
     ("change", "options", "reason"),
     [
         (_method, {}, "not known of 'dflash'"),
-        (_modules, {}, "3 modules"),
+        pytest.param(_modules, {}, "4 times over a prompt", marks=chains_modules),
         (_drafting, {}, "parallel_drafting"),
-        (_parallel, {}, "pipeline parallelism"),
+        (_staged, {}, "pipeline parallelism"),
         (_context, {}, "context parallelism"),
         pytest.param(
             _nothing,
@@ -195,6 +372,7 @@ def _modules(config: VllmConfig) -> None:
     ],
     ids=["method", "modules", "drafting", "pipeline", "context", "layerwise"],
 )
+@pytest.mark.usefixtures("by_runner")
 def test_a_drafter_that_is_not_stored_is_said_at_start(
     make: Make,
     change: Callable[[VllmConfig], None],

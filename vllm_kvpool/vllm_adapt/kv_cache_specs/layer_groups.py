@@ -89,7 +89,8 @@ class RankLayerGroup:
 
     `num_heads`: of the whole model, or the units of a state. `layers`: this rank's names and KV
     cache groups, in model order. `state`: the form of layers with a recurrent state; None for
-    attention. `is_draft`, `lookahead`: see `LayerGroup`.
+    attention. `is_draft`, `lookahead`: see `LayerGroup`. `last_stage`: the places of a drafter's
+    layers, all of which lie in the last pipeline stage; empty in an engine of one stage.
     """
 
     name: str
@@ -101,6 +102,7 @@ class RankLayerGroup:
     state: StateForm | None = None
     is_draft: bool = False
     lookahead: int = 0
+    last_stage: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_latent(self) -> bool:
@@ -143,7 +145,7 @@ def rank_layer_groups(
         if (group.layer_names and is_drafts) or compat.is_ring(group.kv_cache_spec):
             continue
         named = [name for name in group.layer_names if name in pages and is_own_layer(name, total)]
-        for spec, names in _by_form(vllm_config, kv_cache_config, i, named):
+        for spec, names in by_form(vllm_config, kv_cache_config, i, named):
             for new, some in _new_groups(vllm_config, spec, names):
                 own = ((name, i) for name in some)
                 form = (*form_of(spec), new.num_heads)
@@ -237,7 +239,7 @@ def form_of(spec: Any) -> tuple[object, ...]:
     )
 
 
-def _by_form(
+def by_form(
     vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, index: int, names: list[str]
 ) -> list[tuple[Any, list[str]]]:
     """Return the layers `names` of a KV cache group, by spec; ConfigError if it is not known.
@@ -602,6 +604,9 @@ def _layers_and_stages(
     here = [tuple(place_of(name) for name, _ in layer_group.layers) for layer_group in layer_groups]
     if pp_size == 1:
         return [(layers, ((0, len(layers)),)) for layers in here]
+    drafts = [each.last_stage for each in layer_groups if each.is_draft]
+    layer_groups = [each for each in layer_groups if not each.is_draft]
+    here = here[: len(layer_groups)]
     if any(len(place) > 1 or place[0] >= total for layers in here for place in layers):
         raise ConfigError(
             "layers of this model have KV several times, which is shared without pipeline "
@@ -616,7 +621,7 @@ def _layers_and_stages(
         layers = tuple((layer,) for layer in range(total) if of_layer[layer] == i)
         counts = [of_layer[start:stop].count(i) for start, stop in bounds]
         found.append((layers, tuple(pairwise(accumulate(counts, initial=0)))))
-    return found
+    return [*found, *((each, ((0, 0),) * (pp_size - 1) + ((0, len(each)),)) for each in drafts)]
 
 
 def _group_of_each_layer(
