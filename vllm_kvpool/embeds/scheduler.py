@@ -554,11 +554,19 @@ class EmbedsScheduler:
         """Use nothing any more that was encoded with the weights before."""
         version, fingerprint = self._weights.version + 1, self._fingerprint(weights_version)
         self._weights = WeightsChanged(version, fingerprint)
-        self._channel.send(self._weights)
+        self._send_weights()
         self._offered.clear()
         for item in self._by_name.values():
             item.encodings, item.failure = Encodings(), None
             self._send_expects(item)
+
+    def _send_weights(self, rank: int | None = None) -> None:
+        """Tell a rank, or all, the weights, and which items a step may still have to take."""
+        (first, *_) = Requested.all(self._loading())  # further ones are more than a step loads
+        self._channel.send(msgspec.structs.replace(self._weights, loading=first.names), rank)
+
+    def _loading(self) -> list[str]:
+        return [each.name for each in self._by_name.values() if each.loading]
 
     def encoder_cache_was_reset(self) -> None:
         """Treat all items as evicted from the encoder cache."""
@@ -597,11 +605,11 @@ class EmbedsScheduler:
     def _resync_worker(self, rank: int) -> None:
         """Send a worker the whole state: it is in session, maybe again."""
         if self._weights.version:
-            self._channel.send(self._weights, rank)
+            self._send_weights(rank)
         # Workers were told to forget failed items.
         wanted = [each for each in self._by_name.values() if each.requests and not each.failure]
         # What is being loaded stays where it is until the step has taken it.
-        loading = [each.name for each in self._by_name.values() if each.loading]
+        loading = self._loading()
         for requested in Requested.all((*(each.name for each in wanted), *loading)):
             self._channel.send(requested, rank)
         for name in loading:

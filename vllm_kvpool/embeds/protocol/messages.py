@@ -372,6 +372,8 @@ class WeightsChanged(msgspec.Struct, frozen=True, gc=False, tag="weights_changed
     version: Annotated[int, Meta(ge=0, le=MAX_VERSION)]
     """Counts the changes."""
     fingerprint: str
+    loading: tuple[str, ...] = ()
+    """Items that a step is about to take: they stay until then, for that step alone."""
 
 
 Message = (
