@@ -47,6 +47,12 @@ def test_names(name: str) -> None:
         p.decode_body(p.encode_body(TOO_LONG[name]))
 
 
+def test_an_offer_whose_transfer_has_the_number_of_none_is_refused() -> None:
+    """A grant without a transfer would count as one of it, and end its item's offers."""
+    with pytest.raises(ProtocolError):
+        p.decode_body(p.encode_body(p.Offer(0, "image", shape_of(1), "digest")))
+
+
 FULLEST: dict[str, list[p.Message]] = {
     "all items of requests": [*p.Requested.all("é" * p.MAX_NAME for _ in range(100))],
     "a request's item": [

@@ -126,6 +126,17 @@ def test_nothing_is_heard_of_who_is_no_consumer_any_more() -> None:
     check_producer(machine)
 
 
+def test_a_want_of_a_peer_that_is_no_consumer_is_kept_by_nobody() -> None:
+    """The loss of such a peer would end neither its wants nor its transfers."""
+    machine = Producer(ProducerLimits())
+    machine.prepared(machine.produced("cat", shape_of(4), 0.0), "digest", 0.0)
+    for name in ("cat", "dog"):
+        machine.want("stranger", Want(name, 9.0), 0.0)
+    assert not machine.transfers
+    assert not machine.missing()
+    check_producer(machine)
+
+
 def test_a_grant_that_came_with_a_want_is_over_only_when_its_write_is() -> None:
     """Its transfer may have ended meanwhile: the consumer refuses the offer and revokes the grant
     in one turn, and reuses the memory once it hears that nothing was begun."""

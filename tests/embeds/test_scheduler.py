@@ -192,6 +192,25 @@ def test_a_request_without_parameters_asks_configured_peers_and_those_who_offere
     assert rig.channel.expected() == ["a"]
 
 
+def test_request_with_an_answer_about_other_items_does_not_wait_for_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An encoder started with another --model gives every image another name."""
+    answer = read_delivery({"x": {"peer": "tcp://e:1"}}, ("a",))
+    view = request("r", "a", delivery=answer, media=True)
+    rig = Rig()
+    assert rig.ensure(view)
+    assert rig.channel.expected() == []
+    assert "same --model" in caplog.text
+    assert not rig.ensure(request("without media", "a", delivery=answer))
+    assert rig.scheduler.take_unavailable() == {"without media"}
+    assert not Rig(has_peers=True).ensure(view)
+    rig.channel.say(ItemNews("b", offered=True))
+    other = read_delivery({"x": {"peer": "tcp://e:1"}}, ("b",))
+    assert not rig.ensure(request("offered", "b", delivery=other, media=True))
+    assert rig.channel.expected() == ["b"]
+
+
 def test_a_number_is_no_name_to_ask_others_for() -> None:
     """Another engine gives it to another item. A producer's name that comes with it is one."""
 
@@ -1083,6 +1102,14 @@ SHAPES: dict[str, tuple[Any, Delivery]] = {
     "some encoders for all": (
         {"peers": [E, F]},
         Delivery(is_sent=True, peers=(E, F)),
+    ),
+    "an answer about one item": (
+        {"h0": {"peer": E}},
+        Delivery(is_sent=True, peers_by_item={"h0": (E,)}, unanswered=frozenset({"h1"})),
+    ),
+    "an answer about one item, beside an encoder for all": (
+        {"h0": {"peer": E}, "peer": F},
+        Delivery(is_sent=True, peers=(F,), peers_by_item={"h0": (E,)}),
     ),
     "another connector's": ({"block_ids": [1, 2]}, Delivery(is_sent=True)),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.embeds.engines import Engine, embeddings, wait_for
+from tests.embeds.engines import BUSY, Engine, embeddings, wait_for
 from tests.support.server_process import free_ports
 from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.protocol.messages import PeerRole
@@ -125,6 +125,30 @@ def test_new_weights_on_both_sides_send_new_items() -> None:
         consumer.receive("image", 8)
         for engine in (producer, consumer):
             engine.scheduler.weights_changed("version 2")
+        new = embeddings(8, seed=9)
+        producer.encode("image", new, to=(consumer.endpoint,))
+        (got,) = consumer.receive("image", 8, "after")
+        assert torch.equal(got, new)
+
+
+def test_item_of_a_planned_load_stays_until_its_step_when_weights_change() -> None:
+    """vLLM may have sent the step to its workers and not have run it: the engine would end."""
+    with Engine(PeerRole.PRODUCER) as producer, Engine(PeerRole.CONSUMER) as consumer:
+        producer.encode("image", embeddings(8), to=(consumer.endpoint,))
+        first = consumer.request("first", ("image", 8))
+        wait_for(lambda: consumer.may_go(first))
+        assert consumer.scheduler.has("image")
+        consumer.scheduler.allocated("image")
+        (load,) = consumer.scheduler.plan((), **BUSY).loads
+        for engine in (producer, consumer):
+            engine.scheduler.weights_changed("version 2")
+        (worker,) = consumer.workers
+        wait_for(lambda: worker._control.weights_version == 1)
+        taken = worker.take(load.name)
+        assert taken is not None
+        assert torch.equal(taken, embeddings(8))
+        consumer.scheduler.finished(first)
+        consumer.scheduler.plan(("image",), **BUSY)
         new = embeddings(8, seed=9)
         producer.encode("image", new, to=(consumer.endpoint,))
         (got,) = consumer.receive("image", 8, "after")

@@ -30,11 +30,17 @@ class Delivery:
     peers_by_item: Mapping[str, tuple[str, ...]] | None = None
     transfer_ids: Mapping[str, str] = field(default_factory=dict)
     """The proxy's ids of the items' transfers, which are only passed on."""
+    unanswered: frozenset[str] = frozenset()
+    """Items that encoders' answers do not name, in a request that says nothing else of items."""
 
     @property
     def is_pushed(self) -> bool:
         """True if the request names the consumers, so that encoders send without being asked."""
         return bool(self.consumers)
+
+    def brings(self, mm_hash: str) -> bool:
+        """Return True if the request says that an item comes from elsewhere."""
+        return self.is_sent and mm_hash not in self.unanswered
 
     def name_of(self, mm_hash: str) -> str:
         """Return the encoder's name of an item."""
@@ -72,13 +78,18 @@ def read_delivery(params: Mapping[str, Any] | None, identifiers: Sequence[str]) 
             peers[identifier] = _endpoints(entry.get("peer"))
             if isinstance(entry.get("transfer_id"), str):
                 transfer_ids[identifier] = entry["transfer_id"]
+    consumers = _endpoints(params.get("consumer_zmq"))
+    all_peers = _endpoints(params.get("peer")) or _endpoints(params.get("peers"))
+    has_answers = any(isinstance(each, Mapping) for each in params.values())
+    says_only_answers = has_answers and not (listed or consumers or all_peers)
     return Delivery(
-        consumers=_endpoints(params.get("consumer_zmq")),
+        consumers=consumers,
         is_sent=True,
-        peers=_endpoints(params.get("peer")) or _endpoints(params.get("peers")),
+        peers=all_peers,
         names=names or None,
         peers_by_item=peers or None,
         transfer_ids=transfer_ids,
+        unanswered=frozenset(identifiers) - peers.keys() if says_only_answers else frozenset(),
     )
 
 

@@ -60,6 +60,11 @@ def workers_lost_s(config: EmbedsConfig) -> float:
 FIRST_WEIGHTS = WeightsChanged(0, "")
 LOST_WORKERS = Code.UNREACHABLE, "the engine's workers do not answer"
 NO_ENCODER = Code.GONE, "the request names no encoder, or the item has a number for a name"
+OTHER_NAMES = (
+    Code.GONE,
+    "the request's ec_transfer_params name other items: start the encoder and this engine with the "
+    "same --model, whose name is in items' names, or give media multi_modal_uuids",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,9 +243,7 @@ class EmbedsScheduler:
             if not self._request_item(request, feature, item):
                 return Availability.PENDING
             return self._availability(request, feature, makes_room)
-        if found is Availability.UNAVAILABLE and self._encode_here_or_fail(
-            request_id, feature, item
-        ):
+        if found is Availability.UNAVAILABLE and self._encode_here_or_fail(request, feature, item):
             return Availability.AVAILABLE
         return found
 
@@ -275,7 +278,7 @@ class EmbedsScheduler:
         name = delivery.name_of(feature.mm_hash)
         if name == feature.mm_hash and not feature.is_named:
             return False
-        return self._engine.has_peers or delivery.is_sent or name in self._offered
+        return self._engine.has_peers or delivery.brings(feature.mm_hash) or name in self._offered
 
     def _name_for(self, request: EmbedsRequest, feature: Feature, order: int) -> str:
         """Return the name to ask for.
@@ -310,7 +313,8 @@ class EmbedsScheduler:
                 self._count("failed_items")
         named = request.delivery.peers_of(feature.mm_hash)
         peers = tuple(each for each in named if each != self._engine.own_endpoint)
-        is_elsewhere = request.delivery.is_sent and (bool(peers) or not named)
+        is_sent = request.delivery.brings(feature.mm_hash)
+        is_elsewhere = is_sent and (bool(peers) or not named)
         # An engine that has the item or its encoder only asks whether another has it already.
         is_probe = item.is_resident or (self._engine.is_producer and not is_elsewhere)
         patience_s = PROBE_S if is_probe else 0.0
@@ -365,17 +369,21 @@ class EmbedsScheduler:
         if item.order != before and item.failure is None:
             self._channel.send(Reorder(item.name, item.order))
 
-    def _encode_here_or_fail(self, request_id: str, feature: Feature, item: ItemRecord) -> bool:
+    def _encode_here_or_fail(
+        self, request: EmbedsRequest, feature: Feature, item: ItemRecord
+    ) -> bool:
         """Encode an item here that cannot be received, or fail the request."""
+        request_id = request.request_id
         is_requested = request_id in item.requests
+        is_unanswered = feature.is_named and feature.mm_hash in request.delivery.unanswered
         if is_requested and item.failure is None:
             self._fail(item, *LOST_WORKERS)
-        code, text = item.failure or NO_ENCODER
+        code, text = item.failure or (OTHER_NAMES if is_unanswered else NO_ENCODER)
         self._remove_request(request_id, item)
         if not feature.has_media:
             return self._fail_request(request_id, feature.mm_hash, code, text)
         self._state_of(request_id).encoded_here.add(feature.mm_hash)
-        if is_requested:
+        if is_requested or is_unanswered:
             self._count("local_encodes")
             logger.warning(
                 "kvpool: item %s is encoded here, since it could not be received (%s: %s)",
@@ -546,11 +554,19 @@ class EmbedsScheduler:
         """Use nothing any more that was encoded with the weights before."""
         version, fingerprint = self._weights.version + 1, self._fingerprint(weights_version)
         self._weights = WeightsChanged(version, fingerprint)
-        self._channel.send(self._weights)
+        self._send_weights()
         self._offered.clear()
         for item in self._by_name.values():
             item.encodings, item.failure = Encodings(), None
             self._send_expects(item)
+
+    def _send_weights(self, rank: int | None = None) -> None:
+        """Tell a rank, or all, the weights, and which items a step may still have to take."""
+        (first, *_) = Requested.all(self._loading())  # further ones are more than a step loads
+        self._channel.send(msgspec.structs.replace(self._weights, loading=first.names), rank)
+
+    def _loading(self) -> list[str]:
+        return [each.name for each in self._by_name.values() if each.loading]
 
     def encoder_cache_was_reset(self) -> None:
         """Treat all items as evicted from the encoder cache."""
@@ -589,11 +605,11 @@ class EmbedsScheduler:
     def _resync_worker(self, rank: int) -> None:
         """Send a worker the whole state: it is in session, maybe again."""
         if self._weights.version:
-            self._channel.send(self._weights, rank)
+            self._send_weights(rank)
         # Workers were told to forget failed items.
         wanted = [each for each in self._by_name.values() if each.requests and not each.failure]
         # What is being loaded stays where it is until the step has taken it.
-        loading = [each.name for each in self._by_name.values() if each.loading]
+        loading = self._loading()
         for requested in Requested.all((*(each.name for each in wanted), *loading)):
             self._channel.send(requested, rank)
         for name in loading:

@@ -79,6 +79,9 @@ class Consumer:
         if item is not None and message.digest and item.digest not in ("", message.digest):
             self._end(item, TransferState.CANCELLED, Code.CONFLICT)
             item = None
+        if item is not None and item.is_stale:
+            self._end(item, TransferState.CANCELLED, Code.STALE)
+            item = None
         if item is None:
             item = self.items[message.mm_hash] = Item(message.mm_hash, now)
         was_requested, item.wait_id = item.requested, message.wait_id
@@ -148,10 +151,15 @@ class Consumer:
             if item.refused >= item.peers:
                 self._fail(item, Code.UNREACHABLE, text)
 
-    def weights_changed(self) -> None:
-        """Drop everything that was encoded with the weights before."""
+    def weights_changed(self, loading: Collection[str] = ()) -> None:
+        """Drop everything that was encoded with the weights before.
+
+        `loading`: items that stay for the step that is about to take them.
+        """
         for item in list(self.items.values()):
-            if item.shape is not None:
+            if item.is_complete and item.mm_hash in loading:
+                item.is_stale = True
+            elif item.shape is not None:
                 self._fail(item, Code.STALE, "the weights have changed")
 
     # From sessions

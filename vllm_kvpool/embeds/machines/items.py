@@ -65,6 +65,7 @@ class Item:
     retry_at: float = float("-inf")
     failures: int = 0  # since rows last arrived
     corrupt: int = 0
+    is_stale: bool = False  # of earlier weights, and kept for the step that is about to take it
 
     def move(self, state: TransferState) -> None:
         """Set the state; AssertionError if it may not follow the present one."""

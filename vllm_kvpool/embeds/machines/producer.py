@@ -237,7 +237,9 @@ class Producer:
     # From consumers
 
     def want(self, peer: str, message: Want, now: float) -> None:
-        """Answer a consumer's rank that asks for an item."""
+        """Answer a consumer's rank that asks for an item; any other peer gets no answer."""
+        if peer not in self.peers:
+            return  # nothing would end what it asks for
         item = self.cache.items.get(message.mm_hash)
         first = message.first
         if item is not None and item.digest:

@@ -40,6 +40,8 @@ Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=MAX_NAME)]
 """A peer's reason, which is logged or passed on."""
 Endpoint = Annotated[str, Meta(max_length=MAX_ENDPOINT)]
+TransferId = Annotated[int, Meta(ge=1)]
+"""A number that a producer gives to a transfer; 0 stands for a grant without a transfer."""
 Seconds = Annotated[float, Meta(ge=0)]
 """A time that a peer has chosen; NaN would never be over."""
 
@@ -182,7 +184,7 @@ class Offer(msgspec.Struct, frozen=True, gc=False, tag="offer"):
     Repeated while no rows are granted; the consumer then repeats its answer and its live grants.
     """
 
-    tid: int
+    tid: TransferId
     mm_hash: Name
     shape: ItemShape
     digest: Name
@@ -370,6 +372,8 @@ class WeightsChanged(msgspec.Struct, frozen=True, gc=False, tag="weights_changed
     version: Annotated[int, Meta(ge=0, le=MAX_VERSION)]
     """Counts the changes."""
     fingerprint: str
+    loading: tuple[str, ...] = ()
+    """Items that a step is about to take: they stay until then, for that step alone."""
 
 
 Message = (
