@@ -8,7 +8,7 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,8 @@ class KVPoolMetadata(KVConnectorMetadata):
     """A namespace and its manifest; sent once for each namespace."""
     drafter: str = ""
     """The identity of the drafter whose layers are stored, too; empty without."""
+    is_empty: bool = False
+    """True if the step computes nothing."""
 
 
 @dataclass
@@ -103,6 +105,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._scheduler_part: SchedulerPart | None = None
         self._worker_part: WorkerPart | None = None
+        self._end_polling: Callable[[], None]  # of the worker's process
         self._invalid_blocks: frozenset[int] = frozenset()
         self._outer_error: BaseException | None = None  # that a caller handles, not this step's
         self._open_meta: KVPoolWorkerMetadata | None = (
@@ -217,6 +220,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: "dict[str, Any]") -> None:
         """Open the stores and start the lanes, now that the pages are allocated."""
         weights_version.models.watch_callers()
+        self._end_polling = compat.polling_end()
         device = engine_config.device_of(kv_caches)
         self._worker_part = WorkerPart(
             self._config,
@@ -260,7 +264,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the step's loads."""
         if self._worker_part is not None:
-            self._worker_part.worker.start_loads(self._plan())
+            self._worker_part.worker.start_loads(self._metadata().plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait until the layer's KV is loaded, with `layerwise`."""
@@ -283,7 +287,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         worker = self._worker_part.worker
         if self._step_fails:
             worker.fail_step()
-        worker.start_saves(self._plan())
+        worker.start_saves(self._metadata().plan)
         meta, self._open_meta = self._open_meta, None
         if meta is not None and (report := worker.take_gathered()) is not None:
             meta.reports.append(report)
@@ -300,12 +304,15 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def _finish_step(self, finished_req_ids: set[str]) -> StepResults:
         if self._worker_part is None or self._step_fails:
             return NOTHING_ENDED
-        plan = self._plan() if self.has_connector_metadata() else None
+        metadata = self._metadata() if self.has_connector_metadata() else None
+        plan = None if metadata is None else metadata.plan
         if plan is not None and not self._worker_part.worker.has_drafts:
             # Some releases skip `wait_for_save` in steps without tokens. With drafts, which some
             # compute after this call, such saves start with the next step.
             self._worker_part.worker.start_saves(plan)
         results = self._worker_part.worker.finish_step(plan, finished_req_ids)
+        if metadata is not None and metadata.is_empty:
+            self._end_polling()
         if results.invalid_blocks:
             self._invalid_blocks |= results.invalid_blocks
         return results
@@ -334,10 +341,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """
         return sys.exc_info()[1] is not self._outer_error
 
-    def _plan(self) -> StepPlan:
+    def _metadata(self) -> KVPoolMetadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KVPoolMetadata)
-        return metadata.plan
+        return metadata
 
     # The scheduler part
 
@@ -408,7 +415,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if version != self._described_version:  # no step has been planned with these weights yet
             self._described_version, manifest = version, self._manifest_of(version)
         facts = self._facts
-        return KVPoolMetadata(plan, facts.shape.namespace, manifest, facts.drafter)
+        return KVPoolMetadata(
+            plan, facts.shape.namespace, manifest, facts.drafter, is_empty=not scheduled
+        )
 
     def _manifest_of(self, weights_version: str) -> tuple[Namespace, bytes]:
         first = self._facts.shape.namespace

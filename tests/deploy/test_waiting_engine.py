@@ -1,10 +1,9 @@
-"""An engine that waits for tokens of another one costs next to nothing, and holds up nobody."""
+"""An engine that waits, or has nothing to do, costs next to nothing and holds up nobody."""
 
 import json
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -13,6 +12,7 @@ from tests.deploy.server import Server
 from tests.e2e.pool import files, pool, tokens
 from tests.support.deployment import MODEL
 from tests.support.models import TEXT_VOCAB, LlamaShape, add_tokenizer, make_model
+from vllm_kvpool.cli.common.engine_server import group_cpu_seconds
 from vllm_kvpool.scheduler.pool_scheduler import STREAM_WAIT_S
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
 CHUNK = 64
 WAIT_S = 10.0
 SETTLE_S = 1.5
+SAVES_END_S = 0.3  # after an answer
+POLLED_S = 0.6  # from then on, in which vLLM's worker would poll
 LIMIT_S = 60.0
 IDLE_SHARE = 0.05  # of a core, beside other tests; it was all of one
 PROMPT = tokens(1, 10 * CHUNK, TEXT_VOCAB)
@@ -40,27 +42,36 @@ def ask(server: Server, prompt: list[int], **wish: object) -> float:
     return time.monotonic() - began
 
 
-def engine_seconds(server: Server) -> float:
-    """Return the CPU seconds of the server's child processes."""
-    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-    ticks = 0
-    for child in children:
-        fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / 100
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Start a server without worker processes: vLLM's workers spin for a second after each step."""
+@pytest.fixture(scope="module", params=["uni", "mp"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Start a server without worker processes, or with one."""
     directory = tmp_path_factory.mktemp("waiting")
     model = make_model(directory / "models", LlamaShape(vocab=TEXT_VOCAB))
     add_tokenizer(model)
     transfer = json.dumps(pool(files(directory / "pool"), chunk_tokens=CHUNK))
-    args = ("--distributed-executor-backend", "uni")
+    args = ("--distributed-executor-backend", request.param)
     with Server(model, transfer, directory / "server.log", args) as made:
         ask(made, tokens(2, CHUNK, TEXT_VOCAB))
         yield made
+
+
+def busy_share(server: Server, seconds: float) -> float:
+    """Return the share of a core that the server's processes take for so long."""
+    before, began = group_cpu_seconds(server.pid), time.monotonic()
+    time.sleep(seconds)
+    return (group_cpu_seconds(server.pid) - before) / (time.monotonic() - began)
+
+
+def test_engine_sleeps_as_soon_as_its_saves_have_ended(server: Server) -> None:
+    """A worker's process of vLLM polled for a second after each step."""
+    shares = []
+    for number in range(3):
+        ask(server, tokens(20 + number, 10 * CHUNK, TEXT_VOCAB))
+        time.sleep(SAVES_END_S)
+        shares.append(busy_share(server, POLLED_S))
+    assert min(shares) < IDLE_SHARE
 
 
 def test_waiting_engine_is_idle_and_takes_other_requests_at_once(server: Server) -> None:
@@ -72,9 +83,7 @@ def test_waiting_engine_is_idle_and_takes_other_requests_at_once(server: Server)
     )
     waiting.start()
     time.sleep(SETTLE_S)  # the first steps are over
-    before, began = engine_seconds(server), time.monotonic()
-    time.sleep(WAIT_S / 2)
-    share = (engine_seconds(server) - before) / (time.monotonic() - began)
+    share = busy_share(server, WAIT_S / 2)
     others = [ask(server, tokens(3 + number, CHUNK, TEXT_VOCAB)) for number in range(3)]
     assert waiting.is_alive()
     waiting.join(LIMIT_S)

@@ -48,8 +48,7 @@ from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
 from vllm_kvpool.scheduler.lookup_service import LOOKUP_TIMEOUT_S
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport, Stored
 from vllm_kvpool.scheduler.pool_scheduler import (
-    FETCH_S,
-    FETCH_WAIT_S,
+    STREAM_WAIT_MIN_S,
     STREAM_WAIT_S,
     WATCHED_WAIT_S,
 )
@@ -458,7 +457,7 @@ def _waited(bench: Bench, *waits: str) -> None:
         if name == "short":
             assert 0 < seconds <= IDLE_WAIT_MAX_S
         else:
-            assert seconds == pytest.approx(WAITS_S[name])
+            assert seconds == pytest.approx(WAITS_S.get(name) or float(name))
     if waits and waits[-1] != "short":
         assert bench.waits.until is has_none, "it ends with an arrival"
 
@@ -467,7 +466,7 @@ WAITS_S = {
     "lookup": LOOKUP_TIMEOUT_S,
     "half_a_lookup": LOOKUP_TIMEOUT_S / 2,
     "watched": WATCHED_WAIT_S,
-    "fetch": FETCH_WAIT_S,
+    "stream_min": STREAM_WAIT_MIN_S,
     "stream": STREAM_WAIT_S,
 }
 
@@ -570,9 +569,7 @@ VERBS: Mapping[str, Callable[..., Any]] = {
     "wanted": _wanted,
     "watch": _watch,
     "worked": _worked,
-    "wait": lambda bench, seconds: bench.clock.advance(
-        2 * FETCH_S if seconds == "FETCHES" else float(seconds)
-    ),
+    "wait": lambda bench, seconds: bench.clock.advance(float(seconds)),
     "weights": _weights,
     # What has come of it
     "asked": _asked,

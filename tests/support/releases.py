@@ -25,3 +25,6 @@ KV_EVENTS = {"0.23.0": False, "0.26.0": True}
 
 LLAVA = {"0.23.0": False, "0.32.0": True}
 """True if the release's LLaVA can be imported with the pinned transformers."""
+
+SLEEPING_WORKERS = {"0.23.0": False, "0.32.0": True}
+"""True if a worker looks for its next step again after a lost wake-up, so that it may sleep."""

@@ -3,8 +3,10 @@
 import inspect
 import math
 import queue
+import time
 import tomllib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +19,15 @@ import torch
 import vllm
 from packaging.version import Version
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from tests.support.releases import NEWEST, OLDEST, since
+from tests.support.releases import NEWEST, OLDEST, SLEEPING_WORKERS, since
+from tests.support.step_queue import step_queue
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.compat import BlockTables
@@ -319,6 +323,31 @@ def test_whatever_an_engine_is_sent_is_noticed_until_it_takes_it(put: str) -> No
 def test_nothing_is_sent_to_an_engine_in_its_callers_process() -> None:
     assert EngineCore(None, lambda: None).has_arrivals is None
     assert compat.watch_arrivals(lambda: None) is None
+
+
+class WorkerProc:
+    """A stand-in for vLLM's process of a worker, which reads its steps from a queue."""
+
+    def __init__(self, steps: MessageQueue) -> None:
+        self.rpc_broadcast_mq = steps
+
+    def make_worker(self) -> Callable[[], None]:
+        return compat.polling_end()
+
+
+def test_worker_that_sleeps_wakes_for_its_next_step() -> None:
+    with step_queue() as (steps, reader), ThreadPoolExecutor(1) as pool:
+        WorkerProc(reader).make_worker()()
+        polled = reader._spin_condition
+        left_s = polled.last_read + polled.busy_loop_s - time.monotonic()
+        assert (left_s <= compat.POLL_S) is since(SLEEPING_WORKERS, vllm.__version__)
+        read = pool.submit(reader.dequeue, 60)
+        steps.enqueue("step")
+        assert read.result() == "step"
+
+
+def test_worker_without_a_process_of_its_own_polls_for_nothing() -> None:
+    compat.polling_end()()
 
 
 def test_engine_has_its_queue_before_it_makes_the_scheduler() -> None:

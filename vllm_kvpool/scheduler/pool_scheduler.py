@@ -44,12 +44,13 @@ from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
 logger = logging.getLogger(__name__)
 
 RESET_WAIT_S = 5.0
-# In a step that an answer or an arrival ends at once. vLLM's worker processes spin for a second
-# after each step, so steps without work are rare.
+# In a step that an answer or an arrival ends at once. A worker's process polls after each step, so
+# steps without work are rare.
 WATCHED_WAIT_S = 30.0
-STREAM_WAIT_S = 10.0  # while a stream is loaded: its early end comes with a step
-FETCH_S = 0.5  # after chunks of a stream have landed: they are fetched, and steps follow closely
-FETCH_WAIT_S = 0.05
+# While a stream is loaded: its early end comes with a step. The wait is as long as the workers have
+# fetched what has landed.
+STREAM_WAIT_MIN_S = 0.05
+STREAM_WAIT_S = 10.0
 # `match` is called for each request that waits. Python 3.11 is slow to look up members of an Enum.
 _RUNNING, _DUE, _PENDING = AdmissionState.RUNNING, RetryState.DUE, LookupState.PENDING
 
@@ -635,8 +636,8 @@ class PoolScheduler:
             return
         wait_s = WATCHED_WAIT_S
         if self._loads.streaming:
-            is_fetched = self._clock() - self._landed_at > FETCH_S
-            wait_s = STREAM_WAIT_S if is_fetched else FETCH_WAIT_S
+            fetched_s = self._clock() - self._landed_at
+            wait_s = min(STREAM_WAIT_S, max(STREAM_WAIT_MIN_S, fetched_s))
         has_arrivals = self._has_arrivals
         while self._service.wait(self._until_deadline(wait_s), has_arrivals):
             if has_arrivals() or self._take_answers():

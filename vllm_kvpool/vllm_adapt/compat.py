@@ -12,11 +12,13 @@ import math
 import platform
 import re
 import sys
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -38,6 +40,8 @@ defaults were compared and its namespaces were found equal (`tests/vllm_adapt/id
 _BUILD = re.compile(r"\+(cpu|cu|empty|precompiled|rocm|tpu|xpu)[\w.]*")  # what vLLM's setup.py adds
 
 MOST_FRAMES = 24
+POLL_S = 0.005
+"""A worker's poll after a step without work. ZeroMQ may drop the second of two wake-ups in 3 ms."""
 _A = TypeVar("_A")
 ENGINE = "EngineCore"  # vLLM's class of engines, whether or not in a process of their own
 
@@ -81,6 +85,26 @@ def watch_arrivals(on_arrival: Callable[[], None]) -> Callable[[], bool] | None:
 
     inbox._put = notify
     return lambda: bool(inbox.queue)
+
+
+def polling_end() -> Callable[[], None]:
+    """Return a call that lets the calling worker's process sleep until its next step.
+
+    A worker of vLLM polls for a second after each step, whether or not it has computed anything.
+    After the call it polls for `POLL_S` and sleeps until it is woken. The call does nothing in an
+    engine without worker processes, nor in an older release, whose workers would sleep on after a
+    lost wake-up.
+    """
+    queues = (getattr(caller, "rpc_broadcast_mq", None) for caller in callers())
+    reader = getattr(next(filter(None, queues), None), "_spin_condition", None)
+    if reader is None or not hasattr(shm_broadcast, "SHM_READER_RECHECK_INTERVAL_MS"):
+        return lambda: None
+
+    def end_polling() -> None:
+        last_read = time.monotonic() + POLL_S - reader.busy_loop_s
+        reader.last_read = min(reader.last_read, last_read)
+
+    return end_polling
 
 
 def engine_began_ns() -> int | None:
