@@ -378,6 +378,18 @@ def test_prometheus_finds_each_service() -> None:
             assert scraped & {each["name"] for each in document["spec"]["ports"]}, name
 
 
+def test_the_notes_name_what_is_rendered() -> None:
+    [answer] = helm([{"router": {"adminSecret": "own-secret"}}])
+    rendered = manifests(answer)
+    [notes] = [text for name, text in answer["files"].items() if name.endswith("NOTES.txt")]
+    named = re.findall(r"\b(statefulset|deployment)/([\w-]+)", notes)
+    kinds = {kind.lower(): kind for kind in ("StatefulSet", "Deployment")}
+    assert {f"{kinds[kind]}/{name}" for kind, name in named} == {*ENGINES, ROUTER}
+    assert "http://kvpool-router.kvpool " in notes
+    assert "Service/kvpool-router" in rendered
+    assert "own-secret" in notes
+
+
 def test_a_value_that_is_unknown_or_of_a_wrong_type_is_refused() -> None:
     """No value is a fraction."""
     wrong = [nested(name, 0.5) for name in ROWS if not name.startswith("pool.")]
