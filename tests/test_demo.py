@@ -1,6 +1,7 @@
 """The report of `make demo` on two engines' answers, and the source of its model."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -72,6 +73,37 @@ def test_the_picture_has_each_turn_and_its_times(demo: ModuleType, tmp_path: Pat
     assert texts.count("1000 ms: computed") == len(turns)
     assert texts.count("250 ms: 1280 of 1500 tokens from the pool") == len(turns)
     assert all(f"{turn.question}  {turn.answer}" in texts for turn in turns)
+
+
+PICTURES = [None, Path(__file__).parent.parent / "docs" / "images" / "demo.svg"]
+
+
+@pytest.mark.parametrize("kept", PICTURES, ids=["drawn", "kept"])
+def test_the_labels_of_the_picture_stand_beside_the_bars_and_within_the_picture(
+    demo: ModuleType, tmp_path: Path, kept: Path | None
+) -> None:
+    """The kept picture has the questions and the form that the demo draws today."""
+    picture = kept or tmp_path / "demo.svg"
+    if kept is None:
+        demo.draw(compare(demo, tmp_path), picture)
+    root = ElementTree.parse(picture).getroot()
+    texts, bars = (
+        [each for each in root.iter(f"{{http://www.w3.org/2000/svg}}{tag}") if each.get("x")]
+        for tag in ("text", "rect")
+    )
+    labels = [each for each in texts if re.match(r"\d+ ms: ", each.text or "")]
+    assert len(bars) == len(labels) == 2 * len(demo.QUESTIONS)
+    for bar, label in zip(bars, labels, strict=True):
+        assert float(label.attrib["x"]) >= float(bar.attrib["x"]) + float(bar.attrib["width"]) + 5
+        top, height = float(bar.attrib["y"]), float(bar.attrib["height"])
+        assert top < float(label.attrib["y"]) < top + height
+    for text in texts:
+        widest_px = 0.62 * int(re.findall(r"(\d+)px", text.attrib["style"])[0])  # of a letter
+        end = float(text.attrib["x"]) + widest_px * len(text.text or "")
+        assert end <= float(root.attrib["width"]), text.text
+    if kept:
+        told = " ".join(each.text or "" for each in texts)
+        assert all(question in told for question in demo.QUESTIONS)
 
 
 def test_a_model_that_cannot_be_installed_is_said_to_be_unavailable(

@@ -8,6 +8,7 @@ runs them. A program that has no check fails the test.
 
 import argparse
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -26,6 +28,7 @@ from urllib.parse import urlsplit
 import click
 import msgspec
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from tests.support.buffers import make_buffer
@@ -201,7 +204,11 @@ def of_curl(words: Sequence[str], directory: Path) -> None:
 
 def of_pip(words: Sequence[str], directory: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    name, extras = re.fullmatch(r"(\.|[\w-]+)\[([\w,]+)\]", words[2]).groups()  # type: ignore[union-attr]
+    if words[1] == "uninstall":
+        needed = [each for extra in project["optional-dependencies"].values() for each in extra]
+        assert any(re.match(rf"{words[2]}\b", each) for each in needed), words[2]
+        return
+    name, extras = re.fullmatch(r"(\.|[\w-]+)\[([\w,-]+)\]", words[2]).groups()  # type: ignore[union-attr]
     assert (words[1], name in (".", project["name"])) == ("install", True)
     assert set(extras.split(",")) <= set(project["optional-dependencies"])
 
@@ -217,6 +224,14 @@ def of_python(words: Sequence[str], directory: Path) -> None:
         source = (ROOT / words[3]).read_text()
         chosen = option_of(words, "-k")
         assert chosen is None or chosen in source
+    elif words[1] == "-m":
+        package, *parts = words[2].split(".")
+        found = importlib.util.find_spec(package)
+        assert found is not None
+        assert any(
+            Path(each, *parts).with_suffix(".py").exists()
+            for each in found.submodule_search_locations or ()
+        )
     else:
         source = (ROOT / words[1]).read_text()
         for option in (word for word in words[2:] if word.startswith("--")):
@@ -237,10 +252,23 @@ def of_files(words: Sequence[str], directory: Path) -> None:
         assert not word.startswith("configs/") or (ROOT / word).exists(), word
 
 
+def of_helm(words: Sequence[str], directory: Path) -> None:
+    """A value that is set is one of the chart's."""
+    of_files(words, directory)
+    chart = next(word for word in words if word.startswith("configs/helm/"))
+    for option, setting in pairwise(words):
+        if option == "--set":
+            values = yaml.safe_load((ROOT / chart / "values.yaml").read_text())
+            for part in setting.partition("=")[0].split("."):
+                if values == {}:  # keys are the user's own
+                    break
+                values = values[part]
+
+
 PROGRAMS: Mapping[str, Check] = {
     "curl": of_curl,
     "docker": of_files,
-    "helm": of_files,
+    "helm": of_helm,
     "install": of_files,
     "kubectl": of_files,
     "kvpool": of_kvpool,
@@ -408,6 +436,35 @@ def test_commands_within_sentences_have_the_options_they_name() -> None:
             known = {option for each in command.params for option in each.opts}
         used = {word.partition("=")[0] for word in words[1:] if word.startswith("--")} - {"--"}
         assert used <= known, (place, words)
+
+
+WITHIN_SENTENCES = ("make", "pip", "python")
+
+
+def test_commands_within_sentences_pass_the_checks_of_their_programs(tmp_path: Path) -> None:
+    spans = {
+        (path.name, span)
+        for path in DOCUMENTS
+        for span in re.findall(r"`((?:\w+) [^`\n]+)`", path.read_text())
+        if span.split()[0] in WITHIN_SENTENCES
+    }
+    assert {span.split()[0] for _, span in spans} == set(WITHIN_SENTENCES)
+    for _, span in sorted(spans):
+        check(shlex.split(span), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["helm", "upgrade", "configs/helm/kvpool", "--set", "router.unheard=1"],
+        ["make", "unheard-of"],
+        ["pip", "uninstall", "unheard-of"],
+        ["python", "-m", "vllm.unheard_of"],
+    ],
+)
+def test_a_command_with_a_name_that_is_not_there_is_found(words: list[str], tmp_path: Path) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        check(words, tmp_path)
 
 
 def test_each_command_that_is_not_run_names_a_test_that_is_there() -> None:

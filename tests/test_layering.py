@@ -126,7 +126,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         *(
             "metrics.py",
             *("scheduler/aliases.py", "scheduler/lookup_service.py"),
-            *("prefetch.py", "cli/serve.py", "cli/common/tokenizer.py"),
+            *("prefetch.py", "cli/serve.py", "cli/sharing.py", "cli/common/tokenizer.py"),
             "staging/arena.py",
             "storage/",
             *("embeds/faults.py", "embeds/dataplane/", "network/"),

@@ -1,6 +1,8 @@
 """`kvpool doctor` of an engine: what it shares, from its metrics and the manifests in stores."""
 
 import json
+import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +20,7 @@ from vllm_kvpool.cli.sharing import (
     UNSAVED,
     beside,
     examine_engine,
+    examine_hub,
     of_metrics,
     of_values,
 )
@@ -183,3 +186,59 @@ def test_a_store_that_cannot_list_is_asked_for_the_engines_own_manifest(tmp_path
     store.close()
     assert {each.status for each in findings} == {Status.OK}
     assert any("cannot list" in each.text for each in findings)
+
+
+def silent() -> tuple[str, socket.socket]:
+    """Return the address of a server that accepts connections and never answers."""
+    server = socket.create_server(("127.0.0.1", 0))
+    return f"http://127.0.0.1:{server.getsockname()[1]}", server
+
+
+@pytest.fixture
+def hub_variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment without the hub's variables; what a test sets goes at its end."""
+    for name in (
+        "HF_HUB_OFFLINE",
+        "VLLM_USE_MODELSCOPE",
+        "HF_ENDPOINT",
+        "http_proxy",
+        "HTTP_PROXY",
+    ):
+        monkeypatch.setenv(name, "")  # restored afterwards, also where the code sets it
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+MODEL_BY_NAME = ["--model", "Qwen/Qwen3-0.6B"]
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_a_hub_that_cannot_be_reached_is_named_and_left_alone(
+    hub_variables: pytest.MonkeyPatch, is_silent: bool
+) -> None:
+    url, server = silent()
+    if not is_silent:
+        server.close()
+    hub_variables.setenv("HF_ENDPOINT", url)
+    with server:
+        [finding] = examine_hub(MODEL_BY_NAME, limit_s=0.5)
+    assert finding.status is Status.WARNING
+    assert f"{url} cannot be reached (" in finding.text
+    assert "Qwen/Qwen3-0.6B is sought in Hugging Face's cache" in finding.text
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_hub_that_answers_with_an_error_is_reachable(hub_variables: pytest.MonkeyPatch) -> None:
+    with served(running()) as url:
+        hub_variables.setenv("HF_ENDPOINT", url)
+        assert not list(examine_hub(MODEL_BY_NAME))
+    assert "HF_HUB_OFFLINE" not in os.environ
+
+
+@pytest.mark.parametrize("model", [None, "DIRECTORY", "s3://bucket/model"])
+def test_the_hub_is_not_asked_for_a_model_that_is_not_there(
+    tmp_path: Path, hub_variables: pytest.MonkeyPatch, model: str | None
+) -> None:
+    hub_variables.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    words = [] if model is None else ["--model", model.replace("DIRECTORY", str(tmp_path))]
+    assert not list(examine_hub(words))

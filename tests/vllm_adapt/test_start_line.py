@@ -1,6 +1,10 @@
 """Sharing values read from a start line, without an engine, equal the engine's own."""
 
 import json
+import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,3 +87,35 @@ def test_the_command_compares_a_line_with_what_is_stored(model: Path, tmp_path: 
     found = {each["text"]: each["status"] for each in json.loads(result.stdout)}
     assert found[f"shares with {same} where pages have one dtype and kv_cache_dtype"] == "ok"
     assert any(f"shares nothing with {other}: chunk_tokens is" in text for text in found)
+
+
+CPU_LIMIT_S = 30.0
+"""Of a line that takes 5 s on a free core, most of it the import of vLLM."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("is_by_name", [False, True])
+def test_the_command_ends_soon_with_a_directory_and_with_a_name_without_network(
+    model: Path, tmp_path: Path, is_by_name: bool
+) -> None:
+    """The limit is of processor time, to which other processes do not add."""
+    words = line(Path("Qwen/Qwen3-0.6B") if is_by_name else model, store=f"file://{tmp_path}/pool")
+    command = [sys.executable, "-m", "vllm_kvpool", "doctor", "--", *words]
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:1"}
+    for name in ("HF_HUB_OFFLINE", "HTTP_PROXY", "http_proxy"):
+        environment.pop(name, None)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < CPU_LIMIT_S
+    assert "1 MiB put in" in done.stdout
+    assert "Retrying" not in done.stderr
+    last = done.stdout.splitlines()[-1]
+    if is_by_name:
+        assert "http://127.0.0.1:1 cannot be reached" in done.stdout
+        assert (done.returncode, last.startswith("failed  start line: ")) == (1, True), last
+    else:
+        assert (done.returncode, "start line: is accepted" in done.stdout) == (0, True), last

@@ -4,15 +4,22 @@ It reads the metrics of a running engine, or the values that a start line gives,
 beside the cells of its model.
 """
 
+import ssl
+import threading
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from http.client import HTTPException
+from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 from vllm_kvpool.cli.common.engine_metrics import Growth, Samples, scrape
+from vllm_kvpool.cli.common.start_line import option_of
 from vllm_kvpool.cli.common.stores import NamedStore, manifests
 from vllm_kvpool.cli.doctor import Finding, Status
 from vllm_kvpool.cli.explain import REASONS
 from vllm_kvpool.cli.inspect import NO_POOL, pool_info
-from vllm_kvpool.config import set_where_unset
+from vllm_kvpool.config import environment, set_where_unset
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import Namespace
 from vllm_kvpool.storage.base import Listing
@@ -28,6 +35,8 @@ from vllm_kvpool.storage.contents.manifest import (
 MOST_NAMESPACES = 5
 MOST_DIFFERENCES = 3
 START_LINE = "start line"
+HUB = "https://huggingface.co"
+HUB_LIMIT_S = 3.0
 
 UNSAVED = {
     "full": "no room in a store (size=, its disk or memory), or in staging_bytes",
@@ -74,6 +83,48 @@ def examine_engine(url: str, stores: Sequence[NamedStore]) -> Iterator[Finding]:
             "these stores hold nothing of its namespace: it has saved nothing yet, or its store is "
             "another (give its --kv-transfer-config)",
         )
+
+
+def examine_hub(arguments: Sequence[str], limit_s: float = HUB_LIMIT_S) -> Iterator[Finding]:
+    """Warn if the hub of a model's name cannot be reached; vLLM then reads the hub's cache alone.
+
+    The hub's client tries six times, for half a minute or more. Call before the import of vLLM.
+    """
+    model, environ = option_of(arguments, "--model"), environment()
+    is_elsewhere = any(environ.get(name) for name in ("HF_HUB_OFFLINE", "VLLM_USE_MODELSCOPE"))
+    if model is None or "://" in model or Path(model).exists() or is_elsewhere:
+        return
+    hub = environ.get("HF_ENDPOINT") or HUB
+    if reason := why_unreachable(hub, limit_s):
+        set_where_unset({"HF_HUB_OFFLINE": "1"})
+        text = f"{hub} cannot be reached ({reason}): {model} is sought in Hugging Face's cache"
+        yield Finding(START_LINE, Status.WARNING, text)
+
+
+def why_unreachable(url: str, limit_s: float) -> str:
+    """Return why a server does not answer within the limit; empty after any answer, even an error.
+
+    A certificate that Python does not accept is an answer: other clients trust other authorities.
+    """
+    reasons = [f"no answer within {limit_s:g} s"]
+
+    def ask() -> None:
+        request = urllib.request.Request(url, method="HEAD")
+        try:
+            urllib.request.urlopen(request, timeout=limit_s).close()
+        except (HTTPError, HTTPException, ValueError):
+            reasons.append("")
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            reasons.append("" if isinstance(reason, ssl.SSLError) else str(reason))
+        else:
+            reasons.append("")
+
+    # A name server that is silent takes longer than any limit of the request.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(limit_s)
+    return reasons[-1]
 
 
 def examine_start_line(arguments: Sequence[str], stores: Sequence[NamedStore]) -> Iterator[Finding]:
