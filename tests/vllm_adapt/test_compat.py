@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from tests.support.releases import NEWEST, OLDEST, since
+from tests.support.releases import FEATURES_BY_RELEASE, NEWEST, OLDEST, since
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.compat import BlockTables
@@ -48,6 +48,23 @@ def step(
             resumed_req_ids=resumed or set(),
         ),
     )
+
+
+def test_features_of_this_release_are_those_of_the_table() -> None:
+    try:
+        from vllm_kvpool.embeds import connector as embeddings
+    except ImportError as error:
+        assert "needs vLLM" in str(error)
+        embeddings = None
+    assert {
+        name: since(table, vllm.__version__) for name, table in FEATURES_BY_RELEASE.items()
+    } == {
+        "KV events of the pool": compat.tells_locality(),
+        "loads of models with several KV cache groups": compat.reports_failed_loads_by_request(),
+        "recurrent states": compat.offers_states(),
+        "`layerwise`": compat.has_loads_within_steps(),
+        "embeddings (`KVPoolECConnector`)": embeddings is not None,
+    }
 
 
 def test_tables_grow_with_what_steps_say() -> None:
