@@ -2,7 +2,8 @@ VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 GPU_PYTHON ?= python3
 MINUTES ?= 10
-OLDER_VLLM := 0.23.0
+# Release of vLLM that test-matrix runs beside the newest.
+OLDER_VLLM ?= 0.23.0
 OLDER ?= .venv-$(OLDER_VLLM)
 OLDER_PYTHON := $(OLDER)/bin/python
 # Release of vLLM-Ascend: 0.23.0, or the pre-release 0.26.0rc1.

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes the environment of a published vLLM-Ascend on an emulated NPU: .venv-ascend-0.23.0, or
 # $ASCEND_VENV. It lies over the environment of the vLLM that the wheel is for (.venv-0.23.0, or
-# $ASCEND_BASE), which is made first. Compiles the device (tests/emulated_npu/device.cpp) once.
+# $ASCEND_BASE), which is made first. Compiles the device (tests/emulated_npu/device.cpp) and what it
+# needs of CANN (cann.cpp) once.
 #
 #   scripts/setup-ascend.sh      nothing left to do: returns at once
 #   ASCEND=0.26.0rc1             another release, of which requirements/ascend-RELEASE.txt has the wheel
@@ -23,16 +24,22 @@ DEVICE=tests/emulated_npu
 folder_of() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))'; }
 
 compile_device() {
-    local torch include
+    local torch include to name
     torch=$(folder_of "$OF_VLLM")/torch
     include=$("$OF_VLLM/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    to=$(folder_of "$VENV")
+    # Mooncake's wheel loads CANN by these names: one library has what is emulated, the others nothing.
+    g++ -O1 -shared -fPIC -std=c++20 "$DEVICE/cann.cpp" -Wl,-soname,libascendcl.so -o "$to/libascendcl.so"
+    for name in llm_datadist metadef; do
+        g++ -shared -fPIC -x c++ /dev/null -Wl,-soname,"lib$name.so" -o "$to/lib$name.so"
+    done
     g++ -O1 -w -shared -fPIC -std=c++20 -DTORCH_EXTENSION_NAME=_npu_device \
         -I"$torch/include" -I"$torch/include/torch/csrc/api/include" -I"$include" \
-        "$DEVICE/device.cpp" -o "$(folder_of "$VENV")/_npu_device.so" \
-        -L"$torch/lib" -lc10 -ltorch_cpu -ltorch_python -Wl,-rpath,"$torch/lib"
+        "$DEVICE/device.cpp" -o "$to/_npu_device.so" -L"$torch/lib" -lc10 -ltorch_cpu -ltorch_python \
+        -L"$to" -Wl,--no-as-needed -lascendcl -lllm_datadist -lmetadef -Wl,-rpath,"$torch/lib:\$ORIGIN"
 }
 
-wanted=$(cat "$WHEEL" scripts/setup-ascend.sh "$OF_VLLM/.kvpool-setup" "$DEVICE/device.cpp" | sha256sum | cut -d' ' -f1)
+wanted=$(cat "$WHEEL" scripts/setup-ascend.sh "$OF_VLLM/.kvpool-setup" "$DEVICE"/*.cpp | sha256sum | cut -d' ' -f1)
 [[ ! -x $VENV/bin/python || ! -f $STAMP || $(<"$STAMP") != "$wanted" ]] || exit 0
 say "setting up $VENV (a first time usually takes 40 s)"
 command -v g++ >/dev/null || apt g++ || die "needs g++ to compile the emulated device; none found"
@@ -41,7 +48,7 @@ make_venv
 # finds in every process.
 printf 'import site; site.addsitedir("%s")\n%s\n' "$(realpath "$(folder_of "$OF_VLLM")")" "$PWD/$DEVICE" \
     >"$(folder_of "$VENV")/kvpool_npu.pth"
-step "installing vLLM-Ascend $ASCEND" "10 s" pip install -q --no-deps --require-hashes -r "$WHEEL"
+step "installing vLLM-Ascend $ASCEND and Mooncake for NPUs" "15 s" pip install -q --no-deps --require-hashes -r "$WHEEL"
 step "compiling the emulated device" "20 s" compile_device
 echo "$wanted" >"$STAMP"
 say "ready: $VENV"

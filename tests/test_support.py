@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import COLLECTED
+from tests.support.releases import FEATURES_BY_RELEASE, since
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = (ROOT / "docs" / "support.md").read_text()
@@ -49,6 +50,18 @@ def test_families_are_models_that_vllm_has() -> None:
     assert len(named) > 20
     assert not set(named) - set(ModelRegistry.get_supported_archs())
     assert len(set(named)) == len(named)
+
+
+def test_features_by_release_are_those_of_the_tests() -> None:
+    text = DOCUMENT.partition("\n| feature | ")[2].partition("\n\n")[0]
+    releases, _, *rows = [line.strip("| ").split(" | ") for line in text.splitlines()]
+    told = {name: values for name, *values in rows}
+    assert set(told.pop("KV and tensor parallelism, block sizes, tiers, failures")) == {"on"}
+    words = {False: "off", True: "on"}
+    assert told == {
+        name: [words[since(table, release)] for release in releases]
+        for name, table in FEATURES_BY_RELEASE.items()
+    }
 
 
 def test_no_row_stands_twice() -> None:

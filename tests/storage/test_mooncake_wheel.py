@@ -36,7 +36,10 @@ def missing(library: str) -> ImportError:
         ((CPU,), missing("librdmacm.so.1"), "apt-get install librdmacm1"),
         ((CPU,), missing("libnuma.so.1"), "apt-get install libnuma1"),
         ((CPU,), missing("libcurl.so.4"), "apt-get install libcurl4"),
-        ((EXTRAS["mooncake-npu"],), missing("libascendcl.so"), "source its set_env.sh"),
+        *(
+            ((EXTRAS["mooncake-npu"],), missing(f"lib{name}.so"), "source its set_env.sh")
+            for name in ("ascendcl", "llm_datadist", "metadef")  # all that the wheel links of CANN
+        ),
         ((CPU,), missing("libfoo.so.3"), "install the library libfoo"),
         ((CPU,), ImportError("undefined symbol: _Z3foo"), f"--force-reinstall {CPU}"),
         ((CUDA, CPU), missing("libcudart.so.12"), f"pip uninstall {CUDA} {CPU}"),

@@ -23,6 +23,15 @@ LAYERWISE = {"0.23.0": False, "0.29.0": True}
 KV_EVENTS = {"0.23.0": False, "0.26.0": True}
 """True if the pool publishes KV events."""
 
+FEATURES_BY_RELEASE = {
+    "KV events of the pool": KV_EVENTS,
+    "loads of models with several KV cache groups": {"0.23.0": False, "0.30.0": True},
+    "recurrent states": {"0.23.0": False, "0.30.0": True},
+    "`layerwise`": LAYERWISE,
+    "embeddings (`KVPoolECConnector`)": {"0.23.0": False, "0.32.0": True},
+}
+"""What releases lack. docs/support.md has the same rows."""
+
 LLAVA = {"0.23.0": False, "0.32.0": True}
 """True if the release's LLaVA can be imported with the pinned transformers."""
 

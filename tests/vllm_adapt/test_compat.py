@@ -26,7 +26,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from tests.support.releases import NEWEST, OLDEST, SLEEPING_WORKERS, since
+from tests.support.releases import (
+    FEATURES_BY_RELEASE,
+    NEWEST,
+    OLDEST,
+    SLEEPING_WORKERS,
+    since,
+)
 from tests.support.step_queue import step_queue
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.vllm_adapt import compat
@@ -52,6 +58,25 @@ def step(
             resumed_req_ids=resumed or set(),
         ),
     )
+
+
+def embeddings_are_there() -> bool:
+    try:
+        import vllm_kvpool.embeds.connector  # noqa: F401 - refuses older releases
+    except ImportError:
+        return False
+    return True
+
+
+def test_features_of_this_release_are_those_of_the_table() -> None:
+    expected = {name: since(table, vllm.__version__) for name, table in FEATURES_BY_RELEASE.items()}
+    assert expected == {
+        "KV events of the pool": compat.tells_locality(),
+        "loads of models with several KV cache groups": compat.reports_failed_loads_by_request(),
+        "recurrent states": compat.offers_states(),
+        "`layerwise`": compat.has_loads_within_steps(),
+        "embeddings (`KVPoolECConnector`)": embeddings_are_there(),
+    }
 
 
 def test_tables_grow_with_what_steps_say() -> None:

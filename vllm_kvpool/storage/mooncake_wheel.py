@@ -24,7 +24,7 @@ _PACKAGES = {
 """Libraries of the system -> their packages on Debian and Ubuntu."""
 
 _OF_CUDA = re.compile(r"lib(cudart|cuda|cufile|nvidia|nccl|cublas)")
-_OF_ASCEND = re.compile(r"lib(ascend|hccl|hccn|acl|runtime|graph|ge_|hcomm)")
+_OF_ASCEND = re.compile(r"lib(ascend|hccl|hccn|acl|runtime|graph|ge_|hcomm|llm_datadist|metadef)")
 _LIBRARY = re.compile(r"\b(lib[\w+-]+)\.so[\w.]*")
 
 

@@ -46,14 +46,14 @@ _NAMES_OF_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
 def check_engine(vllm_config: "VllmConfig") -> None:
     """Raise ConfigError, with the option that helps, if this engine's states cannot be shared."""
+    if compat.device_type() == "npu":
+        raise ConfigError(
+            "recurrent states are not shared from Ascend NPUs yet; run this model without kvpool"
+        )
     if not compat.offers_states():
         raise ConfigError(
             "this model keeps recurrent states, and this release of vLLM does not say when one is "
             "complete; use vLLM 0.32, or run this model without kvpool"
-        )
-    if compat.device_type() == "npu":
-        raise ConfigError(
-            "recurrent states are not shared from Ascend NPUs yet; run this model without kvpool"
         )
     if vllm_config.cache_config.mamba_cache_mode != "align":
         raise ConfigError(
