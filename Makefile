@@ -41,7 +41,7 @@ FAST_TESTS := $(wildcard tests/test_*.py) tests/layout tests/scheduler tests/sta
 OLDER_TESTS := tests/vllm_adapt tests/faults tests/e2e tests/peers
 OLDER_all := $(HERE)
 OLDER_small := $(HERE) and (small or not e2e) and not slow and not mooncake and not s3
-export VENV OLDER ASCEND ASCEND_VENV TRITON_VENV TOOLS_VENV
+export VENV OLDER OLDER_VLLM ASCEND ASCEND_VENV TRITON_VENV TOOLS_VENV
 # Or each of many processes compiles the package and its tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -89,7 +89,8 @@ test-triton:
 	TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python -m pytest -n 2 -m triton tests/gpu
 
 ## make test-matrix  engines under the oldest vLLM that is supported, and with the newest on one pool
-##                  (what runs under the newest alone is make test); SET=small leaves most out
+##                  (what runs under the newest alone is make test); OLDER_VLLM=0.26.0 for a release
+##                  between the two; SET=small leaves most out
 test-matrix: setup
 	@VENV=$(OLDER) VLLM_VERSION=$(OLDER_VLLM) scripts/setup.sh
 	$(OLDER_PYTHON) -m pytest $(TOGETHER) -m "$(OLDER_$(SET)) and $(BESIDE)" $(OLDER_TESTS)
@@ -137,8 +138,8 @@ check: setup
 	$(PYTHON) -m mypy --config-file tests/mypy.ini tests
 	$(PYTHON) -m pytest -q tests/test_layering.py
 
-## make dist       the wheel and the sdist in dist/, tried in empty environments; lints the Helm chart; what
-##                  the site loads
+## make dist       the wheel and the sdist in dist/, tried in empty environments; lints the Helm chart; checks
+##                  that the site loads nothing from other hosts
 dist: setup
 	@scripts/setup-tools.sh
 	rm -rf dist
@@ -155,7 +156,7 @@ docs:
 mutations: setup
 	$(PYTHON) -m tests.mutations.run --json tests/mutations/score.json
 
-## make bench      every benchmark, with its numbers, in under 40 minutes; QUICK=1: only that they run, in 8
+## make bench      every benchmark, with its numbers, in about 75 minutes; QUICK=1: only that they run, in 8
 bench: setup
 	$(PYTHON) benchmarks/run_all.py $(if $(QUICK),--quick)
 

@@ -3,11 +3,12 @@
     python benchmarks/bench_turns.py --trace conversation_trace.jsonl --json turns.json
 
 Simulated: blocks of 512 tokens in a tier that evicts as `storage/eviction.py` scores, leaves first.
-A block counts as found if all blocks before it are. `turns supersede`: what the prompt of the
-former turn had beyond the common beginning gets the lowest score, so it leaves the tier first.
+A block counts as found if all blocks before it are. `turns supersede`: after each turn, blocks of
+the former prompt that this prompt lacks get the lowest score, so they leave the tier first.
 
 * `trace`: Mooncake's (`FAST25-release/traces/conversation_trace.jsonl`, FAST'25), which is not part
-  of this project; `CONVERSATION_TRACE` names it to run_all.py. The trace has no sessions. A request
+  of this project; `CONVERSATION_TRACE` names it to run_all.py. Without it a full run measures
+  nothing, so that the kept result stays whole. The trace has no sessions. A request
   is taken as the next turn of the latest prompt of which it has all blocks but the last, at least
   two, if it has more tokens than that prompt.
 * `agents`: made up, with sessions that are known. 150 sessions begin within an hour and have 36
@@ -197,6 +198,8 @@ def measure(quick: bool, trace: str) -> Result:
         result.notes.append(f"trace: {known:,} of {len(turns):,} requests are taken as next turns")
     else:
         result.notes.append(f"no trace: name it with --trace or {VARIABLE}")
+        if not quick:
+            return result
     agents = of_agents(QUICK_SESSIONS if quick else SESSIONS)
     blocks = len({block for turn in agents for block in turn.blocks})
     for share in SHARES:

@@ -1,6 +1,9 @@
 """The workflow files: the targets they call are there, and what they may do is said."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,31 @@ def test_the_workflow_of_nights_runs_what_ci_runs() -> None:
     text = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
     for command in re.findall(r"^make .+$", ran, re.MULTILINE):
         assert f"run: {command}" in text
+
+
+@pytest.mark.parametrize(
+    "release",
+    workflow(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]["older-vllm"]["strategy"][
+        "matrix"
+    ]["release"],
+)
+def test_older_release_of_a_night_is_the_one_that_the_tests_of_two_releases_want(
+    release: str,
+) -> None:
+    code = (
+        "from tests.e2e.test_releases import OLDER_PYTHON, RELEASES; print(OLDER_PYTHON, RELEASES)"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "KVPOOL_OLDER_PYTHON"}
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=env | {"OLDER_VLLM": release},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert f"/.venv-{release}/" in found
+    assert f"'older': '{release}'" in found
 
 
 def test_release_needs_a_nightly_run_of_its_commit() -> None:

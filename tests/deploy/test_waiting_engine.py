@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from statistics import median
 
 import httpx
 import pytest
@@ -65,13 +66,16 @@ def busy_share(server: Server, seconds: float) -> float:
 
 
 def test_engine_sleeps_as_soon_as_its_saves_have_ended(server: Server) -> None:
-    """A worker's process of vLLM polled for a second after each step."""
+    """A worker's process of vLLM polled for a second after each step.
+
+    Two of three answers are followed by sleep. Other work of the machine may disturb the third.
+    """
     shares = []
     for number in range(3):
         ask(server, tokens(20 + number, 10 * CHUNK, TEXT_VOCAB))
         time.sleep(SAVES_END_S)
         shares.append(busy_share(server, POLLED_S))
-    assert min(shares) < IDLE_SHARE
+    assert median(shares) < IDLE_SHARE
 
 
 def test_waiting_engine_is_idle_and_takes_other_requests_at_once(server: Server) -> None:

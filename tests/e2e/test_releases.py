@@ -1,7 +1,7 @@
 """Engines of two releases of vLLM on one store, which know nothing of each other.
 
 The other release has an environment of its own, whose interpreter `KVPOOL_OLDER_PYTHON` names;
-`make test-matrix` makes one.
+`make test-matrix` makes one. `OLDER_VLLM` names the release.
 """
 
 import os
@@ -17,13 +17,13 @@ from tests.e2e.engine import Engine, EngineSpec, Image, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens, unpooled
 from tests.e2e.vision import TEXT_TOKENS, about
 from tests.support.models import LlamaShape, Qwen2VLShape
-from tests.support.releases import NEWEST, OLDEST
+from tests.support.releases import NEWEST, OLDER
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parent.parent.parent
-OLDER_PYTHON = Path(os.environ.get("KVPOOL_OLDER_PYTHON", ROOT / f".venv-{OLDEST}/bin/python"))
-RELEASES = {"older": OLDEST, "newer": NEWEST}
+OLDER_PYTHON = Path(os.environ.get("KVPOOL_OLDER_PYTHON", ROOT / f".venv-{OLDER}/bin/python"))
+RELEASES = {"older": OLDER, "newer": NEWEST}
 PYTHONS = {"older": OLDER_PYTHON, "newer": Path(sys.executable)}
 # The older CPU kernel takes blocks of 16 tokens, the newer one multiples of 32 only.
 BLOCK = {"older": 16, "newer": 64}

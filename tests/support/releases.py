@@ -1,12 +1,16 @@
 """Releases of vLLM under test, and the differences between them."""
 
+import os
 from collections.abc import Mapping
 from typing import TypeVar
 
 from packaging.version import Version
 
 OLDEST, NEWEST = "0.23.0", "0.32.0"
-"""The oldest and newest release under full test; `make test-matrix` runs the oldest."""
+"""The oldest and newest release under full test."""
+
+OLDER = os.environ.get("OLDER_VLLM", OLDEST)
+"""The release that `make test-matrix` runs, and that shares a pool with the newest there."""
 
 T = TypeVar("T")
 
