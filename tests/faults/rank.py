@@ -5,7 +5,7 @@ The hooks are called in the order of one of vLLM's model runners (`runners.py`).
 
 import pickle
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -119,10 +119,18 @@ class Rank:
         for name in self.pages.by_layer():
             self.connector.wait_for_layer_load(name)
 
-    def end(self, output: SchedulerOutput, sampled: Mapping[str, list[int]]) -> ModelRunnerOutput:
-        """Call the hooks that come after the forward pass, and return the step's output."""
+    def end(
+        self,
+        output: SchedulerOutput,
+        sampled: Mapping[str, list[int]],
+        draft: Callable[[], None],
+    ) -> ModelRunnerOutput:
+        """Call the hooks that come after the forward pass, and return the step's output.
+
+        `draft` runs the drafter.
+        """
         self._set_in_forward(False)
-        told = self._runner.end(self._output)
+        told = self._runner.end(self._output, draft)
         if not sampled:
             return ModelRunnerOutput.with_kv_conn_output_only(told)
         ids = list(sampled)

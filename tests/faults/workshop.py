@@ -286,11 +286,13 @@ def _cache_config(spec: RigSpec, config: Any) -> KVCacheConfig:
             page_size_padded=whole(**same).page_size_bytes,
             mamba_type=MambaAttentionBackendEnum.LINEAR,
             mamba_cache_mode="align",
+            num_speculative_blocks=NUM_DRAFTS if spec.drafter else 0,
             tp_replicated=model.latent,
         )
         specs |= {model.layer_name(layer): state for layer in model.states}
     if model.indexers:
         specs |= _of_indexers(model, specs)
+    specs |= {model.layer_name(layer): whole(**same) for layer in spec.drafts.layers}
     groups = get_kv_cache_groups(config, specs)
     tensors = tensors_of(list(specs))
     if model.indexers:  # the page's size identifies the kind of layer
