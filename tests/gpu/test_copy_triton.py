@@ -107,8 +107,9 @@ def test_zeros_of_one_buffer_replace_what_pages_held_for_several_cells(
         for move in slab_moves(lost)
     ]
     pages.poison()
+    copier = place.copier(pages.layers)
     place.wait_for_model()
-    place.copier(pages.layers).scatter(moves)
+    copier.scatter(moves)
     expected = np.full(len(pages.memory), POISON, np.uint8)
     expected[pages.indices(ids, CHUNK - 1, 2 * CHUNK - 1)] = 0
     np.testing.assert_array_equal(pages.read(), expected)
