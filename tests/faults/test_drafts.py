@@ -18,17 +18,22 @@ from tests.faults.rig import BLOCK, CHUNK, RigSpec
 from tests.faults.scene import Library, tokens
 from tests.faults.test_matrix import cells_in_turn, check_cell
 from tests.faults.test_random_steps import Driver, live
-from tests.faults.workshop import Workshop
+from tests.faults.workshop import WITH_STATES, Workshop
 from tests.support.memory_store import MemoryStore
 from tests.support.seeds import seeds
 
 STATES = FakeModel(layers=6, states=(1, 2, 4, 5))
-MODELS = {"attention": FakeModel(), "states": STATES}
 DRAFT = "@kind:draft-"  # in keys
 PROMPT = tokens(1, 8 * CHUNK + 9)
 FOUND = 8 * CHUNK
 
-EACH = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+EACH = pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(FakeModel(), id="attention"),
+        pytest.param(STATES, id="states", marks=WITH_STATES),
+    ],
+)
 METHODS = pytest.mark.parametrize("drafter", ["eagle", "draft_model"])
 
 
@@ -199,6 +204,7 @@ def test_after_a_reset_of_the_pool_no_row_of_a_drafter_is_found(
     end(workshop, reader)
 
 
+@WITH_STATES
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("seed", seeds(4, 12))
@@ -220,6 +226,7 @@ def with_both(_models: Workshop) -> Iterator[Library]:
         yield Library(_models, MATRIX_SPEC)
 
 
+@WITH_STATES
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(("fault", "moment", "tp"), [*cells_in_turn(every=4)])
