@@ -6,12 +6,15 @@ from rows that are read back from the pages. So an engine gives the right tokens
 pages are right. A layer with a recurrent state keeps one matrix a head instead, made of the last
 token's row. An indexer keeps one key for `KEY_TOKENS` tokens, made of the last token's row.
 
+A drafter's layers come after the model's. Their rows depend on later tokens, too: on as many as the
+layer's look-ahead.
+
 Legend: L layers, B blocks, H KV heads, N tokens of a block, D a key or value row, C = 2 * D, T
 tokens.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +53,7 @@ class FakeModel:
     """Indexer layers. Each has a ring of the tokens that have no key yet."""
 
     def layer_name(self, layer: int) -> str:
-        """Return vLLM's name of the layer."""
+        """Return vLLM's name of a layer of the model or the drafter."""
         if layer in self.indexers:
             return f"model.layers.{layer}.self_attn.indexer.k_cache"
         kind = "linear_attn" if layer in self.states else "self_attn.attn"
@@ -83,13 +86,21 @@ class FakeModel:
 
 
 class Context:
-    """A growing sequence of tokens, and the rows that its KV must have."""
+    """A growing sequence of tokens, and the rows that its KV must have.
 
-    def __init__(self, model: FakeModel, tokens: Sequence[int]) -> None:
+    `lookaheads`: of each layer of the drafter.
+    """
+
+    def __init__(
+        self, model: FakeModel, tokens: Sequence[int], lookaheads: Sequence[int] = ()
+    ) -> None:
         self._model = model
+        self._lookaheads = lookaheads
         self._states: list[int] = []
-        parts = np.arange(model.layers * model.heads * 2 * model.head_dim, dtype=np.uint64)
-        self._parts_lhc = (parts * np.uint64(_STEP)).reshape(model.layers, model.heads, -1)
+        layers = model.layers + len(lookaheads)
+        parts = np.arange(layers * model.heads * 2 * model.head_dim, dtype=np.uint64)
+        parts_lhc = (parts * np.uint64(_STEP)).reshape(layers, model.heads, -1)
+        self._parts_lhc, self._draft_parts_lhc = np.split(parts_lhc, [model.layers])
         self._rows_lhtc = np.empty((model.layers, model.heads, 0, 2 * model.head_dim))
         self.tokens: list[int] = []
         self.extend(tokens)
@@ -110,15 +121,34 @@ class Context:
         """Return the rows of all tokens, `[L, H, T, C]`."""
         known = self._rows_lhtc.shape[2]
         if known < len(self._states):
-            states = np.array(self._states[known:], dtype=np.uint64)
-            mixed = states[:, None] + self._parts_lhc[:, :, None, :]
-            mixed ^= mixed >> np.uint64(29)
-            mixed *= np.uint64(0xBF58476D1CE4E5B9)
-            # Eleven bits are exact in every dtype.
-            new = (mixed >> np.uint64(53)).astype(self._model.dtype) * 2.0**-11
+            new = self._rows_of(self._parts_lhc, known, len(self._states))
             dtype = np.dtype(self._model.dtype)
             self._rows_lhtc = np.concatenate([self._rows_lhtc, new], axis=2, dtype=dtype)
         return self._rows_lhtc
+
+    def draft_rows(self, count: int) -> NDArray[np.floating]:
+        """Return the drafter's rows of the first `count` tokens, `[L, H, T, C]`.
+
+        Rows that depend on unknown tokens are `UNWRITTEN`.
+        """
+        shape = (len(self._lookaheads), self._model.heads, count, 2 * self._model.head_dim)
+        rows_lhtc = np.full(shape, UNWRITTEN, self._model.dtype)
+        for layer, ahead in enumerate(self._lookaheads):
+            parts_lhc = self._draft_parts_lhc[layer : layer + 1]
+            known = self._rows_of(parts_lhc, ahead, min(count + ahead, len(self._states)))
+            rows_lhtc[layer, :, : known.shape[2]] = known[0]
+        return rows_lhtc
+
+    def _rows_of(
+        self, parts_lhc: NDArray[np.uint64], start: int, stop: int
+    ) -> NDArray[np.floating]:
+        states = np.array(self._states[start:stop], dtype=np.uint64)
+        mixed = states[:, None] + parts_lhc[:, :, None, :]
+        mixed ^= mixed >> np.uint64(29)
+        mixed *= np.uint64(0xBF58476D1CE4E5B9)
+        # Eleven bits are exact in every dtype.
+        rows: NDArray[np.floating] = (mixed >> np.uint64(53)).astype(self._model.dtype) * 2.0**-11
+        return rows
 
 
 def _mix(state: int) -> int:
@@ -258,39 +288,70 @@ class Pages:
         content = self._state_lbhc[0, 0].nbytes
         return pages_bc[:, None, None, :content]
 
-    def write(
-        self,
-        tables: Tables,
-        first: int,
-        rows_lhtc: NDArray[np.floating],
-        only: Sequence[int] | None = None,
-    ) -> None:
-        """Write the rows of consecutive tokens from `first` on, and the states after them.
-
-        `only`: the layers to write, of pages of attention alone; None: all.
-        """
+    def write(self, tables: Tables, first: int, rows_lhtc: NDArray[np.floating]) -> None:
+        """Write the rows of consecutive tokens from `first` on."""
         positions = np.arange(first, first + rows_lhtc.shape[2])
-        dim = rows_lhtc.shape[3] // 2
         for table, layers, is_state in zip(tables, self._groups, self._has_states, strict=True):
             if is_state:
-                block = table[positions[-1] // self._block]
-                last_lhc = rows_lhtc[layers, self.heads, -1]
-                self._state_lbhc[: len(layers), block] = self.state_of(last_lhc)
                 continue
             for place, layer in enumerate(layers):
                 if layer in self._model.indexers:
                     self._write_keys(place, table, first, rows_lhtc[layer, 0])
             if not layers:
                 self._write_ring(int(table[0]), first, rows_lhtc[self._model.indexers[0], 0])
-            attention = self._attention(layers)
-            if not attention:
-                continue
-            blocks, places = table[positions // self._block], positions % self._block
-            for place, layer in enumerate(attention):
-                if only is None or layer in only:
-                    rows_thc = rows_lhtc[layer, self.heads].transpose(1, 0, 2)
-                    self._k_lbhdn[place, blocks, :, :, places] = rows_thc[..., :dim]
-                    self._v_lbhnd[place, blocks, :, places] = rows_thc[..., dim:]
+            layers = self._attention(layers)
+            if layers:
+                rows_lhtc_own = rows_lhtc[layers, self.heads]
+                self._write_rows(slice(0, len(layers)), table, positions, rows_lhtc_own)
+
+    def write_drafts(self, tables: Tables, first: int, rows_lhtc: NDArray[np.floating]) -> None:
+        """Write the drafter's rows of consecutive tokens from `first` on."""
+        positions = np.arange(first, first + rows_lhtc.shape[2])
+        for table, layers, places in self._draft_places(tables):
+            self._write_rows(places, table, positions, rows_lhtc[layers, self.heads])
+
+    def read_drafts(self, tables: Tables, count: int) -> NDArray[np.floating]:
+        """Return the drafter's rows of the first `count` tokens, and this rank's heads."""
+        rows: dict[int, NDArray[np.floating]] = {}
+        for table, layers, places in self._draft_places(tables):
+            rows.update(zip(layers, self._read_rows(places, table, count), strict=True))
+        return np.stack([rows[layer] for layer in sorted(rows)])
+
+    def _draft_places(
+        self, tables: Tables
+    ) -> Iterator[tuple[NDArray[np.intp], Sequence[int], slice]]:
+        """Yield each group's block table, its layers of the drafter, and their places in pages."""
+        for table, group in zip(tables, self._groups, strict=True):
+            layers = [layer - self._model.layers for layer in group if layer >= self._model.layers]
+            if layers:
+                first = len(group) - len(layers)
+                assert group[first] >= self._model.layers, group
+                yield table, layers, slice(first, len(group))
+
+    def _write_rows(
+        self,
+        places: slice,
+        table: NDArray[np.intp],
+        positions: NDArray[np.intp],
+        rows_lhtc: NDArray[np.floating],
+    ) -> None:
+        blocks, offsets = table[positions // self._block], positions % self._block
+        rows_tlhc, dim = rows_lhtc.transpose(2, 0, 1, 3), self._model.head_dim
+        self._k_lbhdn[places, blocks, :, :, offsets] = rows_tlhc[..., :dim]
+        self._v_lbhnd[places, blocks, :, offsets] = rows_tlhc[..., dim:]
+
+    def _read_rows(
+        self, places: slice, table: NDArray[np.intp], count: int
+    ) -> NDArray[np.floating]:
+        blocks = table[: -(-count // self._block)]
+        k_lhbnd = self._k_lbhdn[places, blocks].transpose(0, 2, 1, 4, 3)
+        v_lhbnd = self._v_lbhnd[places, blocks].transpose(0, 2, 1, 3, 4)
+        both = np.concatenate([k_lhbnd, v_lhbnd], axis=-1)
+        return both.reshape(*both.shape[:2], -1, both.shape[-1])[:, :, :count]
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with zeros, as vLLM does with new ones in a model with states."""
+        self._all_lbhnc[:, list(blocks)] = 0
 
     def read(self, tables: Tables, count: int) -> NDArray[np.floating]:
         """Return `[L, H, T, C]` of the first `count` tokens and this rank's heads. Layers with
@@ -307,35 +368,49 @@ class Pages:
             nothing = np.zeros((1, count, 2 * self._model.head_dim), self._model.dtype)
             rows.update(dict.fromkeys(keys, nothing))
             layers = self._attention(layers)
-            if not layers:
-                continue
-            blocks = table[: -(-count // self._block)]
-            k_lhbnd = self._k_lbhdn[: len(layers), blocks].transpose(0, 2, 1, 4, 3)
-            v_lhbnd = self._v_lbhnd[: len(layers), blocks].transpose(0, 2, 1, 3, 4)
-            both = np.concatenate([k_lhbnd, v_lhbnd], axis=-1)
-            flat = both.reshape(*both.shape[:2], -1, both.shape[-1])[:, :, :count]
-            rows.update(zip(layers, flat, strict=True))
+            if layers:
+                own = self._read_rows(slice(0, len(layers)), table, count)
+                rows.update(zip(layers, own, strict=True))
         return np.stack([rows[layer] for layer in sorted(rows)])
 
     def _attention(self, layers: Sequence[int]) -> Sequence[int]:
-        """Return the layers that have rows of tokens; these come first in a group."""
-        return [layer for layer in layers if layer not in self._model.indexers]
+        """Return the model's layers that have rows of tokens; these come first in a group."""
+        own = set(range(self._model.layers)) - set(self._model.indexers)
+        return [layer for layer in layers if layer in own]
 
     def state_of(self, row: NDArray[np.floating]) -> NDArray[np.floating]:
         """Return the state after a token, `[..., D * D / 2]`, made of its rows `[..., C]`."""
         return np.tile(row, self._model.head_dim // 4)
 
-    def states_are(self, tables: Tables, last_lhc: NDArray[np.floating], count: int) -> bool:
-        """Return True if the blocks from which computing continues hold the right states. These are
-        the states after the first `count` tokens; `last_lhc` are the last token's rows."""
+    def states_are(self, tables: Tables, last_lhc: NDArray[np.floating], column: int) -> bool:
+        """Return True if the blocks in this column of the tables hold the states after a token.
+
+        `last_lhc` are the token's rows.
+        """
         return all(
             np.array_equal(
-                self._state_lbhc[: len(layers), table[(count - 1) // self._block]],
+                self._state_lbhc[: len(layers), table[column]],
                 self.state_of(last_lhc[layers, self.heads]),
             )
-            for table, layers, is_state in zip(tables, self._groups, self._has_states, strict=True)
-            if is_state
+            for table, layers in self._of_states(tables)
         )
+
+    def write_states(self, tables: Tables, last_lhc: NDArray[np.floating], column: int) -> None:
+        """Write the states after a token into the blocks in this column of the tables."""
+        for table, layers in self._of_states(tables):
+            state = self.state_of(last_lhc[layers, self.heads])
+            self._state_lbhc[: len(layers), table[column]] = state
+
+    def copy_states(self, tables: Tables, source: int, column: int) -> None:
+        """Copy states between the blocks in two columns of the tables."""
+        for table, layers in self._of_states(tables):
+            state = self._state_lbhc[: len(layers), table[source]]
+            self._state_lbhc[: len(layers), table[column]] = state
+
+    def _of_states(self, tables: Tables) -> Iterator[tuple[NDArray[np.intp], Sequence[int]]]:
+        for table, layers, is_state in zip(tables, self._groups, self._has_states, strict=True):
+            if is_state:
+                yield table, layers
 
 
 def keys_of(rows_tc: NDArray[np.floating]) -> NDArray[np.uint8]:

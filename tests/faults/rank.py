@@ -5,7 +5,7 @@ The hooks are called in the order of one of vLLM's model runners (`runners.py`).
 
 import pickle
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -83,26 +83,20 @@ class Rank:
     """A worker: its connector and pages. Only the rig's thread uses it."""
 
     def __init__(
-        self,
-        vllm_config: Any,
-        kv_cache_config: Any,
-        pages: Pages,
-        runner: str = "first",
-        drafts: Pages | None = None,
+        self, vllm_config: Any, kv_cache_config: Any, pages: Pages, runner: str = "first"
     ) -> None:
-        self.pages, self.drafts = pages, drafts
+        self.pages = pages
         connector = KVConnectorFactory.create_connector(
             vllm_config, KVConnectorRole.WORKER, kv_cache_config
         )
         self.connector = connector
-        make, has_drafts = RUNNERS[runner]
-        has_drafts |= vllm_config.speculative_config is not None
-        self._runner = make(vllm_config, connector, drafts=has_drafts)
+        make, drafts = RUNNERS[runner]
+        drafts |= vllm_config.speculative_config is not None
+        self._runner = make(vllm_config, connector, drafts=drafts)
         WatchedExecutor.made = None
         real, worker_part.Executor = worker_part.Executor, WatchedExecutor  # type: ignore[misc]
         try:
-            of_drafter = drafts.by_layer() if drafts is not None else {}
-            self._runner.register(pages.by_layer() | of_drafter)
+            self._runner.register(pages.by_layer())
         finally:
             worker_part.Executor = real  # type: ignore[misc]
         self.executor = WatchedExecutor.made
@@ -125,10 +119,18 @@ class Rank:
         for name in self.pages.by_layer():
             self.connector.wait_for_layer_load(name)
 
-    def end(self, output: SchedulerOutput, sampled: Mapping[str, list[int]]) -> ModelRunnerOutput:
-        """Call the hooks that come after the forward pass, and return the step's output."""
+    def end(
+        self,
+        output: SchedulerOutput,
+        sampled: Mapping[str, list[int]],
+        draft: Callable[[], None],
+    ) -> ModelRunnerOutput:
+        """Call the hooks that come after the forward pass, and return the step's output.
+
+        `draft` runs the drafter.
+        """
         self._set_in_forward(False)
-        told = self._runner.end(self._output)
+        told = self._runner.end(self._output, draft)
         if not sampled:
             return ModelRunnerOutput.with_kv_conn_output_only(told)
         ids = list(sampled)

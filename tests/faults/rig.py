@@ -11,9 +11,10 @@ import pickle
 import random
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -43,12 +44,21 @@ from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 BLOCK = 16
 CHUNK = 32
 NUM_DRAFTS = 3
+LOOKAHEADS: Mapping[str, Sequence[int]] = {
+    "": (),
+    "draft_model": (0, 0),
+    "eagle": (1, 1),
+    "mtp": range(1, NUM_DRAFTS + 1),
+}
+"""Drafter -> how many later tokens a row of each of its layers depends on. Each layer of MTP is a
+module, which drafts a token."""
 MAX_STEPS = 20_000
 PAUSE_S = 0.001
 RIGHT_DRAFTS = 0.7
 SETTLE_S = 30.0  # a shared disk may delay a call by 10 s
 HASH = get_hash_fn_by_name("sha256")
 init_none_hash(HASH)
+_ENGINES = itertools.count(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +83,8 @@ class RigSpec:
     """vLLM's asynchronous scheduling, which plans a step before it has the results of the last
     one."""
     drafter: str = ""
-    """vLLM's method of speculative decoding, with `NUM_DRAFTS` tokens; "" for none."""
-    modules: int = 0
-    """Modules of an MTP drafter with KV, each of which drafts a token: vLLM's second runner."""
+    """vLLM's method of speculative decoding, with `NUM_DRAFTS` tokens; "" for none. The drafter has
+    layers of its own, but not beside indexers."""
     pp: int = 1
     num_blocks: int = 96
     max_batched_tokens: int = 96
@@ -86,6 +95,11 @@ class RigSpec:
     events: bool = False  # vLLM's KV cache events
     options: dict[str, Any] = field(default_factory=dict)
     sibling: Sibling | None = None
+
+    @property
+    def lookaheads(self) -> Sequence[int]:
+        """The look-ahead of each layer of the drafter."""
+        return () if self.model.indexers else LOOKAHEADS[self.drafter]
 
 
 @dataclass(slots=True)
@@ -113,6 +127,14 @@ class Share(NamedTuple):
     samples: bool
     known: int | None
     drafts: Sequence[int]
+
+
+class Drafted(NamedTuple):
+    """The rows that the drafter computes of a request in a step, from token `start` on."""
+
+    tables: list[NDArray[np.intp]]
+    start: int
+    rows_lhtc: NDArray[np.floating]
 
 
 @dataclass(slots=True)
@@ -149,6 +171,12 @@ class Rig:
         self._hasher = get_request_block_hasher(BLOCK, HASH)
         self._planned: deque[Batch] = deque()  # the scheduler has not taken their results
         self._chance = random.Random(spec.num_blocks)
+        self._engine = next(_ENGINES)
+        self._state_columns: dict[str, tuple[int, int]] = {}
+        """Request -> columns of its block tables: of its running states, and accepted drafts after
+        it (vLLM's `mamba_utils`)."""
+        self.draft_rows: Counter[str] = Counter()
+        """Drafter's rows that steps have found: right, missing, spoiled."""
         self.scheduler = (AsyncScheduler if spec.plans_ahead else Scheduler)(
             config,
             generate_scheduler_kv_cache_config(list(caches)),
@@ -156,7 +184,6 @@ class Rig:
             BLOCK,
             log_stats=True,
         )
-        self._drafter = replace(spec.model, layers=spec.model.layers + spec.modules)
         self.ranks = [
             Rank(
                 rank_config(rank),
@@ -165,7 +192,6 @@ class Rig:
                     caches[rank // spec.tp], spec.model.heads_of(rank % spec.tp, spec.tp)
                 ),
                 spec.runner,
-                self._make_drafts(rank),
             )
             for rank in range(spec.tp * spec.pp)
             if spec.pool
@@ -178,22 +204,12 @@ class Rig:
         self.free_at_start = self.block_pool.get_num_free_blocks()
 
     def _make_pages(self, cache: Any, heads: slice) -> Pages:
-        """Return pages of the model's layers in a stage."""
-        named = [
+        """Return pages of the layers in a stage."""
+        groups = [
             [int(name.split(".")[2]) for name in group.layer_names if "tail_cache" not in name]
             for group in cache.kv_cache_groups
         ]
-        groups = [[each for each in group if each < self.spec.model.layers] for group in named]
         return Pages(self.spec.model, self.spec.num_blocks, BLOCK, heads, groups)
-
-    def _make_drafts(self, rank: int) -> Pages | None:
-        """Return pages of the drafter's modules, which the ranks of the last stage have."""
-        stage, tp_rank = divmod(rank, self.spec.tp)
-        if not self.spec.modules or stage < self.spec.pp - 1:
-            return None
-        first, heads = self.spec.model.layers, self.spec.model.heads_of(tp_rank, self.spec.tp)
-        groups = [range(first, first + self.spec.modules)]
-        return Pages(self._drafter, self.spec.num_blocks, BLOCK, heads, groups)
 
     # External actions
 
@@ -228,7 +244,7 @@ class Rig:
             block_hasher=self._hasher,
         )
         self.answers[request_id] = Answer(list(prompt), max_tokens)
-        self._contexts[request_id] = Context(self.spec.model, prompt)
+        self._contexts[request_id] = Context(self.spec.model, prompt, self.spec.lookaheads)
         self.scheduler.add_request(request)
         return request_id
 
@@ -316,8 +332,7 @@ class Rig:
                     self._ended(answer.request_id, reason, answer.kv_transfer_params)
         if self.spec.drafter and not self.spec.plans_ahead:
             drafted = [each for each in sampled if each in self._contexts]
-            count = self.spec.modules or NUM_DRAFTS
-            drafts = [self._draft(self._context(each), count) for each in drafted]
+            drafts = [self._draft(self._context(each), NUM_DRAFTS) for each in drafted]
             self.scheduler.update_draft_token_ids(DraftTokenIds(drafted, drafts))
         if not output.total_num_scheduled_tokens and self.scheduler.has_requests():
             time.sleep(PAUSE_S)
@@ -397,20 +412,26 @@ class Rig:
         return batch.done
 
     def _run_model(self, output: SchedulerOutput, shares: Mapping[str, Share]) -> ModelRunnerOutput:
+        for pages in self.pages:
+            pages.zero(getattr(output, "new_block_ids_to_zero", None) or ())
         for rank in self.ranks:
             rank.begin(output)
         try:
-            sampled = self._forward(shares)
+            sampled, drafted = self._forward(shares)
         except Exception as error:
             for rank in self.ranks:
                 rank.give_up(error)
             self._planned.clear()
             raise
         if not self.ranks:
+            self._write_drafts(self.pages[0], drafted)
             ids = list(sampled)
             index = {request_id: i for i, request_id in enumerate(ids)}
             return ModelRunnerOutput(ids, index, [sampled[request_id] for request_id in ids])
-        outputs = [rank.end(output, sampled) for rank in self.ranks]
+        outputs = [
+            rank.end(output, sampled, partial(self._write_drafts, rank.pages, drafted))
+            for rank in self.ranks
+        ]
         if len(outputs) == 1:
             return outputs[0]
         # With several workers, each is a process, and all of its output comes pickled.
@@ -418,10 +439,11 @@ class Rig:
         assert merged is not None
         return merged
 
-    def _forward(self, shares: Mapping[str, Share]) -> dict[str, list[int]]:
+    def _forward(self, shares: Mapping[str, Share]) -> tuple[dict[str, list[int]], list[Drafted]]:
         """Write the new rows and states, then read everything; read states before they are written.
 
-        First wait for the loads of each layer, as attention layers do.
+        First wait for the loads of each layer, as attention layers do. Return the tokens that
+        requests get, and the rows that the drafter computes next.
         """
         for rank in self.ranks if shares else ():
             rank.wait_for_layers()
@@ -431,46 +453,118 @@ class Rig:
             if self.spec.sibling is not None and not self._is_right(tables, rows[:, :, :start]):
                 rows = np.full_like(rows, UNWRITTEN)
             for pages in self.pages if start else ():
-                assert pages.states_are(tables, rows[:, :, start - 1], start), (
-                    f"{request_id} goes on from wrong states after {start} tokens"
-                )
                 assert pages.ring_is(tables, rows[:, :, :start]), (
                     f"{request_id} goes on without the tokens that have no key yet"
                 )
             for pages in self.pages:
                 pages.write(tables, start, rows[:, :, start : share.stop])
+            if self.spec.model.states:
+                self._run_states(request_id, share)
         sampled = {
             request_id: self._read(request_id, share) for request_id, share in shares.items()
         }
-        for request_id, share in shares.items() if self.spec.modules else ():
-            self._run_modules(request_id, share, sampled[request_id])
-        return sampled
+        drafted = list[Drafted]()
+        for request_id, share in shares.items():
+            if self.spec.model.states:
+                self._keep_states(request_id, share, len(sampled[request_id]))
+            if self._is_drafting:
+                drafted.append(self._drafted(request_id, share, sampled[request_id]))
+            if share.samples and not self.spec.plans_ahead:
+                share.context.cut(share.stop - len(share.drafts))
+        return sampled, drafted
 
-    def _run_modules(self, request_id: str, share: Share, sampled: Sequence[int]) -> None:
-        """Check a request's rows in the drafter's modules, and write those of the step.
+    def _run_states(self, request_id: str, share: Share) -> None:
+        """Read a request's states, and write those after its last token and after each draft.
 
-        Module m's row of a token depends on m + 1 later tokens. The last rows depend on drafts, so
-        they are wrong until the next step, which computes as many rows again as drafts are wrong.
+        As vLLM does (`preprocess_mamba`): the running states are in the block of the last token,
+        and states after drafts in the blocks behind it.
         """
-        context = Context(self._drafter, [*share.context.tokens, *sampled])
-        rows, num_tokens = context.rows(), len(context.tokens)
-        first = self.spec.model.layers
-        for module in range(self.spec.modules):
-            layer, ahead = first + module, module + 1
-            again = 0 if share.known is not None else self.spec.modules - 1
-            start, stop = max(0, share.start - again), min(share.stop, num_tokens - ahead)
-            right = np.full((1, *rows.shape[1:2], share.stop, rows.shape[3]), UNWRITTEN, rows.dtype)
-            right[0, :, :stop] = rows[layer, :, ahead : stop + ahead]
-            for pages in (rank.drafts for rank in self.ranks if rank.drafts is not None):
-                read = pages.read(share.tables, start)[module : module + 1]
-                wrong = np.argwhere((read != right[:, pages.heads, :start]).any(axis=(0, 1, 3)))
-                assert not wrong.size, (
-                    f"{request_id} drafts by {len(wrong)} wrong rows of module {module} before "
-                    f"token {start}, the first of token {wrong[0][0]}"
+        tables, start, stop, drafts = share.tables, share.start, share.stop, share.drafts
+        rows = share.context.rows()
+        if share.known is not None:
+            self._state_columns.pop(request_id, None)
+        before, accepted = self._state_columns.get(request_id, ((start - 1) // BLOCK, 0))
+        column = (stop - 1) // BLOCK
+        for pages in self.pages:
+            assert not start or pages.states_are(
+                tables, rows[:, :, start - 1], before + accepted
+            ), f"{request_id} goes on from wrong states after {start} tokens"
+        for pages in self.pages:
+            for place in range(len(drafts) + 1):
+                last = rows[:, :, stop - len(drafts) + place - 1]
+                pages.write_states(tables, last, column + place)
+        self._state_columns[request_id] = column, 0
+
+    def _keep_states(self, request_id: str, share: Share, num_sampled: int) -> None:
+        """Copy the states at a boundary that accepted drafts have crossed to the boundary's block.
+
+        As vLLM does after sampling (`postprocess_mamba_fused_kernel`).
+        """
+        column, _ = self._state_columns[request_id]
+        accepted = max(0, num_sampled - 1)
+        running = share.stop - len(share.drafts)
+        aligned = (running + accepted) // BLOCK * BLOCK
+        if aligned >= running:
+            kept = aligned // BLOCK - 1
+            for pages in self.pages:
+                pages.copy_states(share.tables, column + aligned - running, kept)
+            if kept == column:
+                accepted = 0
+        self._state_columns[request_id] = column, accepted
+
+    @property
+    def _is_drafting(self) -> bool:
+        """True if the drafter's rows are checked: the pool stores them, or there is no pool."""
+        return bool(self.spec.lookaheads) and (not self.spec.pool or self.pool._shape.has_drafts)
+
+    def _drafted(self, request_id: str, share: Share, sampled: Sequence[int]) -> Drafted:
+        """Check the drafter's rows before a share, and return those that it computes.
+
+        A row that is neither right nor missing, nor spoiled (computed by this engine behind a
+        missing row), is another request's. With several modules the last rows depend on drafts, so
+        they are `UNWRITTEN` until the next step, which computes them again. With states, hits end
+        at boundaries, and no step computes the rows before the boundary again, which depend on
+        tokens behind. These rows are missing, or in vLLM's own cache those of a prompt that parts
+        there. They spoil no other row.
+        """
+        context, tables, ahead = share.context, share.tables, max(self.spec.lookaheads)
+        again = 0 if share.known is not None else max(0, ahead - 1)
+        start = max(0, share.start - again)
+        right = context.draft_rows(share.stop - len(share.drafts) + max(0, len(sampled) - 1))
+        spoiled = right - 2 - self._engine % 200
+        is_spoiled = False
+        if start:
+            pages = self.pages[-self.spec.tp :]  # of the last stage
+            read = np.concatenate([each.read_drafts(tables, start) for each in pages], axis=1)
+            kinds = {"right": right, "missing": np.zeros_like(right), "spoiled": spoiled}
+            by_kind = {
+                kind: (
+                    read == np.concatenate([rows[:, each.heads, :start] for each in pages], axis=1)
+                ).all(axis=3)
+                for kind, rows in kinds.items()
+            }
+            known = np.any(list(by_kind.values()), axis=0)
+            is_bad = ~by_kind["right"].all(axis=(0, 1))
+            if self.spec.model.states:
+                ends = np.arange(start) % BLOCK >= BLOCK - ahead
+                at_ends = read[:, :, ends]  # not NaN, and written
+                known[:, :, ends] |= (np.isfinite(at_ends) & (at_ends != UNWRITTEN)).all(axis=3)
+                is_bad[ends] = by_kind["spoiled"].any(axis=(0, 1))[ends]
+            assert known.all(), (
+                f"{request_id} drafts from rows of others at tokens "
+                f"{np.unique(np.argwhere(~known)[:, 2])} of {start}"
+            )
+            is_spoiled = bool(is_bad.any())
+            if share.known is not None:
+                self.draft_rows.update(
+                    {kind: int(each.any(axis=(0, 1)).sum()) for kind, each in by_kind.items()}
                 )
-                all_rows = np.zeros((layer + 1, *right.shape[1:]), rows.dtype)
-                all_rows[layer] = right[0]
-                pages.write(share.tables, start, all_rows[:, :, start:], [layer])
+        return Drafted(tables, start, (spoiled if is_spoiled else right)[:, :, start:])
+
+    def _write_drafts(self, pages: Pages, drafted: Sequence[Drafted]) -> None:
+        """Write the rows that the drafter computes once the step's tokens are sampled."""
+        for tables, start, rows in drafted:
+            pages.write_drafts(tables, start, rows)
 
     def _at_last(self, share: Share) -> Share:
         """Return the share as its step computes it, once the results of all before it are known.
@@ -524,8 +618,7 @@ class Rig:
             if sampled[-1] != draft:
                 break
         context.cut(known)
-        if self.spec.plans_ahead:
-            context.extend(sampled)  # the next step is planned before the scheduler has them
+        context.extend(sampled)
         return sampled
 
     def _ended(self, request_id: str, reason: str, params: dict[str, Any] | None) -> None:

@@ -33,7 +33,8 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 class Runner:
     """A model runner that calls one rank's connector: `begin`, the forward pass, `end`.
 
-    `drafts`: there is a draft model. `register` is called once, before the first step.
+    `drafts`: there is a draft model, run by `draft`. `register` is called once, before the first
+    step.
     """
 
     def __init__(self, vllm_config: Any, connector: KVConnectorBase_V1, *, drafts: bool) -> None:
@@ -47,7 +48,7 @@ class Runner:
     def begin(self, output: SchedulerOutput) -> None:
         raise NotImplementedError
 
-    def end(self, output: SchedulerOutput) -> KVConnectorOutput:
+    def end(self, output: SchedulerOutput, draft: Callable[[], None]) -> KVConnectorOutput:
         raise NotImplementedError
 
     def give_up(self, error: Exception) -> None:
@@ -78,13 +79,14 @@ class First(Runner):
                 )
                 self._told = self._around.__enter__()
 
-    def end(self, output: SchedulerOutput) -> KVConnectorOutput:
+    def end(self, output: SchedulerOutput, draft: Callable[[], None]) -> KVConnectorOutput:
         mixin = KVConnectorModelRunnerMixin
         with self.agent():
             if not output.total_num_scheduled_tokens:
                 done = mixin.kv_connector_no_forward(output, self.vllm_config)
                 return done.kv_connector_output or KVConnectorOutput()
             self._around.__exit__(None, None, None)
+            draft()
             if self.drafts:
                 mixin.finalize_kv_connector()
         assert self._told is not None
@@ -116,7 +118,8 @@ class Second(Runner):
             with self.agent():
                 self._active.pre_forward(output, *more[0], **more[1])
 
-    def end(self, output: SchedulerOutput) -> KVConnectorOutput:
+    def end(self, output: SchedulerOutput, draft: Callable[[], None]) -> KVConnectorOutput:
+        draft()
         with self.agent():
             if not output.total_num_scheduled_tokens:
                 done = self._active.no_forward(output)
@@ -139,7 +142,7 @@ class Older(Runner):
         with self.agent():
             self.connector.start_load_kv(get_forward_context())
 
-    def end(self, output: SchedulerOutput) -> KVConnectorOutput:
+    def end(self, output: SchedulerOutput, draft: Callable[[], None]) -> KVConnectorOutput:
         connector, told = self.connector, KVConnectorOutput()
         has_pass = output.total_num_scheduled_tokens > 0
         if has_pass and not self.drafts:
@@ -151,6 +154,7 @@ class Older(Runner):
         told.kv_connector_stats = connector.get_kv_connector_stats()
         told.kv_cache_events = connector.get_kv_connector_kv_cache_events()
         told.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        draft()
         if has_pass and self.drafts:
             connector.wait_for_save()
         connector.clear_connector_metadata()
@@ -160,11 +164,12 @@ class Older(Runner):
 class NeverFinal(First):
     """A pipeline stage before the last, with drafts. It never waits for its saves."""
 
-    def end(self, output: SchedulerOutput) -> KVConnectorOutput:
+    def end(self, output: SchedulerOutput, draft: Callable[[], None]) -> KVConnectorOutput:
         if not output.total_num_scheduled_tokens:
-            return super().end(output)
+            return super().end(output, draft)
         with self.agent():
             self._around.__exit__(None, None, None)
+            draft()
         assert self._told is not None
         return self._told
 

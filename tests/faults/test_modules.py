@@ -2,7 +2,7 @@
 
 No CPU engine has either: the second runner needs Triton, and the first one runs the first module
 alone and starts no drafter with pipeline parallelism. The rig checks every row that a module reads,
-whatever computed it (`rig.py: _run_modules`).
+whatever computed it (`Rig._drafted`).
 """
 
 import random
@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from vllm.config import SpeculativeConfig, VllmConfig
 
-from tests.faults.rig import BLOCK, CHUNK, RigSpec
+from tests.faults.rig import BLOCK, CHUNK, NUM_DRAFTS, RigSpec
 from tests.faults.workshop import Workshop
 
 pytestmark = pytest.mark.skipif(
@@ -20,8 +20,7 @@ pytestmark = pytest.mark.skipif(
     reason="this release runs the first module alone",
 )
 
-MODULES = 2
-SPEC = RigSpec(modules=MODULES, runner="second")
+SPEC = RigSpec(drafter="mtp", runner="second")
 LIMIT_S = 60.0
 
 
@@ -61,7 +60,8 @@ def test_every_row_that_modules_read_is_right_after_any_hit(
             rig.settle()
             rig.expect([request_id])
             loaded.append(rig.count("kvpool_draft_tokens", "loaded"))
-    assert loaded[3] == FOUND - MODULES
+            assert not rig.draft_rows["missing"] + rig.draft_rows["spoiled"]
+    assert loaded[3] == FOUND - NUM_DRAFTS
     assert not reader.count("kvpool_draft_tokens", "missing")
 
 
@@ -75,7 +75,7 @@ def test_stages_of_a_writer_store_the_drafter_once_for_engines_of_one_stage(
         rig.add(PROMPT, 20)
         rig.run(LIMIT_S)
         rig.settle()
-    assert reader.count("kvpool_draft_tokens", "loaded") == FOUND - MODULES
+    assert reader.count("kvpool_draft_tokens", "loaded") == FOUND - NUM_DRAFTS
     assert not reader.count("kvpool_draft_tokens", "missing")
 
 
@@ -85,8 +85,7 @@ def test_a_wrong_row_of_a_module_is_seen(workshop: Workshop) -> None:
     rig.add(PROMPT, 20)
     rig.run(LIMIT_S, until=lambda: bool(rig.answers["r0"].tokens))
     block = rig.scheduler.kv_cache_manager.get_block_ids("r0")[0][3]
-    assert rig.ranks[-1].drafts is not None
-    (*_, last_bhnc) = rig.ranks[-1].drafts.by_layer().values()
+    (*_, last_bhnc) = rig.pages[-1].by_layer().values()
     last_bhnc[block, -1, 5, 7] += 2.0**-11
-    with pytest.raises(AssertionError, match=rf"1 wrong rows of module {MODULES - 1} .* {BLOCK}"):
+    with pytest.raises(AssertionError, match=rf"of others at tokens \[{3 * BLOCK + 7}\]"):
         rig.step()

@@ -60,7 +60,7 @@ def spec_of(rng: random.Random, model: FakeModel, blocks: Sequence[int]) -> RigS
         tp=rng.choice([1, 2]),
         num_blocks=rng.choice(blocks),
         plans_ahead=rng.random() < 0.5,
-        drafter="" if model.states else rng.choice(DRAFTERS),
+        drafter=rng.choice(DRAFTERS),
         model=model,
         options=options,
     )
@@ -96,6 +96,7 @@ class Driver:
         runner: str = "first",
         model: FakeModel | None = None,
         blocks: Sequence[int] = (24, 40, 96),
+        drafter: str | None = None,
         **options: Any,
     ) -> None:
         self.rng = random.Random(seed)
@@ -109,6 +110,8 @@ class Driver:
         self.shelf: LruTable = store._table
         spec = spec_of(self.rng, model or FakeModel(), blocks)
         spec = replace(spec, runner=runner, options={**spec.options, **options})
+        if drafter is not None:
+            spec = replace(spec, drafter=drafter)
         self.rig: Rig = workshop.rig(spec, [*host, url])
         self.prompts = Prompts(self.rng)
         self.dead_for = 0

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import pytest
 
 from tests.faults.audit import check_nothing_leaked
-from tests.faults.rig import CHUNK, RigSpec, Share
+from tests.faults.rig import CHUNK, Drafted, RigSpec, Share
 from tests.faults.runners import RUNNERS
 from tests.faults.scene import tokens
 from tests.faults.test_random_steps import Prompts
@@ -86,10 +86,10 @@ def test_step_that_fails_stores_nothing(workshop: Workshop, runner: str, goes_on
     writer = workshop.rig(RigSpec(runner=runner, max_batched_tokens=2 * CHUNK), store)
     writer.add(prompt, 1)
 
-    def fail(shares: Mapping[str, Share]) -> dict[str, list[int]]:
+    def fail(shares: Mapping[str, Share]) -> tuple[dict[str, list[int]], list[Drafted]]:
         if shares:
             raise OutOfMemoryError
-        return {}
+        return {}, []
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "_forward", fail)

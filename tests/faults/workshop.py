@@ -171,15 +171,12 @@ class Workshop:
         return FaultyStore(store, faults=self.faults, label=self._opening)
 
     def _config(self, spec: RigSpec, store: str | list[str]) -> Any:
-        drafter = "eagle" if spec.modules else spec.drafter
-        base = self._base(spec.model, spec.max_batched_tokens, drafter)
+        base = self._base(spec.model, spec.max_batched_tokens, spec.drafter)
         config = copy.copy(base)
         config.parallel_config = copy.copy(base.parallel_config)
         config.parallel_config.tensor_parallel_size = spec.tp
         config.parallel_config.pipeline_parallel_size = spec.pp
         config.parallel_config.world_size = spec.tp * spec.pp
-        if spec.modules:
-            _set_modules(config, spec.modules)
         config.scheduler_config = copy.copy(base.scheduler_config)
         config.scheduler_config.async_scheduling = spec.plans_ahead
         config.cache_config = copy.copy(base.cache_config)
@@ -207,6 +204,7 @@ class Workshop:
 
     def _make_base(self, model: FakeModel, max_batched_tokens: int, drafter: str) -> Any:
         weights = self._weights(model)
+        method = "eagle" if drafter == "mtp" else drafter  # the weights have no modules
         config = EngineArgs(
             model=str(weights),
             dtype=model.dtype,
@@ -218,12 +216,17 @@ class Workshop:
             max_num_batched_tokens=max_batched_tokens,
             enable_chunked_prefill=True,
             async_scheduling=False,
-            speculative_config=dict(speculation(drafter, weights, NUM_DRAFTS)) if drafter else None,
+            speculative_config=dict(speculation(method, weights, NUM_DRAFTS)) if method else None,
         ).create_engine_config()
         # With MLA, CPU engines refuse prefix caching and chunked prefill; rigs run no kernels.
         config.scheduler_config.enable_chunked_prefill = True
         config.scheduler_config.max_num_batched_tokens = max_batched_tokens
         config.cache_config.enable_prefix_caching = True
+        if drafter == "mtp":
+            config.speculative_config.method = drafter
+            draft = config.speculative_config.draft_model_config
+            draft.hf_config.num_nextn_predict_layers = NUM_DRAFTS
+            draft.model_arch_config.total_num_hidden_layers = NUM_DRAFTS
         if model.indexers:
             text = config.model_config.hf_text_config
             text.index_head_dim, text.index_kpool = KEY_BYTES - SCALE_BYTES, KEY_TOKENS
@@ -264,25 +267,16 @@ def _beside(sibling: Sibling, pool: KVTransferConfig) -> KVTransferConfig:
     )
 
 
-def _set_modules(config: Any, modules: int) -> None:
-    """Make the drafter one of MTP with so many modules, each of which drafts one token."""
-    config.speculative_config = drafts = copy.copy(config.speculative_config)
-    drafts.method, drafts.num_speculative_tokens = "mtp", modules
-    drafts.draft_model_config = copy.copy(drafts.draft_model_config)
-    drafts.draft_model_config.hf_config = copy.copy(drafts.draft_model_config.hf_config)
-    drafts.draft_model_config.hf_config.num_nextn_predict_layers = modules
-
-
 def _by_stage(spec: RigSpec, cache: KVCacheConfig) -> list[KVCacheConfig]:
     """Return the cache configuration of each pipeline stage; the last one has the drafter."""
     if spec.pp == 1:
         return [cache]
     per_stage = spec.model.layers // spec.pp
+    stops = [per_stage * stage for stage in range(1, spec.pp)]
+    bounds = [0, *stops, spec.model.layers + len(spec.lookaheads)]
     found = []
-    for stage in range(spec.pp):
-        first, is_last = stage * per_stage, stage == spec.pp - 1
-        own = [spec.model.layer_name(first + i) for i in range(per_stage)]
-        names = [*own, *(_modules_of(spec) if is_last else ())]
+    for first, stop in itertools.pairwise(bounds):
+        names = [spec.model.layer_name(layer) for layer in range(first, stop)]
         [group] = cache.kv_cache_groups
         groups = [replace(group, layer_names=names)]
         found.append(
@@ -291,10 +285,6 @@ def _by_stage(spec: RigSpec, cache: KVCacheConfig) -> list[KVCacheConfig]:
             )
         )
     return found
-
-
-def _modules_of(spec: RigSpec) -> list[str]:
-    return [spec.model.layer_name(spec.model.layers + i) for i in range(spec.modules)]
 
 
 def _cache_config(spec: RigSpec, config: Any) -> KVCacheConfig:
@@ -324,12 +314,14 @@ def _cache_config(spec: RigSpec, config: Any) -> KVCacheConfig:
             page_size_padded=whole(**same).page_size_bytes,
             mamba_type=MambaAttentionBackendEnum.LINEAR,
             mamba_cache_mode="align",
+            num_speculative_blocks=NUM_DRAFTS if spec.drafter else 0,
             tp_replicated=model.latent,
         )
         specs |= {model.layer_name(layer): state for layer in model.states}
     if model.indexers:
         specs |= _of_indexers(model, specs)
-    specs |= dict.fromkeys(_modules_of(spec), whole(**same))
+    drafts = range(model.layers, model.layers + len(spec.lookaheads))
+    specs |= {model.layer_name(layer): whole(**same) for layer in drafts}
     groups = get_kv_cache_groups(config, specs)
     tensors = tensors_of(list(specs))
     if model.indexers:  # the page's size identifies the kind of layer

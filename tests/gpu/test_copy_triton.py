@@ -21,6 +21,7 @@ from tests.staging.page_bench import (
     SLOT_POISON,
     Cell,
     Pages,
+    aligned_bytes,
     block_table,
     cells,
     check_both_ways,
@@ -75,6 +76,43 @@ def test_a_clip_moves_only_its_tokens(
 ) -> None:
     pages = Pages(page_format, num_ids=8, device=place.device)
     check_both_ways(pages, place.copier, **OF_CHUNK, clip=clip)
+
+
+@pytest.mark.parametrize("page_format", ["LBHNC", "LBNHC", "BHLNC", "cpu", "pair"])
+def test_a_drafters_cell_begins_a_token_before_its_chunk(place: Place, page_format: str) -> None:
+    """EAGLE's and MTP's rows are shifted by one. The first cell has a row before the prompt, which
+    no page has."""
+    pages = Pages(page_format, num_ids=8, device=place.device)
+    check_both_ways(pages, place.copier, chunk_start=-1, chunk_tokens=CHUNK, clip=(0, CHUNK - 1))
+    check_both_ways(pages, place.copier, chunk_start=CHUNK - 1, chunk_tokens=CHUNK)
+    clip = (CHUNK - 1, CHUNK + 3)
+    check_both_ways(pages, place.copier, chunk_start=CHUNK - 1, chunk_tokens=CHUNK, clip=clip)
+
+
+@pytest.mark.parametrize("page_format", ["LBHNC", "cpu", "pair"])
+def test_zeros_of_one_buffer_replace_what_pages_held_for_several_cells(
+    place: Place, page_format: str
+) -> None:
+    """So rows of a drafter are cleared whose cells are lost. The pages held NaN."""
+    pages = Pages(page_format, num_heads=2, num_ids=8, device=place.device)
+    ids = block_table(pages, 2 * CHUNK)
+    lost = [
+        Cell(pages, ids, CHUNK - 1, (CHUNK - 1, 2 * CHUNK - 1), (head, head + 1), (0, 2), CHUNK)
+        for head in (0, 1)
+    ]
+    zeros = aligned_bytes(lost[0].payload.nbytes)
+    zeros[:] = 0
+    moves = [
+        move._replace(addresses=np.full(len(move.addresses), zeros.ctypes.data, np.int64))
+        for move in slab_moves(lost)
+    ]
+    pages.poison()
+    copier = place.copier(pages.layers)
+    place.wait_for_model()
+    copier.scatter(moves)
+    expected = np.full(len(pages.memory), POISON, np.uint8)
+    expected[pages.indices(ids, CHUNK - 1, 2 * CHUNK - 1)] = 0
+    np.testing.assert_array_equal(pages.read(), expected)
 
 
 @pytest.mark.parametrize("page_format", ["LBHNC", "LBNHC", "BHLNC", "cpu", "pair"])

@@ -188,7 +188,10 @@ def block_table(pages: Pages, num_tokens: int) -> list[int]:
 
 @dataclass
 class Cell:
-    """A move of one chunk, and its slot, which lies between poisoned guards."""
+    """A move of one chunk, and its slot, which lies between poisoned guards.
+
+    `chunk_start` is -1 for the first cell of a drafter, whose rows begin a token before the chunk.
+    """
 
     pages: Pages
     ids: list[int]  # of the whole request
@@ -216,7 +219,7 @@ class Cell:
     def move(self, first_layer: int = 0) -> SlabMove:
         """Return this cell's move, for a copier whose layers from `first_layer` on are these pages'
         layers."""
-        table_first = self.chunk_start // self.pages.id_tokens
+        table_first = max(0, self.chunk_start) // self.pages.id_tokens
         table_last = -(-(self.chunk_start + self.chunk_tokens) // self.pages.id_tokens)
         layer_start, layer_stop = (first_layer + layer for layer in self.layers)
         return cell_move(
@@ -309,7 +312,8 @@ def cells(draw: st.DrawFn, max_tokens: int = 96, device: torch.device = CPU) -> 
     page_format = draw(st.sampled_from([f for f in FORMATS if f != "planes"]))
     block, blocks_per_id = draw(st.integers(1, 40)), draw(st.integers(1, 4))
     chunk_tokens = draw(st.integers(1, max_tokens))
-    chunk_start = chunk_tokens * draw(st.integers(0, 3))
+    lookahead = draw(st.integers(0, min(1, chunk_tokens - 1)))  # of a drafter
+    chunk_start = chunk_tokens * draw(st.integers(0, 3)) - lookahead
     num_tokens = chunk_start + chunk_tokens
     pages = Pages(
         page_format,
@@ -334,7 +338,7 @@ def cells(draw: st.DrawFn, max_tokens: int = 96, device: torch.device = CPU) -> 
         pages,
         block_table(pages, num_tokens),
         chunk_start,
-        clip=half_open(num_tokens, chunk_start),
+        clip=half_open(num_tokens, max(0, chunk_start)),
         heads=half_open(pages.num_heads),
         layers=half_open(pages.num_layers),
         chunk_tokens=chunk_tokens,

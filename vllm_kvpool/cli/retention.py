@@ -9,7 +9,7 @@ import msgspec
 
 from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.identity.keys import chunk_id_of_key
+from vllm_kvpool.identity.keys import chunk_id_of_key, hash_of_key
 from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.file.store import DirectoryReader
 
@@ -72,9 +72,23 @@ def _no_pins(url: str) -> str:
             return "cannot pin"
 
 
-def remove(stores: Sequence[NamedStore], keys: Sequence[str]) -> list[StoreAnswer]:
-    """Remove these cells."""
-    return [_removed(each, lambda store: _remove(store, keys)) for each in stores]
+def remove_prompt(
+    stores: Sequence[NamedStore], namespace: str, keys: Sequence[str]
+) -> list[StoreAnswer]:
+    """Remove these cells of a prompt; from directories all cells of their chunks.
+
+    Other stores cannot find cells whose names the namespace's manifest does not tell: of drafters,
+    and of engines with another `layer_span`.
+    """
+    hashes = set(map(hash_of_key, keys))
+
+    def remove_found(store: Store) -> int:
+        count = _remove(store, keys)
+        if isinstance(store, DirectoryReader):
+            count += _remove(store, store.keys_of_chunks(namespace, hashes))
+        return count
+
+    return [_removed(each, remove_found) for each in stores]
 
 
 def remove_older(

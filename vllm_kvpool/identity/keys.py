@@ -195,6 +195,11 @@ def chunk_id_of_key(key: str) -> str:
     return chunk_id_of(namespace, chunk_hash, unquote(head.partition("@kind:")[2]))
 
 
+def hash_of_key(key: str) -> str:
+    """Return the hash of a cell's chunk, in hexadecimal."""
+    return key.rpartition("@")[2]
+
+
 def key_with_prefix(key_prefix: str, chunk_hash: str) -> CellKey:
     """Return the key of one chunk's cell; `chunk_hash` in hexadecimal."""
     return CellKey(key_prefix + chunk_hash)

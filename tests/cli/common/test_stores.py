@@ -22,7 +22,13 @@ from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.cli.main import COMMANDS
 from vllm_kvpool.cli.retention import StoreAnswer
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity, tenant_of
-from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, make_namespace, manifest_key
+from vllm_kvpool.identity.keys import (
+    Namespace,
+    chunk_id_of_key,
+    hash_of_key,
+    make_namespace,
+    manifest_key,
+)
 from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler.prefix_search import CellNames
@@ -292,10 +298,36 @@ def test_purge_of_a_prompt_removes_its_end_and_its_aliases(
     assert held(tmp_path, keys) == 0
 
 
+def test_purge_of_a_prompt_in_a_directory_removes_drafts_and_other_layer_spans(
+    url: str, prompt: str, tmp_path: Path
+) -> None:
+    """The manifest names neither. Cells of other prompts stay."""
+
+    def cells(salt: str) -> tuple[list[str], list[ChunkRef]]:
+        keys = []
+        for key in prompt_keys(salt)[:8:4]:
+            found = hash_of_key(key)
+            keys += [
+                f"{FIRST}@head:{head}@layers:0-1@kind:draft-full-2x64-ab@{found}" for head in (0, 1)
+            ]
+            keys.append(f"{FIRST}@head:0@layers:0-7@{found}")
+        return keys, [ChunkRef(chunk_id_of_key(key)) for key in keys]
+
+    store = FileStore(str(tmp_path / "pool"), 100 << 20)
+    for salt in ("", "salt"):
+        keys, refs = cells(salt)
+        store.put(keys, [make_buffer(100)] * len(keys), refs)
+    store.close()
+    result = invoke("purge", FIRST, "--yes", "--store", url, "--tokens", prompt)
+    assert f"{8 + len(cells('')[0])} objects removed" in result.output
+    assert held(tmp_path, cells("")[0]) == 0
+    assert held(tmp_path, cells("salt")[0]) == 6
+
+
 @pytest.mark.parametrize(
     "remove",
     [
-        lambda stores: retention.remove(stores, prompt_keys()),
+        lambda stores: retention.remove_prompt(stores, FIRST, prompt_keys()),
         lambda stores: retention.remove_older(stores, [FIRST], 0.0),
         lambda stores: retention.remove_tenant(stores, [FIRST], "-"),
         lambda stores: retention.remove_namespaces(stores, [FIRST]),
@@ -332,7 +364,7 @@ def test_purge_of_two_stores_of_which_one_fails_removes_from_the_other_and_is_no
     failing = FaultyStore(MemoryStore("", 1 << 20))
     failing.inject(Fault.UNREACHABLE, "remove")
     each = [NamedStore("far", failing), NamedStore(url, FileStore(str(tmp_path / "pool"), 1 << 30))]
-    far, near = retention.remove(each, prompt_keys())
+    far, near = retention.remove_prompt(each, FIRST, prompt_keys())
     each[1].store.close()
     assert (far.num, far.text) == (None, "injected; not all is removed")
     assert near.num == 8

@@ -33,8 +33,8 @@ def purge_command(
     """Remove the cells of NAMESPACES from stores.
 
     NAMESPACES are whole names. Without other options all of their cells are removed. A prompt
-    names its own cells, its end and its aliases; cells of drafters, and of engines with another
-    layer_span, stay. --cache-salt or --tenant alone names the cells of
+    names its own cells, its end and its aliases, in directories also its cells of drafters and of
+    engines with another layer_span. --cache-salt or --tenant alone names the cells of
     its requests, --older-than those written longer ago. Engines that run may save new ones; what
     they have in host memory stays. Exits with 1 if a store keeps what was to be removed.
     """
@@ -64,7 +64,7 @@ def purge_command(
         if tokens is not None:
             names = prompt.names_of(manifest_named(each, namespaces[0]), tokens, salt)
             keys = [*names.keys(), *names.end_keys(), *names.alias_keys()]
-            answers = retention.remove(each, keys)
+            answers = retention.remove_prompt(each, namespaces[0], keys)
         elif salt or tenant:
             answers = retention.remove_tenant(each, namespaces, tenant or tenant_of(salt))
         elif age_s is not None:

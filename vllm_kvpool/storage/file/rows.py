@@ -695,16 +695,24 @@ def chunks_in(path: str) -> list[tuple[Any, ...]]:
     return _read_only(path, query)
 
 
-def cells_of_owner(path: str, namespace: str, owner: str) -> Iterator[StoredCell]:
-    """Yield the cells of an owner in a namespace, read as in `usage_in`."""
+def cells_by_chunk(
+    path: str, namespace: str, owner: str | None = None
+) -> Iterator[list[StoredCell]]:
+    """Yield the cells of each chunk in a namespace, read as in `usage_in`.
+
+    With `owner` the chunks of this owner alone.
+    """
     query = (
-        "SELECT chunk.name, cells FROM chunk JOIN owner ON owner.id = chunk.owner "
-        "JOIN namespace ON namespace.id = chunk.namespace "
-        f"WHERE chunk.bytes > 0 AND owner.name = ? AND namespace.name = ? AND {_NO_MANIFEST}"
+        "SELECT chunk.name, cells FROM chunk JOIN namespace ON namespace.id = chunk.namespace "
+        f"WHERE bytes > 0 AND namespace.name = ? AND {_NO_MANIFEST}"
     )
-    for chunk, cells in _read_only(path, query, owner, namespace):
-        for name, nbytes in CELL_ENTRY.iter_unpack(cells):
-            yield StoredCell(namespace, name, nbytes, chunk)
+    values = [namespace]
+    if owner is not None:
+        query += " AND chunk.owner = (SELECT id FROM owner WHERE name = ?)"
+        values.append(owner)
+    for chunk, cells in _read_only(path, query, *values):
+        entries = CELL_ENTRY.iter_unpack(cells)
+        yield [StoredCell(namespace, name, nbytes, chunk) for name, nbytes in entries]
 
 
 _NO_MANIFEST = "chunk.name NOT IN manifest"  # in the queries of `_read_only`

@@ -18,11 +18,11 @@ import stat
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
-from vllm_kvpool.identity.keys import is_manifest, is_namespace, namespace_of
+from vllm_kvpool.identity.keys import hash_of_key, is_manifest, is_namespace, namespace_of
 from vllm_kvpool.storage.base import (
     Buffer,
     Capabilities,
@@ -64,7 +64,7 @@ from vllm_kvpool.storage.file.paths import (
 from vllm_kvpool.storage.file.rows import (
     FOREIGN,
     StoredCell,
-    cells_of_owner,
+    cells_by_chunk,
     chunks_in,
     owners_in,
     usage_in,
@@ -547,7 +547,23 @@ class DirectoryReader(Store):
         Reads the footer of each file.
         """
         self._check_listed()
-        for cell in cells_of_owner(self._index_path, namespace, owner):
+        for cells in cells_by_chunk(self._index_path, namespace, owner):
+            yield from self._keys_of(cells)
+
+    def keys_of_chunks(self, namespace: str, hashes: Collection[str]) -> Iterator[str]:
+        """Yield the keys of all cells of these chunks: of every layer group and layer span.
+
+        `hashes` are in hexadecimal. Reads the footer of a file of each chunk of the namespace.
+        """
+        self._check_listed()
+        for cells in cells_by_chunk(self._index_path, namespace):
+            for key in self._keys_of(cells):
+                if hash_of_key(key) not in hashes:
+                    break
+                yield key
+
+    def _keys_of(self, cells: Iterable[StoredCell]) -> Iterator[str]:
+        for cell in cells:
             found = self._read_at(cell_path(self._objects, cell))
             if found is not None:
                 yield found[0]
