@@ -33,10 +33,10 @@ def purge_command(
     """Remove the cells of NAMESPACES from stores.
 
     NAMESPACES are whole names. Without other options all of their cells are removed. A prompt
-    names its own cells, its end and its aliases, in directories also its cells of drafters and of
-    engines with another layer_span. --cache-salt or --tenant alone names the cells of
-    its requests, --older-than those written longer ago. Engines that run may save new ones; what
-    they have in host memory stays. Exits with 1 if a store keeps what was to be removed.
+    names its own cells, its end and its aliases. In directories it also names its cells of drafters
+    and of engines with another layer_span; other stores keep these. --cache-salt or --tenant alone
+    names the cells of its requests, --older-than those written longer ago. Engines that run may
+    save new ones; what they have in host memory stays. Exits with 1 if a store keeps named cells.
     """
     for name in namespaces:
         if not is_namespace(name):
