@@ -128,7 +128,7 @@ def _config(model: Path, **arguments: Any) -> VllmConfig:
 
 
 # vLLM 0.23.0 caches no prefixes of models with recurrent states unless it is asked to.
-OF_HYBRIDS = since({"0.23.0": [POOLING], "0.27.1": []}, vllm.__version__)
+OF_HYBRIDS = since({"0.23.0": [POOLING], "0.26.0": []}, vllm.__version__)
 
 # An engine, the device it runs on, its defects, and whether it loads, and saves requests without
 # and with an adapter.
