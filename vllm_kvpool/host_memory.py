@@ -165,7 +165,8 @@ def _limits_of_groups(root: Path) -> Iterator[MemoryLimit]:
         limit = min(limit, int(stat.get("hierarchical_memory_limit", limit)))
         free = sum(int(stat.get(f"{prefix}{each}_file", 0)) for each in ("active", "inactive"))
         free += int(stat.get("slab_reclaimable", 0))
-        shown = "/" / group.relative_to(root)
+        group_path = "/" / group.relative_to(root)
+        shown = os.fsencode(group_path).decode(errors="backslashreplace")
         left = min(max(limit - used + free, 0), limit)
         yield MemoryLimit(f"the control group ({shown}/{name})", limit, left)
 
@@ -175,7 +176,7 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
 
     The second value is True for version 2.
     """
-    for line in text_of(root / "proc/self/cgroup").split("\n")[:-1]:
+    for line in filter(None, text_of(root / "proc/self/cgroup").split("\n")):
         number, controllers, path = line.split(":", 2)
         is_unified = number == "0" and not controllers
         if not is_unified and controller not in controllers.split(","):
@@ -192,7 +193,7 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
 
 def _mounts(controller: str, *, is_unified: bool, root: Path) -> Iterator[tuple[Path, str]]:
     """Yield each mount point of the controller's hierarchy, and the group that is mounted there."""
-    for line in text_of(root / "proc/self/mountinfo").split("\n")[:-1]:
+    for line in filter(None, text_of(root / "proc/self/mountinfo").split("\n")):
         mount, _, kind = (part.split(" ") for part in line.partition(" - "))
         if kind[0] == "cgroup2" if is_unified else controller in kind[-1].split(","):
             yield root / mount[4].lstrip("/"), mount[3]

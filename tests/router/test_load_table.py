@@ -61,6 +61,18 @@ def test_block_size_of_a_model_is_the_mean_of_the_decoders_that_serve_it_now() -
     assert steps.controller.admission.pressure("m").block_tokens == DEFAULT_BLOCK_SIZE
 
 
+def test_room_is_that_of_all_blocks_whatever_their_sizes() -> None:
+    steps = Steps()
+    steps.fleet(prefill="p", decode="d e")
+    for replica, block_size, blocks in (("d", 16, 16_000), ("e", 256, 1_000)):
+        sample = Sample(total_blocks=blocks, block_size=block_size)
+        steps.step(Measured(ReplicaId(replica), sample))
+    pressure = steps.controller.admission.pressure("m")
+    headroom = steps.controller.state.settings.headroom
+    capacity = headroom * (16 * 16_000 + 256 * 1_000)
+    assert pressure.room_blocks * pressure.block_tokens == pytest.approx(capacity, rel=0.01)
+
+
 DONE, DECODED = RequestId("done"), RequestId("decoded")
 CHANGES: dict[str, tuple[Callable[[Steps, Replica, Replica], object], bool, bool]] = {
     # The change; whether prompts are retried; whether requests to be decoded are.

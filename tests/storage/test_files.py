@@ -410,6 +410,27 @@ def test_a_directory_that_loses_a_part_while_it_is_opened_is_opened_again(
     store.close()
 
 
+@pytest.mark.parametrize(("module", "name"), [(space_module, "check_root"), (os.path, "lexists")])
+def test_a_directory_that_is_removed_while_it_is_checked_is_made_anew(
+    root: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
+) -> None:
+    FileStore(str(root), MIB).close()
+    check = getattr(module, name)
+    removed = []
+
+    def check_and_remove(path: str) -> Any:
+        is_now = path == str(root) and not removed
+        found = check(path) if name == "lexists" or not is_now else None
+        if is_now:
+            removed.append(shutil.rmtree(root))
+            return found if name == "lexists" else check(path)
+        return found
+
+    monkeypatch.setattr(module, name, check_and_remove)
+    FileStore(str(root), MIB).close()
+    assert removed
+
+
 def test_an_index_that_is_removed_while_it_is_opened_is_made_anew(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

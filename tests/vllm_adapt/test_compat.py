@@ -5,10 +5,11 @@ import math
 import queue
 import time
 import tomllib
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -360,15 +361,128 @@ class WorkerProc:
         return compat.polling_end()
 
 
-def test_worker_that_sleeps_wakes_for_its_next_step() -> None:
+class Worker:
+    """Reads steps from a queue on a thread, and is stopped between a look for one and the wait."""
+
+    def __init__(self, reader: MessageQueue, pool: ThreadPoolExecutor) -> None:
+        self._reader, self._pool = reader, pool
+        self.polled = reader._spin_condition
+        self._asleep, self._looked, self._goes_on = Event(), Event(), Event()
+        self._looks_left = 0
+        self._poll, self._wait = self.polled.poller.poll, self.polled.wait
+        vars(self.polled.poller)["poll"] = self._sleep
+        vars(self.polled)["wait"] = self._look
+        self.end_polling = WorkerProc(reader).make_worker()
+
+    def _sleep(self, timeout: int | None = None) -> Any:
+        if timeout is None or timeout > 1_000:
+            self._asleep.set()
+        return self._poll(timeout)
+
+    def _look(self, timeout_ms: int | None = None) -> None:
+        self._looks_left -= 1
+        if self._looks_left == 0:
+            self._looked.set()
+            assert self._goes_on.wait(LIMIT_S)
+        self._wait(timeout_ms)
+
+    def read(self) -> "Future[str]":
+        return self._pool.submit(self._reader.dequeue, LIMIT_S)
+
+    def sleep(self) -> None:
+        """Return as soon as it waits in vLLM's long poll: nothing but a wake-up ends it soon."""
+        self.polled.last_read = -math.inf
+        assert self._asleep.wait(LIMIT_S)
+
+    def read_and_stop(self, looks: int) -> "Future[str]":
+        """Stop it after so many looks for a step that is not there."""
+        self.polled.last_read = -math.inf  # `POLL_S` is over
+        self._looks_left = looks
+        read = self.read()
+        assert self._looked.wait(LIMIT_S)
+        return read
+
+    def go_on(self) -> None:
+        self._goes_on.set()
+
+
+LIMIT_S = 60.0
+SOON_S = 2.0  # vLLM looks again after 5 s
+
+
+@pytest.fixture
+def steps_and_worker() -> Iterator[tuple[MessageQueue, Worker]]:
+    """A wake-up of before is still to be taken."""
     with step_queue() as (steps, reader), ThreadPoolExecutor(1) as pool:
-        WorkerProc(reader).make_worker()()
+        while not reader._spin_condition.local_notify_socket.poll(10):  # not subscribed yet
+            steps._spin_condition.notify()
+        yield steps, Worker(reader, pool)
+
+
+@pytest.mark.parametrize("field", ["last_read", "busy_loop_s", "poller"])
+def test_worker_polls_on_where_vllm_lacks_a_name(field: str) -> None:
+    with step_queue() as (_, reader):
         polled = reader._spin_condition
+        delattr(polled, field)
+        before = dict(vars(polled))
+        WorkerProc(reader).make_worker()()
+        assert vars(polled) == before
+
+
+def test_worker_polls_for_a_moment_after_a_step_without_work() -> None:
+    with step_queue() as (_, reader):
+        polled = reader._spin_condition
+        WorkerProc(reader).make_worker()()
         left_s = polled.last_read + polled.busy_loop_s - time.monotonic()
         assert (left_s <= compat.POLL_S) is since(SLEEPING_WORKERS, vllm.__version__)
-        read = pool.submit(reader.dequeue, 60)
-        steps.enqueue("step")
-        assert read.result() == "step"
+
+
+needs_sleep = pytest.mark.skipif(
+    not since(SLEEPING_WORKERS, vllm.__version__), reason="this release's workers poll on"
+)
+
+
+@needs_sleep
+def test_worker_that_sleeps_wakes_for_its_next_step(
+    steps_and_worker: tuple[MessageQueue, Worker],
+) -> None:
+    steps, worker = steps_and_worker
+    read = worker.read()
+    worker.sleep()
+    steps.enqueue("step")
+    assert read.result(SOON_S) == "step"
+
+
+@needs_sleep
+@pytest.mark.parametrize(
+    ("was_asleep", "looks"),
+    [
+        pytest.param(True, 1, id="woken by the step before"),
+        pytest.param(False, 2, id="a wake-up was left"),
+    ],
+)
+def test_step_whose_wake_up_is_dropped_is_found_soon(
+    steps_and_worker: tuple[MessageQueue, Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    was_asleep: bool,
+    looks: int,
+) -> None:
+    """The worker is paused after its look for the next step, which is written meanwhile."""
+    steps, worker = steps_and_worker
+    read = worker.read()
+    if was_asleep:
+        worker.sleep()
+        steps.enqueue("without work")
+        assert read.result(SOON_S) == "without work"
+    monkeypatch.setattr(steps._spin_condition, "notify", lambda: None)  # as ZeroMQ drops it
+    if not was_asleep:
+        steps.enqueue("without work")
+        assert read.result(SOON_S) == "without work"
+    worker.end_polling()
+    read = worker.read_and_stop(looks)
+    steps.enqueue("step")
+    worker.go_on()
+    assert read.result(SOON_S) == "step"
 
 
 def test_worker_without_a_process_of_its_own_polls_for_nothing() -> None:

@@ -248,7 +248,11 @@ class KVEventTracker:
         return len(self._waiting)
 
     def take(self) -> list[Announcement]:
-        """Return the events since the last call, in order."""
+        """Return the events since the last call, in order.
+
+        After an overflow all is cleared: what was stored before this call is announced when it is
+        stored again.
+        """
         waiting, self._waiting = self._waiting, []
         if self._has_dropped:
             self._has_dropped = False

@@ -42,6 +42,7 @@ _BUILD = re.compile(r"\+(cpu|cu|empty|precompiled|rocm|tpu|xpu)[\w.]*")  # what 
 MOST_FRAMES = 24
 POLL_S = 0.005
 """A worker's poll after a step without work. ZeroMQ may drop the second of two wake-ups in 3 ms."""
+_WAIT_NAMES = ("last_read", "busy_loop_s", "poller")
 _A = TypeVar("_A")
 ENGINE = "EngineCore"  # vLLM's class of engines, whether or not in a process of their own
 
@@ -91,20 +92,45 @@ def polling_end() -> Callable[[], None]:
     """Return a call that lets the calling worker's process sleep until its next step.
 
     A worker of vLLM polls for a second after each step, whether or not it has computed anything.
-    After the call it polls for `POLL_S` and sleeps until it is woken. The call does nothing in an
-    engine without worker processes, nor in an older release, whose workers would sleep on after a
-    lost wake-up.
+    After the call it polls for `POLL_S` and sleeps until it is woken. That ends with the next step,
+    as the dummy passes of data parallelism are, and vLLM's own extension polls on for 0.1 s
+    (VLLM_USE_SPINLOOP_EXT). The call does nothing in an engine without worker processes, nor in a
+    release without one of vLLM's names or a second look after a lost wake-up.
     """
     queues = (getattr(caller, "rpc_broadcast_mq", None) for caller in callers())
-    reader = getattr(next(filter(None, queues), None), "_spin_condition", None)
-    if reader is None or not hasattr(shm_broadcast, "SHM_READER_RECHECK_INTERVAL_MS"):
+    reader: Any = getattr(next(filter(None, queues), None), "_spin_condition", None)
+    if not all(hasattr(reader, name) for name in _WAIT_NAMES):
         return lambda: None
+    if not hasattr(shm_broadcast, "SHM_READER_RECHECK_INTERVAL_MS"):
+        return lambda: None
+    reader.poller = _WakeUps(reader.poller)
 
     def end_polling() -> None:
         last_read = time.monotonic() + POLL_S - reader.busy_loop_s
         reader.last_read = min(reader.last_read, last_read)
 
     return end_polling
+
+
+class _WakeUps:
+    """vLLM's poller of a worker's wake-ups: each is followed by a wait of `POLL_S` without one.
+
+    vLLM looks for a step before each wait. ZeroMQ drops the wake-up of a step in two cases: the one
+    before has not left the engine, so it wakes the worker later; or the engine has sent or dropped
+    one in the last 3 ms, while the last one that it sent had not left. That one has come since, and
+    the worker has waited for `POLL_S` after it. The step was written by then, whoever is paused
+    where, and vLLM's look after the wait finds it.
+    """
+
+    def __init__(self, poller: Any) -> None:
+        self._poller = poller
+        self._is_woken = True
+
+    def poll(self, timeout: int | None = None) -> Any:
+        """Return what has come, as `zmq.Poller` does; `timeout` is in milliseconds."""
+        found = self._poller.poll(int(1000 * POLL_S) if self._is_woken else timeout)
+        self._is_woken = bool(found)
+        return found
 
 
 def engine_began_ns() -> int | None:

@@ -110,7 +110,7 @@ class Admission:
             prefill_replicas=0 if state.collapse() is not None else totals.prefill_replicas,
             decode_replicas=totals.decode_replicas,
             queued_blocks=to_come / size,
-            room_blocks=float("inf") if totals.num_unsized else totals.room_blocks,
+            room_blocks=float("inf") if totals.num_unsized else totals.room_tokens / size,
             committed_blocks=totals.committed_blocks,
             committed_requests=totals.committed_requests,
             is_saturated=self._is_saturated(model),

@@ -182,20 +182,20 @@ class Totals(msgspec.Struct, gc=False):
     committed_requests: int = 0
     starting_requests: int = 0
     """Requests without a token that wait for no prefill replica."""
-    room_blocks: int = 0
-    """Free blocks of decoders that are not locked, up to the headroom."""
+    room_tokens: int = 0
+    """Free blocks of decoders that are not locked, up to the headroom, in tokens."""
     num_unsized: int = 0
     """Decoders that are not locked and whose capacity is not known."""
     num_behind: int = 0
     """Decoders in whose engines requests wait; their queue alone may have been emptied since."""
     block_sizes: int = 0
-    """The sum of decoders' block sizes, as far as they are known."""
+    """The sum of the sizes of decoders' blocks, as far as they are known."""
     num_block_sizes: int = 0
-    """The number of block sizes in that sum."""
+    """The number of blocks in that sum."""
 
     @property
     def block_size(self) -> int:
-        """The mean block size of the decoders, in tokens."""
+        """The mean size of the decoders' blocks, in tokens."""
         if not self.num_block_sizes:
             return DEFAULT_BLOCK_SIZE
         return self.block_sizes // self.num_block_sizes
@@ -209,7 +209,7 @@ class Totals(msgspec.Struct, gc=False):
         self.committed_blocks += after.committed_blocks - before.committed_blocks
         self.committed_requests += after.committed_requests - before.committed_requests
         self.starting_requests += after.starting_requests - before.starting_requests
-        self.room_blocks += after.room_blocks - before.room_blocks
+        self.room_tokens += after.room_tokens - before.room_tokens
         self.num_unsized += after.num_unsized - before.num_unsized
         self.num_behind += after.num_behind - before.num_behind
         self.block_sizes += after.block_sizes - before.block_sizes
@@ -310,6 +310,7 @@ class LoadTable:
         if not (replica.state in TAKES_DECODE or (self._is_collapsed and takes_prefill)):
             return Totals(1, takes_prefill, 0, replica.work.prefill_tokens)
         total, room, is_sized = replica.sample.total_blocks, 0, True
+        size = replica.sample.block_size
         if replica.replica_id not in self._locked:
             room = max(0, int(total * self._settings.headroom) - replica.work.used_blocks)
             is_sized = total > 0
@@ -321,11 +322,11 @@ class LoadTable:
             committed_blocks=replica.work.committed_blocks,
             committed_requests=len(replica.work.active),
             starting_requests=replica.work.num_ready,
-            room_blocks=room if is_sized else 0,
+            room_tokens=room * (size or DEFAULT_BLOCK_SIZE) if is_sized else 0,
             num_unsized=int(not is_sized),
             num_behind=int(replica.work.num_waiting > 0 and replica.work.num_ready > 0),
-            block_sizes=replica.sample.block_size,
-            num_block_sizes=int(replica.sample.block_size > 0),
+            block_sizes=size * max(total, 1),
+            num_block_sizes=max(total, 1) if size else 0,
         )
 
 

@@ -61,7 +61,7 @@ _ERRNOS = {
     sqlite3.SQLITE_NOMEM: errno.ENOMEM,
     sqlite3.SQLITE_PERM: errno.EACCES,
     sqlite3.SQLITE_CANTOPEN: errno.ENOENT,
-    sqlite3.SQLITE_READONLY: errno.ESTALE,
+    sqlite3.SQLITE_READONLY: errno.EROFS,
 }
 _MISUSE = (sqlite3.ProgrammingError, sqlite3.InterfaceError, sqlite3.DataError)
 """SQLite's errors for a caller's mistake. They do not mean damage."""
@@ -611,7 +611,7 @@ class FileIndex:
                 if _is_full(self._path):  # SQLite may say SQLITE_IOERR then
                     number, text = errno.ENOSPC, os.strerror(errno.ENOSPC)
                 elif self._opened != _identity(self._path):  # any of them, then
-                    number = errno.ESTALE
+                    number, text = errno.ESTALE, f"the index was removed meanwhile: {error}"
                 raise OSError(number, text, self._path) from error
             self._set_aside(error)
             raise OSError(errno.ESTALE, f"the index was replaced: {error}", self._path) from error

@@ -238,7 +238,7 @@ def _is_container() -> bool:
     """Return True if `/` is a container's: an overlay, or marked by Docker or Podman."""
     with contextlib.suppress(OSError), open(MOUNTS, "rb") as mounts:  # names may be any bytes
         for line in mounts:
-            fields = line.split()
+            fields = line.split(b" ")
             if fields[4] == b"/" and fields[fields.index(b"-") + 1] == b"overlay":
                 return True
     return os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv")

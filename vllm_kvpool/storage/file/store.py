@@ -174,16 +174,24 @@ def claim_root(path: str) -> None:
     check_parents(path)
 
 
-def _open_space(path: str, open_space: Callable[[], FileSpace]) -> FileSpace:
-    """Open a directory's space, and again if others remove a part of it meanwhile."""
-    for attempt in range(OPEN_ATTEMPTS):
-        claim_root(path)
+def _open_space(
+    path: str,
+    size_bytes: int,
+    policy: EvictionPolicy,
+    clock_ns: Callable[[], int],
+    shares: Shares,
+    attempts: int = OPEN_ATTEMPTS,
+) -> FileSpace:
+    """Open a directory's space, and again if others remove all or a part of it meanwhile."""
+    while True:
+        attempts -= 1
         try:
-            return open_space()
-        except OSError as error:
-            if error.errno not in REMOVED or attempt + 1 == OPEN_ATTEMPTS:
+            claim_root(path)
+            return FileSpace(path, size_bytes, policy, clock_ns, shares)
+        except (OSError, StoreError) as error:
+            is_removed = isinstance(error, OSError) and error.errno in REMOVED
+            if not attempts or not (is_removed or not os.path.lexists(path)):
                 raise
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _make_parents(path: str) -> None:
@@ -683,9 +691,7 @@ class FileStore(DirectoryReader):
         shares: Shares = Shares.NONE,
     ) -> None:
         try:
-            self._space = _open_space(
-                path, lambda: FileSpace(path, size_bytes, policy, clock_ns, shares)
-            )
+            self._space = _open_space(path, size_bytes, policy, clock_ns, shares)
         except OSError as error:
             text = f"file store {path} cannot be used: {error.strerror} ({error.filename or path})"
             if error.errno in NO_ROOM:
