@@ -40,7 +40,8 @@ class Drafter:
     """A model with a drafter; `lookahead`: later tokens that a row of the drafter depends on.
 
     Its cells are of one head and one layer. `rounding`: accepted drafts that other ranks' order of
-    sums may change. `modules`: of MTP; vLLM's runner for CPUs runs the first one for every draft.
+    sums and other steps may change; where it is 2, 1 was seen (30 and 29 of 33 or 34). `modules`:
+    of MTP; vLLM's runner for CPUs runs the first one for every draft.
     """
 
     method: str

@@ -389,6 +389,18 @@ def test_cleared_chunks_are_reported_for_their_request() -> None:
     assert report.loads["a"].cleared == {1, 3}
 
 
+def test_a_rank_without_the_drafters_layers_reports_every_chunk_as_cleared() -> None:
+    """The last pipeline stage alone sees that they are others than all parts have derived."""
+    bench, plan = Bench(in_step=True), load_plan()
+    bench.worker.lacks_drafts = True
+    bench.step(StepPlan(loads=(plan,)))
+    bench.executor.reports.append(loaded(plan, 4, DONE))
+    bench.step(None)
+    report = bench.worker.take_report()
+    assert report is not None
+    assert report.loads["a"].cleared == set(range(plan.first_chunk, plan.stop_chunk))
+
+
 def test_pages_are_free_once_their_copies_have_ended() -> None:
     """vLLM 0.33 asks whether pages are free before it sleeps, even while aborted loads still
     run."""

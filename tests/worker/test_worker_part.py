@@ -755,3 +755,10 @@ def test_a_copy_between_devices_takes_more_at_a_time(
         assert limits.budget_bytes >= limits.batches * (most_bytes + limits.batch_ops * 64)
     for kind in (OpKind.SEAL, OpKind.CHECK):
         assert lanes[LaneName(kind, ops.HOST)][1].batch_bytes == 8 << 20
+
+
+def test_a_rank_without_drafters_layers_knows_that_the_scheduler_counts_on_them() -> None:
+    rank = one_rank(f"memory://{next(NAMES)}")
+    rank.pool.use_namespace(make_namespace("other", "0" * 12), "ab" * 6)
+    assert rank.pool.worker.lacks_drafts
+    rank.close()

@@ -165,7 +165,7 @@ def _draft_layer_groups(
     """Return the layer groups of a drafter that are stored; ConfigError if all are required.
 
     `is_told`: this side tells the user what is left out. What the last pipeline stage alone sees,
-    that stage tells.
+    that stage's first rank tells.
     """
     try:
         return drafters.draft_layer_groups(vllm_config, kv_cache_config, config)
@@ -175,7 +175,8 @@ def _draft_layer_groups(
                 f"drafts is set to require, but KV of this drafter cannot be stored: {error}; set "
                 "drafts to prefer, or choose another drafter"
             ) from error
-        if is_told or isinstance(error, drafters.OtherDrafterError):
+        is_first = rank_place(vllm_config).tp_rank == 0
+        if is_told or (isinstance(error, drafters.OtherDrafterError) and is_first):
             logger.warning(
                 "kvpool: KV of this drafter is not stored: %s. After a hit it drafts without the "
                 "prompt, so few drafts are accepted",

@@ -87,6 +87,8 @@ class PoolWorker:
     ) -> None:
         self.has_drafts = has_drafts
         """A drafter's layers are saved: its pages are not final before the model's results."""
+        self.lacks_drafts = False
+        """The scheduler part counts on a drafter's layers that this rank does not store."""
         self._lookahead = lookahead
         self._waits = LayerWaits(layer_spans or {})
         self._load_timeout_s = load_timeout_s
@@ -324,7 +326,9 @@ class PoolWorker:
             self._registry.add("kvpool_failures", kind=f"load_{done.reason.value}")
         tokens = plan.token_stop - plan.token_start
         seconds = tokens * token_s if plan.layered else time.monotonic() - began
-        end = Loaded(kept, seconds, done.cleared)
+        chunks = range(plan.first_chunk, plan.stop_chunk)
+        cleared = frozenset(chunks) if self.lacks_drafts else done.cleared
+        end = Loaded(kept, seconds, cleared)
         self._reports.append(StepReport(loads={plan.request_id: end}))
         return plan, kept
 

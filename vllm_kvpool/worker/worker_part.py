@@ -94,6 +94,7 @@ class WorkerPart:
     ) -> None:
         self.registry = MetricsRegistry()
         self._namespace = model.namespace
+        self._has_drafter = any(layer_group.is_draft for layer_group in model.layer_groups)
         number = place.number(model.num_ranks)
         specs = tier_specs(config)
         cells = _cells_of(model, place, pages)
@@ -211,6 +212,7 @@ class WorkerPart:
         """Use this namespace for cells in plans, and this drafter's for drafts, from now on."""
         if namespace != self._namespace:
             self._namespace = namespace
+            self.worker.lacks_drafts = bool(drafter) and not self._has_drafter
             self._executor.post(UseNamespace(namespace, drafter))
 
     def keep_manifest(self, namespace: Namespace, manifest: bytes) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import MultiModalConfig, SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
@@ -36,6 +36,7 @@ from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.vllm_adapt import compat, engine_config
+from vllm_kvpool.vllm_adapt.kv_cache_specs import drafters
 
 SHAPE = EvenShape(layers=2)
 OWN = [name_of(layer) for layer in range(SHAPE.layers)]
@@ -265,13 +266,16 @@ def test_the_keys_of_a_drafters_indexer_are_a_layer_group_beside_its_latents(mak
 
 
 def stages(
-    config: VllmConfig, *names: Sequence[str], spec: FullAttentionSpec = FULL
+    config: VllmConfig,
+    *names: Sequence[str],
+    spec: FullAttentionSpec = FULL,
+    of: FullAttentionSpec = FULL,
 ) -> list[tuple[VllmConfig, KVCacheConfig]]:
     """Return what the scheduler part and the worker of each pipeline stage are told by vLLM.
 
-    `spec`: of the last stage's last layer.
+    `spec`: of the last stage's last layer; `of`: of all others.
     """
-    specs = [dict.fromkeys(stage, FULL) for stage in names]
+    specs = [dict.fromkeys(stage, of) for stage in names]
     specs[-1][names[-1][-1]] = spec
     config.parallel_config.pipeline_parallel_size = len(names)
     caches = get_kv_cache_configs(config, specs, [64 << 20] * len(names))
@@ -284,14 +288,12 @@ def stages(
     return told
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_a_drafter_on_the_last_pipeline_stage_is_the_same_to_all_parts(
     make: Make, method: str
 ) -> None:
     """Only the last stage has its pages, and engines of one stage share its cells."""
-    shape = "mtp" if method == "mtp" else method
-    config = make(shape, layers=2)
-    drafts = LAYERS["draft_model"] if method == "draft_model" else name_of(2)
+    config, drafts = make(method, layers=2), name_of(2)
     whole = by_hand(([*OWN, drafts], FULL))
     single = drafts_of(read(config, whole))
     told = stages(config, OWN[:1], [OWN[1], drafts])
@@ -308,25 +310,155 @@ def test_a_drafter_on_the_last_pipeline_stage_is_the_same_to_all_parts(
         assert facts.drafter == pages.drafter
 
 
+def read_stage(config: VllmConfig, cache: KVCacheConfig) -> engine_config.EngineFacts:
+    """Return what a worker of this stage reads."""
+    options = read_config({}, env={})
+    return engine_config.read_engine(config, cache, options, with_namespace=False)
+
+
+@pytest.mark.parametrize("has_layers", [True, False], ids=["other layers", "no layers"])
 def test_a_last_stage_with_another_drafter_than_configured_leaves_it_out(
+    make: Make, has_layers: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only that stage can tell, and its first rank does. With `drafts: require`, the engine's start
+    is refused."""
+    config = make("eagle3")
+    config.parallel_config.tensor_parallel_size = 2
+    half = replace(FULL, num_kv_heads=FULL.num_kv_heads // 2)
+    names = [OWN[1], name_of(2)] if has_layers else [OWN[1]]
+    *_, (last, cache) = stages(
+        config, OWN[:1], names, spec=replace(half, num_kv_heads=1) if has_layers else half, of=half
+    )
+    told = []
+    for last.parallel_config.rank in (2, 3):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            facts = read_stage(last, cache)
+        assert not drafts_of(facts)
+        told.append("KV of this drafter is not stored" in caplog.text)
+        with pytest.raises(ConfigError, match="set drafts to prefer"):
+            read(last, cache, drafts="require")
+    assert told == [True, False]
+
+
+def test_a_last_stage_leaves_out_eagles_layers_that_have_other_stages_numbers(make: Make) -> None:
+    """vLLM numbers them on from that stage's number of layers: here 2 of 5."""
+    names = [name_of(layer) for layer in range(5)]
+    config = make("eagle")
+    object.__setattr__(config.model_config.model_arch_config, "total_num_hidden_layers", 5)
+    told = stages(config, names[:3], [*names[3:], names[2]])
+    *_, (last, cache) = told
+    facts = read_stage(last, cache)
+    assert [name for each in facts.layer_groups for name, _ in each.layers] == names[3:]
+    assert facts.shape.layer_groups == read(*told[0]).shape.layer_groups
+
+
+def test_a_drafter_that_attends_to_the_models_kv_is_no_drafter_here(make: Make) -> None:
+    """Gemma 4's assistant: nothing is missing, also with `drafts: require` and a pipeline."""
+    config = make("mtp", layers=2)
+    assert config.speculative_config is not None
+    config.speculative_config.draft_model_config.hf_config.model_type = "gemma4_mtp"
+    for each, cache in stages(config, OWN[:1], OWN[1:]):
+        assert not drafts_of(read(each, cache, drafts="require"))
+
+
+def test_a_drafter_of_a_model_with_media_is_not_stored_with_a_pipeline(make: Make) -> None:
+    """vLLM's last stage has no embeddings of media, so the rows are not those of one stage."""
+    config = make("eagle3")
+    config.model_config.multimodal_config = MultiModalConfig()
+    [_, (first, cache), (last, end)] = stages(config, OWN[:1], [OWN[1], name_of(2)])
+    for each in ((first, cache), (last, end)):
+        with pytest.raises(drafters.UnsharedDrafterError, match="no embeddings of media"):
+            drafters.draft_layer_groups(*each, read_config({}, env={}))
+
+
+GLM = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 1,
+    "n_routed_experts": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 1024,
+    "num_nextn_predict_layers": 1,
+}
+HY = {
+    "architectures": ["HYV3ForCausalLM"],
+    "model_type": "hy_v3",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "num_nextn_predict_layers": 1,
+}
+
+
+@pytest.mark.parametrize(("values", "counted"), [(GLM, 0), (HY, 2)], ids=["glm4_moe_lite", "hy_v3"])
+def test_mtp_on_the_last_pipeline_stage_has_as_many_layers_as_modules(
+    tmp_path: Path, values: dict[str, Any], counted: int
+) -> None:
+    """vLLM counts other layers of the drafter in these families."""
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = EngineArgs(
+        model=str(tmp_path),
+        block_size=16,
+        dtype="float32",
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 1},
+    ).create_engine_config()
+    assert config.speculative_config is not None
+    layers = config.speculative_config.draft_model_config.get_total_num_hidden_layers()
+    assert layers == counted
+    is_latent = values is GLM
+    config.cache_config.kv_cache_layout = "BLHNC" if is_latent else "LBHNC"
+    spec = (
+        MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
+        if is_latent
+        else FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=16, dtype=torch.float32)
+    )
+    told = stages(config, OWN[:1], [OWN[1], name_of(2)], spec=spec, of=spec)
+    found = [read(each, cache) for each, cache in told]
+    for facts in found:
+        assert [each.layers for each in drafts_of(facts)] == [((2,),)]
+        assert facts.shape == found[0].shape
+
+
+def test_a_drafter_beside_latents_is_named_in_place_of_the_model(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only that stage can tell. With `drafts: require`, the engine's start is refused."""
-    config = make("draft_model")
-    names = OWN[:1], [OWN[1], LAYERS["draft_model"]]
-    *_, (last, cache) = stages(config, *names, spec=replace(FULL, num_kv_heads=2))
+    config = make("eagle3")
+    config.cache_config.kv_cache_layout = "BLHNC"
+    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    _, cache = cached(config, **dict.fromkeys(OWN, latent), **{name_of(2): FULL})
     with caplog.at_level(logging.WARNING):
-        facts = engine_config.read_engine(
-            last, cache, read_config({}, env={}), with_namespace=False
-        )
-    assert not drafts_of(facts)
-    assert "KV of this drafter is not stored" in caplog.text
-    with pytest.raises(ConfigError, match="set drafts to prefer"):
-        read(last, cache, drafts="require")
+        assert not drafts_of(read(config, cache))
+    assert "another form than the model's latents" in caplog.text
 
 
 def _staged(config: VllmConfig) -> None:
     config.parallel_config.pipeline_parallel_size = 2
+
+
+def _draft_model(config: VllmConfig) -> None:
+    assert config.speculative_config is not None
+    config.speculative_config.method = "draft_model"
+    _staged(config)
 
 
 def _context(config: VllmConfig) -> None:
@@ -359,7 +491,8 @@ def _modules(config: VllmConfig) -> None:
         (_method, {}, "not known of 'dflash'"),
         pytest.param(_modules, {}, "4 times over a prompt", marks=chains_modules),
         (_drafting, {}, "parallel_drafting"),
-        (_staged, {}, "pipeline parallelism"),
+        (_staged, {}, "numbers of the model's own"),
+        (_draft_model, {}, "cuts its layers over the stages"),
         (_context, {}, "context parallelism"),
         pytest.param(
             _nothing,
@@ -370,7 +503,15 @@ def _modules(config: VllmConfig) -> None:
             ),
         ),
     ],
-    ids=["method", "modules", "drafting", "pipeline", "context", "layerwise"],
+    ids=[
+        "method",
+        "modules",
+        "drafting",
+        "pipeline",
+        "draft model",
+        "context",
+        "layerwise",
+    ],
 )
 @pytest.mark.usefixtures("by_runner")
 def test_a_drafter_that_is_not_stored_is_said_at_start(

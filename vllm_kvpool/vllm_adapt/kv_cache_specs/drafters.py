@@ -39,8 +39,15 @@ if TYPE_CHECKING:
 # vLLM's methods whose layers are stored -> later tokens that a row depends on.
 LOOKAHEADS: Mapping[str, int] = {"draft_model": 0, "eagle": 1, "eagle3": 1, "mtp": 1}
 _SPECS = (FullAttentionSpec, SlidingWindowSpec)
+# Those of them that are not stored with pipeline parallelism -> what vLLM does there.
+_UNSTAGED: Mapping[str, str] = {
+    "draft_model": "vLLM cuts its layers over the stages, and cannot run it",
+    "eagle": "vLLM gives its layers the numbers of the model's own",
+}
 # Names under which configurations have the number of modules that draft one token each.
 _NUM_MODULES = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "n_predict")
+
+_OTHER_LATENTS = "it keeps KV of another form than the model's latents"
 
 
 class UnsharedDrafterError(ConfigError):
@@ -66,7 +73,10 @@ def draft_layer_groups(
     is_staged = vllm_config.parallel_config.pipeline_parallel_size > 1
     drafts = vllm_config.speculative_config
     has_layers = any(named) or (
-        is_staged and drafts is not None and (drafts.use_eagle() or drafts.uses_draft_model())
+        is_staged
+        and drafts is not None
+        and (drafts.use_eagle() or drafts.uses_draft_model())
+        and not drafts.use_gemma4_mtp()  # attends to the model's own KV
     )
     if config.drafts is Drafts.OFF or not has_layers:
         return ()
@@ -100,23 +110,27 @@ def _of_last_stage(
     """
     parallel, speculation = vllm_config.parallel_config, vllm_config.speculative_config
     assert speculation is not None
+    if speculation.method in _UNSTAGED:
+        raise UnsharedDrafterError(f"with pipeline parallelism {_UNSTAGED[speculation.method]}")
+    if vllm_config.model_config.multimodal_config is not None:
+        raise UnsharedDrafterError(
+            "with pipeline parallelism vLLM gives it no embeddings of media, so its rows are others"
+        )
     if len(kv_cache_config.kv_cache_groups) > 1:
         raise UnsharedDrafterError(
             "with pipeline parallelism the scheduler does not see in which of several KV cache "
             "groups its layers are"
         )
-    if speculation.method == "eagle":
-        raise UnsharedDrafterError(
-            "with pipeline parallelism vLLM gives its layers the numbers of the model's own"
-        )
     told: Any = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     is_uniform = isinstance(told, UniformTypeKVCacheSpecs)
     first = next(iter(told.kv_cache_specs.values())) if is_uniform else told
     draft = speculation.draft_model_config
-    is_latent = compat.is_latent(first) and speculation.method == "mtp"
-    spec = first if is_latent else _derived(vllm_config, first)
-    start = 0 if speculation.method == "draft_model" else num_own_layers(vllm_config)
-    places = [(start + i,) for i in range(int(draft.get_total_num_hidden_layers()))]
+    is_mtp = speculation.method == "mtp"
+    spec = first if is_mtp and compat.is_latent(first) else _derived(vllm_config, first)
+    # Of some MTP families vLLM counts the model's layers here, or none.
+    num_layers = _num_modules(draft) if is_mtp else int(draft.get_total_num_hidden_layers())
+    start = num_own_layers(vllm_config)
+    places = [(start + i,) for i in range(num_layers)]
     lookaheads = _lookaheads(vllm_config, places)
     names = [f"layers.{number}" for (number,) in lookaheads]
     derived = _grouped(vllm_config, lookaheads, [(0, spec, names)])
@@ -215,6 +229,8 @@ def _lookaheads(
     assert speculation is not None
     method = str(speculation.method)
     ahead, layers = LOOKAHEADS[method], sorted(set(places))
+    if not layers:
+        raise UnsharedDrafterError("no layers of it are known here")
     modules = _num_modules(speculation.draft_model_config) if method == "mtp" else 1
     if modules == 1:
         return dict.fromkeys(layers, ahead)
@@ -251,7 +267,7 @@ def _specs_of(
         try:
             forms = by_form(vllm_config, kv_cache_config, index, stored)
         except ConfigError as error:
-            raise UnsharedDrafterError(str(error)) from error
+            raise UnsharedDrafterError(_OTHER_LATENTS) from error
         specs = [(spec, [name for name in some if name in names]) for spec, some in forms]
         specs = [(spec, some) for spec, some in specs if some]
     else:
@@ -287,7 +303,7 @@ def _derived(vllm_config: "VllmConfig", spec: Any) -> Any:
     """
     draft = vllm_config.speculative_config.draft_model_config
     if compat.is_latent(spec):
-        raise UnsharedDrafterError("its latents have another form than the model's")
+        raise UnsharedDrafterError(_OTHER_LATENTS)
     head_size = int(draft.get_head_size())
     heads = int(draft.get_num_kv_heads(vllm_config.parallel_config))
     values = {"num_kv_heads": heads, "head_size": head_size}

@@ -139,12 +139,14 @@ def rank_layer_groups(
     total = num_own_layers(vllm_config)
     _check_skipped_layers(vllm_config)
     pages = compat.forms_of_layers(kv_cache_config)
+    here = _numbers_here(vllm_config, total)
     found: dict[tuple[object, ...], RankLayerGroup] = {}
     for i, group in enumerate(kv_cache_config.kv_cache_groups):
         is_drafts = not any(is_own_layer(name, total) for name in group.layer_names)
         if (group.layer_names and is_drafts) or compat.is_ring(group.kv_cache_spec):
             continue
-        named = [name for name in group.layer_names if name in pages and is_own_layer(name, total)]
+        own_names = [name for name in group.layer_names if is_own_layer(name, total)]
+        named = [name for name in own_names if name in pages and place_of(name)[0] in here]
         for spec, names in by_form(vllm_config, kv_cache_config, i, named):
             for new, some in _new_groups(vllm_config, spec, names):
                 own = ((name, i) for name in some)
@@ -424,6 +426,20 @@ def num_own_layers(vllm_config: "VllmConfig") -> int:
             "be told from them; run it without drafts, or without kvpool"
         )
     return int(vllm_config.model_config.get_total_num_hidden_layers())
+
+
+def _numbers_here(vllm_config: "VllmConfig", total_layers: int) -> range:
+    """Return the numbers that the model's own layers may have on this rank.
+
+    With pipeline parallelism vLLM numbers EAGLE's layers on from the last stage's number of layers,
+    as layers of another stage.
+    """
+    parallel, drafts = vllm_config.parallel_config, vllm_config.speculative_config
+    pp_size = parallel.pipeline_parallel_size
+    if drafts is None or drafts.method != "eagle" or pp_size == 1:
+        return range(total_layers)
+    ranks = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
+    return range(*get_pp_indices(total_layers, parallel.rank // ranks % pp_size, pp_size))
 
 
 def is_own_layer(name: str, total_layers: int) -> bool:
