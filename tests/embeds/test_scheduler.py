@@ -211,6 +211,14 @@ def test_request_with_an_answer_about_other_items_does_not_wait_for_them(
     assert rig.channel.expected() == ["b"]
 
 
+def test_an_item_that_a_partial_answer_leaves_out_is_asked_for() -> None:
+    """The answer may be of one encoder among several."""
+    answer = read_delivery({"a": {"peer": "tcp://e:1"}}, ("a", "b"))
+    rig = Rig()
+    assert not rig.ensure(request("r", "a", "b", delivery=answer, media=True))
+    assert rig.channel.expected() == ["a", "b"]
+
+
 def test_a_number_is_no_name_to_ask_others_for() -> None:
     """Another engine gives it to another item. A producer's name that comes with it is one."""
 
@@ -1105,11 +1113,23 @@ SHAPES: dict[str, tuple[Any, Delivery]] = {
     ),
     "an answer about one item": (
         {"h0": {"peer": E}},
-        Delivery(is_sent=True, peers_by_item={"h0": (E,)}, unanswered=frozenset({"h1"})),
+        Delivery(is_sent=True, peers_by_item={"h0": (E,)}),
     ),
     "an answer about one item, beside an encoder for all": (
         {"h0": {"peer": E}, "peer": F},
         Delivery(is_sent=True, peers=(F,), peers_by_item={"h0": (E,)}),
+    ),
+    "answers about other items": (
+        {"x0": {"item_indices": [0], "metadata": {}}, "x1": {"peer": F}},
+        Delivery(is_sent=True, is_of_others=True),
+    ),
+    "answers about other items, beside an encoder for all": (
+        {"x0": {"peer": E}, "peer": F},
+        Delivery(is_sent=True, peers=(F,)),
+    ),
+    "a mapping that is no answer": (
+        {"do_remote": True, "trace": {"id": 1}, "ec_items": {"h0": {"peer": E}}},
+        Delivery(is_sent=True),
     ),
     "another connector's": ({"block_ids": [1, 2]}, Delivery(is_sent=True)),
 }  # fmt: skip

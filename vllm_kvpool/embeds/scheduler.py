@@ -278,7 +278,7 @@ class EmbedsScheduler:
         name = delivery.name_of(feature.mm_hash)
         if name == feature.mm_hash and not feature.is_named:
             return False
-        return self._engine.has_peers or delivery.brings(feature.mm_hash) or name in self._offered
+        return self._engine.has_peers or delivery.brings_items or name in self._offered
 
     def _name_for(self, request: EmbedsRequest, feature: Feature, order: int) -> str:
         """Return the name to ask for.
@@ -313,7 +313,7 @@ class EmbedsScheduler:
                 self._count("failed_items")
         named = request.delivery.peers_of(feature.mm_hash)
         peers = tuple(each for each in named if each != self._engine.own_endpoint)
-        is_sent = request.delivery.brings(feature.mm_hash)
+        is_sent = request.delivery.brings_items
         is_elsewhere = is_sent and (bool(peers) or not named)
         # An engine that has the item or its encoder only asks whether another has it already.
         is_probe = item.is_resident or (self._engine.is_producer and not is_elsewhere)
@@ -375,17 +375,20 @@ class EmbedsScheduler:
         """Encode an item here that cannot be received, or fail the request."""
         request_id = request.request_id
         is_requested = request_id in item.requests
-        is_unanswered = feature.is_named and feature.mm_hash in request.delivery.unanswered
+        is_of_others = feature.is_named and request.delivery.is_of_others
         if is_requested and item.failure is None:
             self._fail(item, *LOST_WORKERS)
-        code, text = item.failure or (OTHER_NAMES if is_unanswered else NO_ENCODER)
+        code, text = item.failure or (OTHER_NAMES if is_of_others else NO_ENCODER)
         self._remove_request(request_id, item)
         if not feature.has_media:
             return self._fail_request(request_id, feature.mm_hash, code, text)
         self._state_of(request_id).encoded_here.add(feature.mm_hash)
-        if is_requested or is_unanswered:
+        if is_requested or is_of_others:
             self._count("local_encodes")
-            logger.warning(
+            self._log.log(
+                logging.WARNING,
+                "local encode",
+                code.value,
                 "kvpool: item %s is encoded here, since it could not be received (%s: %s)",
                 feature.mm_hash,
                 code.value,
