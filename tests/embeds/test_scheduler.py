@@ -13,6 +13,7 @@ from tests.support.fakes import FakeClock
 from vllm_kvpool.embeds.availability import EmbedsRequest, Feature
 from vllm_kvpool.embeds.params import MAX_TARGETS, NOWHERE, Delivery, read_delivery
 from vllm_kvpool.embeds.protocol.messages import (
+    LOADING_S,
     STARTED,
     Code,
     Expect,
@@ -739,6 +740,44 @@ def test_a_worker_that_was_away_forgets_what_no_request_waits_for() -> None:
     assert rig.channel.take(Requested, 1) == Requested.all(("b", "c"))
 
 
+def test_workers_that_were_away_keep_what_a_step_has_yet_to_load() -> None:
+    """Through a second session, and through a change of the weights: the engine would end."""
+    rig = Rig(ranks=2)
+    view = request("r", "a")
+    rig.ensure(view)
+    rig.channel.ready("a")
+    assert rig.ensure(view)
+    assert rig.scheduler.has("a")
+    rig.scheduler.allocated("a")
+    rig.scheduler.plan((), **BUSY)
+    for _ in range(2):
+        rig.channel.say(None, 1)
+        rig.scheduler._poll_workers()
+        assert rig.channel.take(Requested, 1) == [Requested(("a",))]
+    rig.scheduler.weights_changed("v1")
+    rig.channel.say(Taken("a"), 0)
+    rig.scheduler._poll_workers()
+    rig.scheduler.weights_changed("v2")
+    rig.channel.say(Taken("a"), 1)
+    rig.scheduler._poll_workers()
+    rig.scheduler.weights_changed("v3")
+    told = [(each.version, each.loading) for each in rig.channel.take(WeightsChanged, 1)]
+    assert told == [(1, ("a",)), (2, ("a",)), (3, ())]
+
+
+def test_what_a_step_has_not_loaded_in_time_is_not_kept() -> None:
+    rig = Rig()
+    view = request("r", "a")
+    rig.ensure(view)
+    rig.channel.ready("a")
+    rig.ensure(view)
+    assert rig.scheduler.has("a")
+    rig.scheduler.allocated("a")
+    rig.clock.advance(LOADING_S)
+    rig.scheduler.weights_changed("v1")
+    assert rig.channel.take(WeightsChanged) == [WeightsChanged(1, "print v1")]
+
+
 def test_without_workers_for_long_requests_go_on_without_them() -> None:
     rig = Rig()
     rig.channel.are_up = False
@@ -790,6 +829,8 @@ def test_lost_workers_are_not_told_to_forget_what_a_step_has_yet_to_load() -> No
     assert not rig.ensure(request("u", "b", delivery=other)), "another item by the same name"
     assert rig.scheduler.take_unavailable() == {"t", "u"}
     assert rig.channel.heard == [[]]
+    rig.scheduler.weights_changed("next")
+    assert rig.channel.heard == [[WeightsChanged(1, "print next", ("a",))]]
     rig.channel.silent_s = 0.0
     rig.channel.say(None)
     rig.ensure(request("v", "a"))
