@@ -83,7 +83,7 @@ def test_the_hubs_models_of_a_line(
         (["--model", "s3://bucket/model"], []),
     ):
         assert models_of(words) == found
-    for variable, found in (("False", ["some/model"]), ("1", [])):
+    for variable, found in (("False", ["some/model"]), ("True", [])):
         monkeypatch.setenv("VLLM_USE_MODELSCOPE", variable)
         assert models_of(["--model", "some/model"]) == found
 
