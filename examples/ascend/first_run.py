@@ -85,9 +85,11 @@ def in_process(arguments: argparse.Namespace, store: str) -> dict[str, Any]:
     )
     try:
         written, errors = process.communicate(timeout=arguments.limit)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:  # a Ctrl-C, too
         os.killpg(process.pid, signal.SIGKILL)
         written, errors = process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         errors += f"\nended after {arguments.limit:g} s (--limit)"
     output = written + errors
     found = re.search(r"^REPORT (.*)$", written, re.MULTILINE)
@@ -110,6 +112,7 @@ def main() -> None:
     if arguments.store is not None:
         print("\nREPORT", json.dumps(answer(arguments.model, arguments.tp, arguments.store)))
         return
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as directory:
         store = f"file://{directory}?size=4GiB"
         runs = {

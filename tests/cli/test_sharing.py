@@ -3,12 +3,13 @@
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
+from huggingface_hub import close_session, constants
 
 from tests.support.buffers import make_buffer
 from tests.support.engine_metrics import Engine, served
@@ -195,50 +196,53 @@ def silent() -> tuple[str, socket.socket]:
 
 
 @pytest.fixture
-def hub_variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """An environment without the hub's variables; what a test sets goes at its end."""
-    for name in (
-        "HF_HUB_OFFLINE",
-        "VLLM_USE_MODELSCOPE",
-        "HF_ENDPOINT",
-        "http_proxy",
-        "HTTP_PROXY",
-    ):
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The hub's client as in a new process without variables; what a test sets goes at its end."""
+    for name in ("HF_HUB_OFFLINE", *PROXIES, *(each.lower() for each in PROXIES)):
         monkeypatch.setenv(name, "")  # restored afterwards, also where the code sets it
         monkeypatch.delenv(name)
-    return monkeypatch
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    close_session()
+    yield monkeypatch
+    close_session()
 
 
-MODEL_BY_NAME = ["--model", "Qwen/Qwen3-0.6B"]
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+MODELS = ["Qwen/Qwen3-0.6B"]
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
 def test_a_hub_that_cannot_be_reached_is_named_and_left_alone(
-    hub_variables: pytest.MonkeyPatch, is_silent: bool
+    hub: pytest.MonkeyPatch, is_silent: bool
 ) -> None:
     url, server = silent()
     if not is_silent:
         server.close()
-    hub_variables.setenv("HF_ENDPOINT", url)
+    hub.setattr(constants, "ENDPOINT", url)
     with server:
-        [finding] = examine_hub(MODEL_BY_NAME, limit_s=0.5)
+        [finding] = examine_hub(MODELS, limit_s=0.5)
     assert finding.status is Status.WARNING
     assert f"{url} cannot be reached (" in finding.text
     assert "Qwen/Qwen3-0.6B is sought in Hugging Face's cache" in finding.text
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert constants.HF_HUB_OFFLINE
+    assert not list(examine_hub(MODELS)), "it is asked once"
 
 
-def test_a_hub_that_answers_with_an_error_is_reachable(hub_variables: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_answers_with_an_error_is_reachable(hub: pytest.MonkeyPatch) -> None:
     with served(running()) as url:
-        hub_variables.setenv("HF_ENDPOINT", url)
-        assert not list(examine_hub(MODEL_BY_NAME))
-    assert "HF_HUB_OFFLINE" not in os.environ
+        hub.setattr(constants, "ENDPOINT", url)
+        assert not list(examine_hub(MODELS))
+    assert not constants.HF_HUB_OFFLINE
 
 
-@pytest.mark.parametrize("model", [None, "DIRECTORY", "s3://bucket/model"])
-def test_the_hub_is_not_asked_for_a_model_that_is_not_there(
-    tmp_path: Path, hub_variables: pytest.MonkeyPatch, model: str | None
-) -> None:
-    hub_variables.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    words = [] if model is None else ["--model", model.replace("DIRECTORY", str(tmp_path))]
-    assert not list(examine_hub(words))
+def test_the_hub_is_asked_through_the_proxies_of_its_client(hub: pytest.MonkeyPatch) -> None:
+    hub.setattr(constants, "ENDPOINT", "http://hub.invalid")
+    with served(running()) as url:
+        hub.setenv("ALL_PROXY", url)
+        assert not list(examine_hub(MODELS))
+
+
+def test_the_hub_is_not_asked_for_no_model(hub: pytest.MonkeyPatch) -> None:
+    hub.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert not list(examine_hub([]))

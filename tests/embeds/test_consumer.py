@@ -9,14 +9,16 @@ from tests.embeds.world import limits, shape_of
 from vllm_kvpool.embeds.machines.admission import OLDEST_WAITS_S
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.discovery import FEWEST_RECENT, RECENT_ITEMS
-from vllm_kvpool.embeds.machines.effects import Allocate, DrainRows, Ready, Send
+from vllm_kvpool.embeds.machines.effects import Allocate, Discard, DrainRows, Ready, Send
 from vllm_kvpool.embeds.machines.items import QUARANTINE_S
 from vllm_kvpool.embeds.machines.states import TransferState
 from vllm_kvpool.embeds.protocol.messages import (
+    LOADING_S,
     STARTED,
     Expect,
     Grant,
     Offer,
+    OfferAck,
     RevokeAck,
     Want,
     WantAck,
@@ -72,6 +74,41 @@ def test_an_item_whose_last_grant_is_declined_waits_for_the_next() -> None:
     assert describe(machine, "image").startswith("image: waiting, 0 of 2 rows, 0 grants")
     machine.tick(LATER_S)
     assert [each.row for _, each in granted(machine)] == [0, 1]
+
+
+def with_a_stale_item() -> Consumer:
+    """An item whose weights have changed at 1.0, and that a step is about to take."""
+    machine = Consumer(1 << 12, limits())
+    machine.peer_up("a", frozenset(), 0.0)
+    machine.expect(Expect("image", 0, wait_id=1), 0.0)
+    machine.offer("a", Offer(1, "image", shape_of(3), "old"), 0.0)
+    ((_, grant),) = granted(machine)
+    machine.wrote("a", Wrote(1, grant.gid, 0, 3, (7,)), 0.5)
+    machine.drained(grant.gid, True, 0.5)
+    machine.weights_changed(1.0, ("image",))
+    machine.take_effects(1.0)
+    return machine
+
+
+def test_offers_of_a_stale_item_are_answered_once_the_step_has_taken_it() -> None:
+    machine = with_a_stale_item()
+    offer = Offer(2, "image", shape_of(3), "new")
+    machine.offer("a", offer, 1.1)
+    assert machine.take_effects(1.1) == []
+    machine.taken("image", 1.2)
+    machine.offer("a", offer, 2.1)
+    sent = [each.body for each in machine.take_effects(2.1) if isinstance(each, Send)]
+    assert OfferAck(2) in sent
+    assert machine.items["image"].digest == "new"
+
+
+def test_a_stale_item_that_no_step_takes_is_ended() -> None:
+    machine = with_a_stale_item()
+    machine.tick(1.0 + 0.9 * LOADING_S)
+    assert "image" in machine.items
+    machine.tick(1.0 + LOADING_S)
+    assert not machine.items
+    assert Discard("image") in machine.take_effects(1.0 + LOADING_S)
 
 
 def test_rows_that_arrive_damaged_are_granted_again() -> None:

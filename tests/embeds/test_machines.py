@@ -347,7 +347,7 @@ def test_new_weights_make_old_items_stale() -> None:
     while producer.preparing:
         world.step()
     producer.machine.weights_changed(world.now)
-    consumer.machine.weights_changed()
+    consumer.machine.weights_changed(world.now)
     world.perform()
     assert not producer.sources
     world.expect(consumer, "image")

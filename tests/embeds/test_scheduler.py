@@ -13,6 +13,7 @@ from tests.support.fakes import FakeClock
 from vllm_kvpool.embeds.availability import EmbedsRequest, Feature
 from vllm_kvpool.embeds.params import MAX_TARGETS, NOWHERE, Delivery, read_delivery
 from vllm_kvpool.embeds.protocol.messages import (
+    LOADING_S,
     STARTED,
     Code,
     Expect,
@@ -209,6 +210,14 @@ def test_request_with_an_answer_about_other_items_does_not_wait_for_them(
     other = read_delivery({"x": {"peer": "tcp://e:1"}}, ("b",))
     assert not rig.ensure(request("offered", "b", delivery=other, media=True))
     assert rig.channel.expected() == ["b"]
+
+
+def test_an_item_that_a_partial_answer_leaves_out_is_asked_for() -> None:
+    """The answer may be of one encoder among several."""
+    answer = read_delivery({"a": {"peer": "tcp://e:1"}}, ("a", "b"))
+    rig = Rig()
+    assert not rig.ensure(request("r", "a", "b", delivery=answer, media=True))
+    assert rig.channel.expected() == ["a", "b"]
 
 
 def test_a_number_is_no_name_to_ask_others_for() -> None:
@@ -731,6 +740,44 @@ def test_a_worker_that_was_away_forgets_what_no_request_waits_for() -> None:
     assert rig.channel.take(Requested, 1) == Requested.all(("b", "c"))
 
 
+def test_workers_that_were_away_keep_what_a_step_has_yet_to_load() -> None:
+    """Through a second session, and through a change of the weights: the engine would end."""
+    rig = Rig(ranks=2)
+    view = request("r", "a")
+    rig.ensure(view)
+    rig.channel.ready("a")
+    assert rig.ensure(view)
+    assert rig.scheduler.has("a")
+    rig.scheduler.allocated("a")
+    rig.scheduler.plan((), **BUSY)
+    for _ in range(2):
+        rig.channel.say(None, 1)
+        rig.scheduler._poll_workers()
+        assert rig.channel.take(Requested, 1) == [Requested(("a",))]
+    rig.scheduler.weights_changed("v1")
+    rig.channel.say(Taken("a"), 0)
+    rig.scheduler._poll_workers()
+    rig.scheduler.weights_changed("v2")
+    rig.channel.say(Taken("a"), 1)
+    rig.scheduler._poll_workers()
+    rig.scheduler.weights_changed("v3")
+    told = [(each.version, each.loading) for each in rig.channel.take(WeightsChanged, 1)]
+    assert told == [(1, ("a",)), (2, ("a",)), (3, ())]
+
+
+def test_what_a_step_has_not_loaded_in_time_is_not_kept() -> None:
+    rig = Rig()
+    view = request("r", "a")
+    rig.ensure(view)
+    rig.channel.ready("a")
+    rig.ensure(view)
+    assert rig.scheduler.has("a")
+    rig.scheduler.allocated("a")
+    rig.clock.advance(LOADING_S)
+    rig.scheduler.weights_changed("v1")
+    assert rig.channel.take(WeightsChanged) == [WeightsChanged(1, "print v1")]
+
+
 def test_without_workers_for_long_requests_go_on_without_them() -> None:
     rig = Rig()
     rig.channel.are_up = False
@@ -782,6 +829,8 @@ def test_lost_workers_are_not_told_to_forget_what_a_step_has_yet_to_load() -> No
     assert not rig.ensure(request("u", "b", delivery=other)), "another item by the same name"
     assert rig.scheduler.take_unavailable() == {"t", "u"}
     assert rig.channel.heard == [[]]
+    rig.scheduler.weights_changed("next")
+    assert rig.channel.heard == [[WeightsChanged(1, "print next", ("a",))]]
     rig.channel.silent_s = 0.0
     rig.channel.say(None)
     rig.ensure(request("v", "a"))
@@ -1105,11 +1154,23 @@ SHAPES: dict[str, tuple[Any, Delivery]] = {
     ),
     "an answer about one item": (
         {"h0": {"peer": E}},
-        Delivery(is_sent=True, peers_by_item={"h0": (E,)}, unanswered=frozenset({"h1"})),
+        Delivery(is_sent=True, peers_by_item={"h0": (E,)}),
     ),
     "an answer about one item, beside an encoder for all": (
         {"h0": {"peer": E}, "peer": F},
         Delivery(is_sent=True, peers=(F,), peers_by_item={"h0": (E,)}),
+    ),
+    "answers about other items": (
+        {"x0": {"item_indices": [0], "metadata": {}}, "x1": {"peer": F}},
+        Delivery(is_sent=True, is_of_others=True),
+    ),
+    "answers about other items, beside an encoder for all": (
+        {"x0": {"peer": E}, "peer": F},
+        Delivery(is_sent=True, peers=(F,)),
+    ),
+    "a mapping that is no answer": (
+        {"do_remote": True, "trace": {"id": 1}, "ec_items": {"h0": {"peer": E}}},
+        Delivery(is_sent=True),
     ),
     "another connector's": ({"block_ids": [1, 2]}, Delivery(is_sent=True)),
 }  # fmt: skip

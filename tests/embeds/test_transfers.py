@@ -195,7 +195,7 @@ def test_whatever_ends_early_leaves_nothing_and_may_begin_anew(how: str, rows: i
     if how == "forgotten":
         world.forget(consumer, "image")
     elif how == "failed":
-        consumer.machine.weights_changed()
+        consumer.machine.weights_changed(world.now)
     elif how == "withdrawn":
         producer.machine.weights_changed(world.now)
     else:

@@ -210,10 +210,7 @@ class World:
 
     def change_weights(self, node: ConsumerNode | ProducerNode) -> None:
         """Change a node's weights: its items belong to the former weights."""
-        if isinstance(node, ConsumerNode):
-            node.machine.weights_changed()
-        else:
-            node.machine.weights_changed(self.now)
+        node.machine.weights_changed(self.now)
         self.perform()
 
     def pass_time(self, seconds: float) -> None:

@@ -2,9 +2,10 @@
 // transfers (`adxl::AdxlEngine`), between processes of one machine.
 //
 // As strict as CANN says it is: a thread without a context gets an error. Memory of the host is known
-// if the runtime has allocated it, and an engine registers nothing else; it moves bytes between
-// registered memory alone. An engine listens under its name on an abstract socket, so a peer finds the
-// process by the socket's credentials, and the kernel copies between both.
+// if the runtime has allocated it, and an engine registers nothing else. Of its own memory it reads
+// and writes registered memory alone; a peer's is not checked. An engine listens under its name on an
+// abstract socket, so a peer finds the process by the socket's credentials, and the kernel copies
+// between both.
 
 #include <sys/prctl.h>
 #include <sys/socket.h>

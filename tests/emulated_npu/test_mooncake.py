@@ -27,6 +27,8 @@ from vllm_kvpool.vllm_adapt import ascend
 pytestmark = pytest.mark.ascend
 
 CHILD_LIMIT_S = 120
+PAGE_BYTES = 64 << 10  # memory on the start of a page of the runtime's is not refused for its place
+OVERLAPPED = -7  # Mooncake's ERR_ADDRESS_OVERLAPPED
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +84,18 @@ def test_memory_that_cannot_be_registered_is_said(
     store: MooncakeStore, registered: NpuArena, device: NpuDevice
 ) -> None:
     """Memory of other allocators, memory off a page's start, and memory that is registered."""
-    registered.take(4096)
-    refused = [BufferArena(1 << 20).buffer, registered.take(8192)]
     unaligned = device.host_memory(1 << 20)
     assert unaligned is not None
-    refused.append(Buffer(ctypes.addressof(ctypes.c_char.from_buffer(unaligned)), unaligned))
+    refused = [
+        BufferArena(1 << 20).buffer,
+        Buffer(ctypes.addressof(ctypes.c_char.from_buffer(unaligned)), unaligned),
+    ]
     for buffer in refused:
         with pytest.raises(StoreError, match="cannot register"):
             store.register(buffer)
+    registered.take(PAGE_BYTES)
+    with pytest.raises(StoreError, match=rf"\(code {OVERLAPPED}\)"):
+        store.register(registered.take(PAGE_BYTES))
 
 
 def test_a_thread_without_a_device_cannot_register(store: MooncakeStore, device: NpuDevice) -> None:

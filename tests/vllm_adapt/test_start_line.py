@@ -9,17 +9,21 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from huggingface_hub import constants
 
 from tests.support.buffers import make_buffer
 from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.cli import main
 from vllm_kvpool.cli.common.start_line import engine_arguments
+from vllm_kvpool.cli.doctor import Status
+from vllm_kvpool.cli.sharing import examine_start_line
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import make_namespace, manifest_key
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.vllm_adapt.start_line import read_start_line
+from vllm_kvpool.vllm_adapt import start_line
+from vllm_kvpool.vllm_adapt.start_line import models_of, read_start_line
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -63,6 +67,35 @@ def test_a_line_has_the_values_of_the_engine(model: Path) -> None:
 def test_a_line_that_shares_nothing_is_named(model: Path, words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_start_line(["--model", str(model), "--skip-tokenizer-init", *words])
+
+
+def test_the_hubs_models_of_a_line(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("model: some/model")
+    drafter = '{"model": "some/drafter", "num_speculative_tokens": 2}'
+    for words, found in (
+        (["--model", "some/model"], ["some/model"]),
+        (["--port", "8001", "some/model"], ["some/model"]),
+        (["--config", str(file)], ["some/model"]),
+        (["--model", str(model), "--speculative-config", drafter], ["some/drafter"]),
+        (["--model", "s3://bucket/model"], []),
+    ):
+        assert models_of(words) == found
+    for variable, found in (("False", ["some/model"]), ("True", [])):
+        monkeypatch.setenv("VLLM_USE_MODELSCOPE", variable)
+        assert models_of(["--model", "some/model"]) == found
+
+
+def test_an_error_of_the_hubs_client_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(arguments: list[str]) -> None:
+        raise LookupError("no route")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(start_line, "read_start_line", read)
+    [finding] = examine_start_line(["--model", "some/model"], [])
+    assert (finding.status, finding.text) == (Status.FAILED, "LookupError: no route")
 
 
 def test_a_line_whose_layerwise_the_engine_refuses_is_refused(model: Path) -> None:

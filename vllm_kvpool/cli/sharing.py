@@ -4,22 +4,16 @@ It reads the metrics of a running engine, or the values that a start line gives,
 beside the cells of its model.
 """
 
-import ssl
 import threading
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from http.client import HTTPException
-from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 
 from vllm_kvpool.cli.common.engine_metrics import Growth, Samples, scrape
-from vllm_kvpool.cli.common.start_line import option_of
 from vllm_kvpool.cli.common.stores import NamedStore, manifests
 from vllm_kvpool.cli.doctor import Finding, Status
 from vllm_kvpool.cli.explain import REASONS
 from vllm_kvpool.cli.inspect import NO_POOL, pool_info
-from vllm_kvpool.config import environment, set_where_unset
+from vllm_kvpool.config import set_where_unset
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import Namespace
 from vllm_kvpool.storage.base import Listing
@@ -35,7 +29,6 @@ from vllm_kvpool.storage.contents.manifest import (
 MOST_NAMESPACES = 5
 MOST_DIFFERENCES = 3
 START_LINE = "start line"
-HUB = "https://huggingface.co"
 HUB_LIMIT_S = 3.0
 
 UNSAVED = {
@@ -85,38 +78,22 @@ def examine_engine(url: str, stores: Sequence[NamedStore]) -> Iterator[Finding]:
         )
 
 
-def examine_hub(arguments: Sequence[str], limit_s: float = HUB_LIMIT_S) -> Iterator[Finding]:
-    """Warn if the hub of a model's name cannot be reached; vLLM then reads the hub's cache alone.
+def examine_hub(models: Sequence[str], limit_s: float = HUB_LIMIT_S) -> Iterator[Finding]:
+    """Warn if the hub of these models cannot be reached; vLLM then reads the hub's cache alone.
 
-    The hub's client tries six times, for half a minute or more. Call before the import of vLLM.
+    The hub's client tries six times, for half a minute or more.
     """
-    model, environ = option_of(arguments, "--model"), environment()
-    is_elsewhere = any(environ.get(name) for name in ("HF_HUB_OFFLINE", "VLLM_USE_MODELSCOPE"))
-    if model is None or "://" in model or Path(model).exists() or is_elsewhere:
+    from huggingface_hub import constants, get_session
+
+    if not models or constants.HF_HUB_OFFLINE:
         return
-    hub = environ.get("HF_ENDPOINT") or HUB
-    if reason := why_unreachable(hub, limit_s):
-        set_where_unset({"HF_HUB_OFFLINE": "1"})
-        text = f"{hub} cannot be reached ({reason}): {model} is sought in Hugging Face's cache"
-        yield Finding(START_LINE, Status.WARNING, text)
-
-
-def why_unreachable(url: str, limit_s: float) -> str:
-    """Return why a server does not answer within the limit; empty after any answer, even an error.
-
-    A certificate that Python does not accept is an answer: other clients trust other authorities.
-    """
     reasons = [f"no answer within {limit_s:g} s"]
 
     def ask() -> None:
-        request = urllib.request.Request(url, method="HEAD")
         try:
-            urllib.request.urlopen(request, timeout=limit_s).close()
-        except (HTTPError, HTTPException, ValueError):
-            reasons.append("")
-        except OSError as error:
-            reason = getattr(error, "reason", error)
-            reasons.append("" if isinstance(reason, ssl.SSLError) else str(reason))
+            get_session().head(constants.ENDPOINT, timeout=limit_s)
+        except Exception as error:  # its client's errors have no base that all releases share
+            reasons.append(str(error) or type(error).__name__)
         else:
             reasons.append("")
 
@@ -124,7 +101,12 @@ def why_unreachable(url: str, limit_s: float) -> str:
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(limit_s)
-    return reasons[-1]
+    if reason := reasons[-1]:
+        constants.HF_HUB_OFFLINE = True
+        set_where_unset({"HF_HUB_OFFLINE": "1"})
+        text = f"{constants.ENDPOINT} cannot be reached ({reason}): "
+        text += f"{' and '.join(models)} is sought in Hugging Face's cache"
+        yield Finding(START_LINE, Status.WARNING, text)
 
 
 def examine_start_line(arguments: Sequence[str], stores: Sequence[NamedStore]) -> Iterator[Finding]:
@@ -132,14 +114,18 @@ def examine_start_line(arguments: Sequence[str], stores: Sequence[NamedStore]) -
     # Its log goes to standard output, where --json prints.
     set_where_unset({"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL": "ERROR"})
     try:
-        from vllm_kvpool.vllm_adapt.start_line import read_start_line
+        from vllm_kvpool.vllm_adapt.start_line import models_of, read_start_line
     except ModuleNotFoundError as error:
         yield Finding(START_LINE, Status.FAILED, f"{error}: run it where vLLM is installed")
         return
     try:
+        yield from examine_hub(models_of(arguments))
         planned = read_start_line(arguments)
     except (ConfigError, OSError) as error:
         yield Finding(START_LINE, Status.FAILED, str(error))
+        return
+    except Exception as error:  # of the hub's client, or of code that comes with the model
+        yield Finding(START_LINE, Status.FAILED, f"{type(error).__name__}: {error}")
         return
     chunk_tokens = planned.values["chunk_tokens"]
     text = f"is accepted; shares with engines of {planned.model} and chunk_tokens={chunk_tokens}"

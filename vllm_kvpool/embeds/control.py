@@ -461,7 +461,7 @@ class Control:
             return
         try:
             if self._consumer is not None:
-                self._consumer.weights_changed(message.loading)
+                self._consumer.weights_changed(now, message.loading)
             if self._producer is not None:
                 self._producer.weights_changed(now)
             self._perform(now)  # withdraw stale items while there still is a session

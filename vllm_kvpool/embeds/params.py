@@ -13,6 +13,7 @@ from typing import Any
 from vllm_kvpool.embeds.protocol.messages import MAX_ENDPOINT, MAX_NAME
 
 MAX_TARGETS = 256
+_OF_ANSWERS = frozenset(("peer", "metadata", "item_indices"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +31,18 @@ class Delivery:
     peers_by_item: Mapping[str, tuple[str, ...]] | None = None
     transfer_ids: Mapping[str, str] = field(default_factory=dict)
     """The proxy's ids of the items' transfers, which are only passed on."""
-    unanswered: frozenset[str] = frozenset()
-    """Items that encoders' answers do not name, in a request that says nothing else of items."""
+    is_of_others: bool = False
+    """True if the request has encoders' answers about other items, and says nothing of its own."""
 
     @property
     def is_pushed(self) -> bool:
         """True if the request names the consumers, so that encoders send without being asked."""
         return bool(self.consumers)
 
-    def brings(self, mm_hash: str) -> bool:
-        """Return True if the request says that an item comes from elsewhere."""
-        return self.is_sent and mm_hash not in self.unanswered
+    @property
+    def brings_items(self) -> bool:
+        """True if the request's items may come from elsewhere."""
+        return self.is_sent and not self.is_of_others
 
     def name_of(self, mm_hash: str) -> str:
         """Return the encoder's name of an item."""
@@ -80,8 +82,7 @@ def read_delivery(params: Mapping[str, Any] | None, identifiers: Sequence[str]) 
                 transfer_ids[identifier] = entry["transfer_id"]
     consumers = _endpoints(params.get("consumer_zmq"))
     all_peers = _endpoints(params.get("peer")) or _endpoints(params.get("peers"))
-    has_answers = any(isinstance(each, Mapping) for each in params.values())
-    says_only_answers = has_answers and not (listed or consumers or all_peers)
+    says_where = bool(peers or listed or consumers or all_peers)
     return Delivery(
         consumers=consumers,
         is_sent=True,
@@ -89,8 +90,13 @@ def read_delivery(params: Mapping[str, Any] | None, identifiers: Sequence[str]) 
         names=names or None,
         peers_by_item=peers or None,
         transfer_ids=transfer_ids,
-        unanswered=frozenset(identifiers) - peers.keys() if says_only_answers else frozenset(),
+        is_of_others=not says_where and any(_is_answer(each) for each in params.values()),
     )
+
+
+def _is_answer(value: object) -> bool:
+    """Return True for an encoder's answer about an item; proxies send other mappings, too."""
+    return isinstance(value, Mapping) and not _OF_ANSWERS.isdisjoint(value)
 
 
 def _list(value: Any) -> Sequence[Any]:

@@ -26,6 +26,7 @@ from vllm_kvpool.embeds.availability import (
     availability,
 )
 from vllm_kvpool.embeds.protocol.messages import (
+    LOADING_S,
     STARTED,
     Code,
     Expect,
@@ -47,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 MAX_OFFERED = 1 << 16
 PROBE_S = 0.25
-LOADING_S = 30.0  # the longest from planning a load to the step that takes it
 WORKERS_LOST_S = 30.0  # without an answer: requests no longer wait for the workers
 
 
@@ -88,6 +88,13 @@ class ItemLoad(NamedTuple):
     """The engine's name."""
     name: str
     """The producer's name."""
+
+
+class UntakenLoad(NamedTuple):
+    """A planned load: the ranks that have not said that they have taken the item."""
+
+    ranks: set[int]
+    until: float
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,7 @@ class EmbedsScheduler:
         self._next_order = 0
         self._num_waits = 0
         self._loads: list[ItemLoad] = []  # of this step
+        self._untaken: dict[str, UntakenLoad] = {}  # by the item's name, to `LOADING_S` at most
         self._reused: dict[str, list[str]] = {}  # by request that may go in this step
         self._allocated: set[str] = set()  # in this step
         self._may_have_evicted = False  # in this step
@@ -278,7 +286,7 @@ class EmbedsScheduler:
         name = delivery.name_of(feature.mm_hash)
         if name == feature.mm_hash and not feature.is_named:
             return False
-        return self._engine.has_peers or delivery.brings(feature.mm_hash) or name in self._offered
+        return self._engine.has_peers or delivery.brings_items or name in self._offered
 
     def _name_for(self, request: EmbedsRequest, feature: Feature, order: int) -> str:
         """Return the name to ask for.
@@ -313,7 +321,7 @@ class EmbedsScheduler:
                 self._count("failed_items")
         named = request.delivery.peers_of(feature.mm_hash)
         peers = tuple(each for each in named if each != self._engine.own_endpoint)
-        is_sent = request.delivery.brings(feature.mm_hash)
+        is_sent = request.delivery.brings_items
         is_elsewhere = is_sent and (bool(peers) or not named)
         # An engine that has the item or its encoder only asks whether another has it already.
         is_probe = item.is_resident or (self._engine.is_producer and not is_elsewhere)
@@ -375,17 +383,20 @@ class EmbedsScheduler:
         """Encode an item here that cannot be received, or fail the request."""
         request_id = request.request_id
         is_requested = request_id in item.requests
-        is_unanswered = feature.is_named and feature.mm_hash in request.delivery.unanswered
+        is_of_others = feature.is_named and request.delivery.is_of_others
         if is_requested and item.failure is None:
             self._fail(item, *LOST_WORKERS)
-        code, text = item.failure or (OTHER_NAMES if is_unanswered else NO_ENCODER)
+        code, text = item.failure or (OTHER_NAMES if is_of_others else NO_ENCODER)
         self._remove_request(request_id, item)
         if not feature.has_media:
             return self._fail_request(request_id, feature.mm_hash, code, text)
         self._state_of(request_id).encoded_here.add(feature.mm_hash)
-        if is_requested or is_unanswered:
+        if is_requested or is_of_others:
             self._count("local_encodes")
-            logger.warning(
+            self._log.log(
+                logging.WARNING,
+                "local encode",
+                code.value,
                 "kvpool: item %s is encoded here, since it could not be received (%s: %s)",
                 feature.mm_hash,
                 code.value,
@@ -486,6 +497,7 @@ class EmbedsScheduler:
             self._loads.append(ItemLoad(mm_hash, item.name))
             item.loading = set(range(self._channel.num_ranks))
             item.loading_until = self._clock() + LOADING_S
+            self._untaken[item.name] = UntakenLoad(item.loading.copy(), item.loading_until)
             self._count("loaded_items")
             item.end_requests()  # other requests find it in the engine's cache
 
@@ -562,11 +574,14 @@ class EmbedsScheduler:
 
     def _send_weights(self, rank: int | None = None) -> None:
         """Tell a rank, or all, the weights, and which items a step may still have to take."""
-        (first, *_) = Requested.all(self._loading())  # further ones are more than a step loads
+        (first, *_) = Requested.all(self._names_untaken())  # others are more than a step loads
         self._channel.send(msgspec.structs.replace(self._weights, loading=first.names), rank)
 
-    def _loading(self) -> list[str]:
-        return [each.name for each in self._by_name.values() if each.loading]
+    def _names_untaken(self) -> list[str]:
+        """Return the items that a step may still have to take."""
+        now = self._clock()
+        self._untaken = {name: load for name, load in self._untaken.items() if now < load.until}
+        return list(self._untaken)
 
     def encoder_cache_was_reset(self) -> None:
         """Treat all items as evicted from the encoder cache."""
@@ -587,6 +602,7 @@ class EmbedsScheduler:
                 case ItemNews():
                     self._on_item_news(rank, body)
                 case Taken(name):
+                    self._taken(rank, name)
                     self._loaded(rank, name)
                 case HeldBytes(nbytes):
                     self._held_bytes = nbytes
@@ -594,6 +610,13 @@ class EmbedsScheduler:
                     merge_samples(self._from_workers, samples)
                 case _:
                     pass
+
+    def _taken(self, rank: int, name: str) -> None:
+        load = self._untaken.get(name)
+        if load is not None:
+            load.ranks.discard(rank)
+            if not load.ranks:
+                del self._untaken[name]
 
     def _loaded(self, rank: int, name: str) -> None:
         """Note that a rank has handed an item to the engine, or never will."""
@@ -608,8 +631,9 @@ class EmbedsScheduler:
             self._send_weights(rank)
         # Workers were told to forget failed items.
         wanted = [each for each in self._by_name.values() if each.requests and not each.failure]
-        # What is being loaded stays where it is until the step has taken it.
-        loading = self._loading()
+        # What is being loaded stays where it is until the step has taken it. Requests do not wait
+        # for that: the worker's word of it may be lost.
+        loading = self._names_untaken()
         for requested in Requested.all((*(each.name for each in wanted), *loading)):
             self._channel.send(requested, rank)
         for name in loading:

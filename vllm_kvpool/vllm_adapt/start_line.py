@@ -1,9 +1,12 @@
 """The sharing of an engine by its start line, before the engine starts."""
 
 import json
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -29,15 +32,35 @@ class _Parser(FlexibleArgumentParser):
         raise ValueError(message)
 
 
+def models_of(arguments: Sequence[str]) -> list[str]:
+    """Return the models that vLLM asks Hugging Face's hub for; ConfigError for a wrong line."""
+    given = _parsed(arguments)
+    named = [given.model, (given.speculative_config or {}).get("model")]
+    return [
+        name
+        for name in named
+        if name and not (envs.VLLM_USE_MODELSCOPE or "://" in name or Path(name).exists())
+    ]
+
+
+def _parsed(arguments: Sequence[str]) -> Namespace:
+    parser = compat.add_server_options(_Parser(add_help=False))
+    try:
+        given: Namespace = parser.parse_args(list(arguments))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"vLLM refuses it: {error}") from None
+    given.model = given.model_tag or given.model  # the former without an option, as of vllm serve
+    return given
+
+
 def read_start_line(arguments: Sequence[str]) -> PlannedEngine:
     """Return the sharing of an engine with these options; ConfigError if it would not start.
 
     Reads the model's files and a sample of its weights; raises OSError.
     """
-    parser = compat.add_server_options(_Parser(add_help=False))
+    parsed = _parsed(arguments)
     try:
-        given = EngineArgs.from_cli_args(parser.parse_args(list(arguments)))
-        vllm_config = given.create_engine_config()
+        vllm_config = EngineArgs.from_cli_args(parsed).create_engine_config()
     except (ValueError, TypeError) as error:
         raise ConfigError(f"vLLM refuses it: {error}") from None
     transfer = vllm_config.kv_transfer_config

@@ -60,5 +60,4 @@ def _findings(
         for url in urls:
             yield from sharing.examine_engine(url, stores)
         if arguments:
-            yield from sharing.examine_hub(arguments)
             yield from sharing.examine_start_line(arguments, stores)

@@ -27,6 +27,7 @@ from vllm_kvpool.embeds.machines.offers import Offers
 from vllm_kvpool.embeds.machines.states import TRANSITIONS, TransferState
 from vllm_kvpool.embeds.machines.window import TransferRef
 from vllm_kvpool.embeds.protocol.messages import (
+    LOADING_S,
     Cancel,
     CancelAck,
     Code,
@@ -151,14 +152,14 @@ class Consumer:
             if item.refused >= item.peers:
                 self._fail(item, Code.UNREACHABLE, text)
 
-    def weights_changed(self, loading: Collection[str] = ()) -> None:
+    def weights_changed(self, now: float, loading: Collection[str] = ()) -> None:
         """Drop everything that was encoded with the weights before.
 
         `loading`: items that stay for the step that is about to take them.
         """
         for item in list(self.items.values()):
             if item.is_complete and item.mm_hash in loading:
-                item.is_stale = True
+                item.stale_until = now + LOADING_S
             elif item.shape is not None:
                 self._fail(item, Code.STALE, "the weights have changed")
 
@@ -202,6 +203,8 @@ class Consumer:
         if self._resend_answer(ref):
             return
         item = self.items.get(message.mm_hash)
+        if item is not None and item.is_stale:
+            return  # a step is about to take it; the producer repeats its offer
         if item is not None and item.wanted_digest not in ("", message.digest):
             self._refuse_encoding(item, ref)
             return
@@ -470,7 +473,10 @@ class Consumer:
 
     def _check_timeouts(self, item: Item, now: float) -> None:
         limits, waited = self.limits, now - item.since
-        if item.is_complete or self.admission.waits_for_a_request(item):
+        if item.stale_until is not None:
+            if now >= item.stale_until:
+                self._end(item, TransferState.CANCELLED, Code.STALE)
+        elif item.is_complete or self.admission.waits_for_a_request(item):
             if not item.requested and waited > limits.waiting_timeout_s:
                 self.counts["never_asked_for"] += 1
                 self._fail(item, Code.TIMEOUT, "no request came")

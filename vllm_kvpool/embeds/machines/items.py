@@ -65,7 +65,8 @@ class Item:
     retry_at: float = float("-inf")
     failures: int = 0  # since rows last arrived
     corrupt: int = 0
-    is_stale: bool = False  # of earlier weights, and kept for the step that is about to take it
+    # Of earlier weights, and kept until then for the step that is about to take it.
+    stale_until: float | None = None
 
     def move(self, state: TransferState) -> None:
         """Set the state; AssertionError if it may not follow the present one."""
@@ -87,6 +88,11 @@ class Item:
     def is_complete(self) -> bool:
         """True if every row is received and verified."""
         return self.state is _S.SUCCESS
+
+    @property
+    def is_stale(self) -> bool:
+        """True if the item is of earlier weights; only a step that is planned may take it."""
+        return self.stale_until is not None
 
     @property
     def lacks_sender(self) -> bool:

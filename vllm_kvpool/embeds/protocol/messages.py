@@ -33,6 +33,7 @@ MAX_ENDPOINT = 300  # characters
 STARTED = -(1 << 40)  # added to the order of a request that holds blocks
 MAX_TOKEN = 64  # bytes
 MAX_VERSION = 1 << 32  # changes of the weights
+LOADING_S = 30.0  # the longest from planning a load to the step that takes it
 PART_BYTES = FULL_FRAME_BYTES // 2  # of the names in one `Requested`
 
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
@@ -373,7 +374,8 @@ class WeightsChanged(msgspec.Struct, frozen=True, gc=False, tag="weights_changed
     """Counts the changes."""
     fingerprint: str
     loading: tuple[str, ...] = ()
-    """Items that a step is about to take: they stay until then, for that step alone."""
+    """Items that a step is about to take: they stay until then. vLLM's encoder cache has them until
+    it evicts them or is reset."""
 
 
 Message = (
