@@ -464,11 +464,12 @@ class Rig:
             request_id: self._read(request_id, share) for request_id, share in shares.items()
         }
         drafted = list[Drafted]()
+        kinds = dict[int, str]()
         for request_id, share in shares.items():
             if self.spec.model.states:
                 self._keep_states(request_id, share, len(sampled[request_id]))
             if self._is_drafting:
-                drafted.append(self._drafted(request_id, share, sampled[request_id]))
+                drafted.append(self._drafted(request_id, share, sampled[request_id], kinds))
             if share.samples and not self.spec.plans_ahead:
                 share.context.cut(share.stop - len(share.drafts))
         return sampled, drafted
@@ -517,8 +518,13 @@ class Rig:
         """True if the drafter's rows are checked: the pool stores them, or there is no pool."""
         return bool(self.spec.lookaheads) and (not self.spec.pool or self.pool._shape.has_drafts)
 
-    def _drafted(self, request_id: str, share: Share, sampled: Sequence[int]) -> Drafted:
+    def _drafted(
+        self, request_id: str, share: Share, sampled: Sequence[int], kinds_of_blocks: dict[int, str]
+    ) -> Drafted:
         """Check the drafter's rows before a share, and return those that it computes.
+
+        `kinds_of_blocks`: blocks that the step's shares before this one write, with the kind of
+        their rows. vLLM's cache gives such blocks to later requests of the same step.
 
         A row that is neither right nor missing, nor spoiled (computed by this engine behind a
         missing row), is another request's. With several modules the last rows depend on drafts, so
@@ -543,6 +549,11 @@ class Rig:
                 ).all(axis=3)
                 for kind, rows in kinds.items()
             }
+            for table in tables:
+                for token, block in enumerate(np.repeat(table, BLOCK)[:start]):
+                    if int(block) in kinds_of_blocks:
+                        for kind, each in by_kind.items():
+                            each[:, :, token] = kind == kinds_of_blocks[int(block)]
             known = np.any(list(by_kind.values()), axis=0)
             is_bad = ~by_kind["right"].all(axis=(0, 1))
             if self.spec.model.states:
@@ -559,6 +570,9 @@ class Rig:
                 self.draft_rows.update(
                     {kind: int(each.any(axis=(0, 1)).sum()) for kind, each in by_kind.items()}
                 )
+        for table in tables:
+            new = (int(block) for block in table[start // BLOCK :] if block)
+            kinds_of_blocks.update(dict.fromkeys(new, "spoiled" if is_spoiled else "right"))
         return Drafted(tables, start, (spoiled if is_spoiled else right)[:, :, start:])
 
     def _write_drafts(self, pages: Pages, drafted: Sequence[Drafted]) -> None:

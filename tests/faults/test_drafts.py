@@ -4,7 +4,6 @@ Every step checks the rows from which the drafter computes (`Rig._drafted`): a r
 missing, or this engine has computed it behind a missing one.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -221,9 +220,9 @@ MATRIX_SPEC = RigSpec(model=STATES, drafter="eagle")
 
 
 @pytest.fixture(scope="session")
-def with_both(_models: Workshop) -> Iterator[Library]:
+def with_both(_models: Workshop) -> Library:
     with _models:
-        yield Library(_models, MATRIX_SPEC)
+        return Library(_models, MATRIX_SPEC)
 
 
 @WITH_STATES
