@@ -431,9 +431,14 @@ def test_requests_over_shared_prefixes_are_told_as_stored_only_with_what_the_sto
     model: str,
 ) -> None:
     """Requests with and without hand-over run together, while chunks and caches are lost and puts
-    fail. Without a failed put, and with enough blocks, every prompt is stored whole."""
+    fail. Without a failed put, and with enough blocks, every prompt is stored whole.
+
+    With windows, a save has no pages of chunks that host memory had at the lookup. If they leave it
+    meanwhile, the hand-over ends early.
+    """
     rng, url = random.Random(seed), workshop.memory()
     num_blocks, options = rng.choice(NUM_BLOCKS), {"write_policy": policy}
+    may_end_early = num_blocks < max(NUM_BLOCKS) or bool(host and model == "windows")
     spec = replace(SPEC, model=MODELS[model], num_blocks=num_blocks, options=options)
     rig = workshop.rig(spec, [*host, url], "prefill")
     told = Told(workshop, rig, url, monkeypatch)
@@ -464,7 +469,7 @@ def test_requests_over_shared_prefixes_are_told_as_stored_only_with_what_the_sto
             stored, ended = told.last[topic]
             whole = len(told.hashes[topic])
             assert stored == ended
-            assert stored == whole or fails or num_blocks < max(NUM_BLOCKS)
+            assert stored == whole or may_end_early or fails
         told.last.clear()
     check_nothing_leaked(rig)
 
