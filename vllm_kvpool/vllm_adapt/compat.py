@@ -92,10 +92,12 @@ def polling_end() -> Callable[[], None]:
     """Return a call that lets the calling worker's process sleep until its next step.
 
     A worker of vLLM polls for a second after each step, whether or not it has computed anything.
-    After the call it polls for `POLL_S` and sleeps until it is woken. That ends with the next step,
-    as the dummy passes of data parallelism are, and vLLM's own extension polls on for 0.1 s
-    (VLLM_USE_SPINLOOP_EXT). The call does nothing in an engine without worker processes, nor in a
-    release without one of vLLM's names or a second look after a lost wake-up.
+    After the call it polls for `POLL_S` and sleeps until it is woken. The next step starts a second
+    of polling again; the dummy passes of data parallelism are such steps. With vLLM's own extension
+    (VLLM_USE_SPINLOOP_EXT) the worker polls for 0.1 s more.
+
+    The call does nothing in an engine without worker processes. Nor does it in a release that lacks
+    one of the names used here, or that takes no second look after a lost wake-up.
     """
     queues = (getattr(caller, "rpc_broadcast_mq", None) for caller in callers())
     reader: Any = getattr(next(filter(None, queues), None), "_spin_condition", None)
@@ -113,13 +115,13 @@ def polling_end() -> Callable[[], None]:
 
 
 class _WakeUps:
-    """vLLM's poller of a worker's wake-ups: each is followed by a wait of `POLL_S` without one.
+    """A wrapper of vLLM's poller, which looks again `POLL_S` after each wake-up of a worker.
 
-    vLLM looks for a step before each wait. ZeroMQ drops the wake-up of a step in two cases: the one
-    before has not left the engine, so it wakes the worker later; or the engine has sent or dropped
-    one in the last 3 ms, while the last one that it sent had not left. That one has come since, and
-    the worker has waited for `POLL_S` after it. The step was written by then, whoever is paused
-    where, and vLLM's look after the wait finds it.
+    vLLM looks for a step before each wait. ZeroMQ may drop a step's wake-up in two cases. Either an
+    earlier wake-up has not left the engine; it wakes the worker later. Or the engine has sent or
+    dropped one in the last 3 ms, and the last one sent had not left then. The worker has taken that
+    one since and waits for `POLL_S`; the step is written by the end of this wait, and vLLM's next
+    look finds it. No part of this depends on where a process is paused.
     """
 
     def __init__(self, poller: Any) -> None:
