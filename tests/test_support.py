@@ -54,7 +54,7 @@ def test_families_are_models_that_vllm_has() -> None:
 
 
 def test_features_by_release_are_those_of_the_tests() -> None:
-    """tests/vllm_adapt/test_compat.py reads the columns of later releases, which no test runs."""
+    """Compare the columns of tested releases; test_compat.py compares the others."""
     text = DOCUMENT.partition("\n| feature | ")[2].partition("\n\n")[0]
     columns, _, *rows = [line.strip("| ").split(" | ") for line in text.splitlines()]
     releases = [each for each in columns if Version(each) <= Version(NEWEST)]

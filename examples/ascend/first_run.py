@@ -75,7 +75,7 @@ def answer(model: str, tp: int, store: str) -> dict[str, Any]:
 def in_process(arguments: argparse.Namespace, store: str) -> dict[str, Any]:
     """`answer` in a process of its own, which frees the card; with what the pool has logged."""
     command = [sys.executable, __file__, arguments.model, "--tp", str(arguments.tp)]
-    # A group of its own: an engine's ranks hold the card, and may live longer than the engine.
+    # A process group for each engine: its ranks hold the card, and all are killed with the group.
     process = subprocess.Popen(
         [*command, "--store", store],
         stdout=subprocess.PIPE,

@@ -31,7 +31,7 @@ def test_engines_that_do_not_answer_in_time_are_in_the_report(tmp_path: Path) ->
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_ends_its_engine(tmp_path: Path, number: signal.Signals) -> None:
-    """The engine has a group of its own, and holds the card."""
+    """An interrupted script kills the engine's process group, which holds the card."""
     with subprocess.Popen([sys.executable, str(SCRIPT), str(tmp_path)]) as run:
         me = psutil.Process(run.pid)
         wait_until(lambda: [each for each in me.children() if each.cpu_times().user > 0.2], LIMIT_S)

@@ -1,4 +1,4 @@
-"""An engine that waits, or has nothing to do, costs next to nothing and holds up nobody."""
+"""An engine that waits or is idle uses almost no processor time and delays no request."""
 
 import json
 import threading

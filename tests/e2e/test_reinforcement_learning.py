@@ -52,7 +52,7 @@ def loop() -> str:
 
 
 def test_loop_of_the_guide_finds_the_cells_of_earlier_weights(tmp_path: Path) -> None:
-    """The weights go from A to B and back to A. vLLM's engine is a process of its own."""
+    """Change the weights from A to B and back to A, with vLLM's engine in another process."""
     shape = LlamaShape(layers=2, vocab=VOCAB)
     first, second = (
         make_model(tmp_path / "models", each) for each in (shape, replace(shape, seed=7))

@@ -84,7 +84,7 @@ class RigSpec:
     one."""
     drafter: str = ""
     """vLLM's method of speculative decoding, with `NUM_DRAFTS` tokens; "" for none. The drafter has
-    layers of its own, but not beside indexers."""
+    KV layers behind the model's; in models with indexers it has none."""
     pp: int = 1
     num_blocks: int = 96
     max_batched_tokens: int = 96

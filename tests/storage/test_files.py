@@ -393,7 +393,7 @@ def test_a_path_that_cannot_be_made_is_refused(root: Path, tmp_path: Path) -> No
 def test_a_directory_that_loses_a_part_while_it_is_opened_is_opened_again(
     root: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    """Somebody empties the pool while engines start."""
+    """Another process removes the directory's files while an engine opens it."""
     removed = []
 
     def make(name: str) -> None:

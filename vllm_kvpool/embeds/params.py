@@ -32,7 +32,7 @@ class Delivery:
     transfer_ids: Mapping[str, str] = field(default_factory=dict)
     """The proxy's ids of the items' transfers, which are only passed on."""
     is_of_others: bool = False
-    """True if the request has encoders' answers about other items, and says nothing of its own."""
+    """True if all of the encoders' answers in the request are about items of other requests."""
 
     @property
     def is_pushed(self) -> bool:

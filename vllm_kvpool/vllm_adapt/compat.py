@@ -129,7 +129,7 @@ class _WakeUps:
         self._is_woken = True
 
     def poll(self, timeout: int | None = None) -> Any:
-        """Return what has come, as `zmq.Poller` does; `timeout` is in milliseconds."""
+        """Wait for wake-ups; return sockets and events as `zmq.Poller.poll`. `timeout`: in ms."""
         found = self._poller.poll(int(1000 * POLL_S) if self._is_woken else timeout)
         self._is_woken = bool(found)
         return found

@@ -271,7 +271,7 @@ def stages(
     spec: FullAttentionSpec = FULL,
     of: FullAttentionSpec = FULL,
 ) -> list[tuple[VllmConfig, KVCacheConfig]]:
-    """Return what the scheduler part and the worker of each pipeline stage are told by vLLM.
+    """Return vLLM's configurations of the scheduler part, and of a worker of each pipeline stage.
 
     `spec`: of the last stage's last layer; `of`: of all others.
     """

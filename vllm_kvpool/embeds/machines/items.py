@@ -65,7 +65,7 @@ class Item:
     retry_at: float = float("-inf")
     failures: int = 0  # since rows last arrived
     corrupt: int = 0
-    # Of earlier weights, and kept until then for the step that is about to take it.
+    # When an item of earlier weights is dropped, if the step that plans to take it has not run.
     stale_until: float | None = None
 
     def move(self, state: TransferState) -> None:

@@ -610,7 +610,7 @@ class FileIndex:
                 number, text = _ERRNOS[code], f"the index cannot be used: {error}"
                 if _is_full(self._path):  # SQLite may say SQLITE_IOERR then
                     number, text = errno.ENOSPC, os.strerror(errno.ENOSPC)
-                elif self._opened != _identity(self._path):  # any of them, then
+                elif self._opened != _identity(self._path):  # then SQLite may say any error
                     number, text = errno.ESTALE, f"the index was removed meanwhile: {error}"
                 raise OSError(number, text, self._path) from error
             self._set_aside(error)
