@@ -103,7 +103,7 @@ def stream_rows(kind: ApiPath, repeats: int) -> list[Row]:
 
 def body_of(kind: ApiPath, prompt_tokens: int) -> bytes:
     make = chat_body if kind is ApiPath.CHAT else completion_body
-    return make(prompt_tokens, max_tokens=1000, temperature=0)
+    return make(prompt_tokens, max_tokens=2 * CHUNKS, temperature=0)
 
 
 def size_rows(kind: ApiPath, prompt_tokens: int, repeats: int) -> list[Row]:

@@ -100,10 +100,10 @@ def put_for(root: str, size: int, num_prompts: int, seed: int) -> dict[str, list
     walls: list[float] = []
     cpus: list[float] = []
 
-    def timed(*args: Any) -> Any:
+    def timed(*args: Any, **how: Any) -> Any:
         start, cpu = time.perf_counter(), time.thread_time()
         try:
-            return reserve(*args)
+            return reserve(*args, **how)
         finally:
             walls.append(time.perf_counter() - start)
             cpus.append(time.thread_time() - cpu)

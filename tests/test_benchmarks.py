@@ -11,10 +11,13 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from benchmarks.bench_splice import stream_rows
 from benchmarks.common import Row, missing, spread
 from benchmarks.limits import FULL, HAND_OVERS, Meter, Usage, limited_by
 from benchmarks.run_all import HERE, RESULTS, markdown, summary
+from benchmarks.store_room import put_for
 from benchmarks.trace_caches import found_by_clairvoyance, found_without_bounds
+from vllm_kvpool.router.dataplane.request_body import READ, ApiPath
 
 FREE = Usage(wall_s=10.0, cores_s=20.0)
 
@@ -259,3 +262,17 @@ def test_clairvoyance_on_small_traces_finds_the_most(
 ) -> None:
     assert found_by_clairvoyance(prompts, capacity) == found
     assert found <= found_without_bounds(prompts)
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_rows_of_streams_are_measured_on_the_routers_own_resumer(kind: ApiPath) -> None:
+    """The resumer refused the streams: they were longer than their request had asked for."""
+    rows = stream_rows(kind, 1)
+    assert rows[0]["what"] == "feed, a chunk"
+
+
+def test_room_for_prompts_is_timed_in_the_file_store_itself(tmp_path: Path) -> None:
+    """The clock around the reservation did not take an argument that the store gives."""
+    found = put_for(str(tmp_path), 1 << 20, 2, seed=0)
+    assert len(found["wall"]) == len(found["cpu"]) >= 2
+    assert found["hold"]
