@@ -15,10 +15,6 @@ use one kind of store: a Mooncake cluster of this process alone.
 The pool on CPU ends a step's gathers inside the step, which no GPU has: `waiting for its gather` is
 that part of the model's thread alone, `the rest` is all else, which is CPU. Each hook has a row of
 its own. `limited by` is about the engine that steps: its forward passes are pauses.
-
-The last rows are what single things cost that grew with their square, or waited, once: a step with
-64 pending lookups, one with 64 long requests that are due and no room for pins, a burst of
-evictions, counters of which few have changed.
 """
 
 import random
@@ -36,22 +32,8 @@ from benchmarks.model_free_engine import (
     ModelFreeEngine,
     mooncake_environment,
 )
-from tests.support.fakes import FakePins, FakeRequest
-from tests.support.faults import Fault, FaultyStore
-from tests.support.memory_store import MemoryStore
 from tests.support.models import LlamaShape, make_model
 from tests.support.mooncake_master import MooncakeMaster
-from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
-from vllm_kvpool.identity.chunk_hash import RequestIdentity
-from vllm_kvpool.identity.keys import make_namespace
-from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
-from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.scheduler.lookup_service import LookupService
-from vllm_kvpool.scheduler.messages import StepReport
-from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
-from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep
-from vllm_kvpool.transfer.ops import HostCacheChange
 
 SHAPE = LlamaShape(layers=4, heads=8, kv_heads=4, head_dim=32)
 BLOCK, NUM_RUNNING = 32, 64
@@ -65,12 +47,6 @@ WARM_STEPS, STEPS, QUICK_STEPS = 100, 500, 50
 QUIET_TIMEOUT_S = 20.0
 RUN_TIMEOUT_S = 120.0
 MAX_HOOKS_US = 100.0
-ANSWER_TIMEOUT_S = 10.0
-MANY = 64
-LONG_TOKENS, CHUNK = 131_072, 256
-NUM_CHANGES = (500, 2_000)
-NUM_SAMPLES = 924
-SINGLE_REPEATS = 50
 
 
 class MeasuredEngine(ModelFreeEngine):
@@ -156,7 +132,6 @@ def measure(quick: bool) -> Result:
                     row["in-tree p50 / p50"] = theirs[thread] / p50
                     what = f"{thread}'s thread, save_decode {save_decode}, p50"
                     result.targets.append(Target(what, p50, MAX_HOOKS_US, False, "us"))
-    result.rows += single_rows(SINGLE_REPEATS // 10 if quick else SINGLE_REPEATS)
     return result
 
 
@@ -181,110 +156,6 @@ def step_rows(
 
 def in_numbers(values: Sequence[float]) -> Row:
     return {**spread("", "us", values), "max us": max(values)}
-
-
-# Single things
-
-
-def single_rows(repeats: int) -> list[Row]:
-    parts: list[tuple[str, str, list[float]]] = [
-        ("scheduler", f"a step with {MANY} pending lookups", pending_lookups(repeats)),
-        ("scheduler", f"plan of {MANY} long requests, no room for pins", no_room(repeats)),
-    ]
-    parts += [
-        ("model", f"{count} changes of host memory in a report", host_changes(count, repeats))
-        for count in NUM_CHANGES
-    ]
-    parts.append(("both", f"changes of counters, one of {NUM_SAMPLES}", few_changes(repeats)))
-    return [
-        {"side": "kvpool", "thread": thread, "what": what, **in_numbers(values)}
-        for thread, what, values in parts
-    ]
-
-
-class Bench:
-    """The scheduler side over a store in memory; `requests` long requests have arrived."""
-
-    def __init__(self, max_pinned: int) -> None:
-        layer_groups = [LayerGroup(Topology(1, 1, ((0, 1),), 1), row_bytes=16)]
-        names = CellNames(make_namespace("bench", "0" * 12), layer_groups)
-        self.store = FaultyStore(MemoryStore("", 1 << 20))
-        self.lookups = LookupService((self.store,), names, CHUNK, timeout_s=ANSWER_TIMEOUT_S)
-        config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
-        shape = PoolShape(CHUNK, (KVCacheGroup(BLOCK),), 1, max_pinned)
-        self.scheduler = PoolScheduler(
-            config, KVRole.BOTH, shape, self.lookups, MetricsRegistry(), FakePins()
-        )
-        self.table = range(1, LONG_TOKENS // BLOCK + 1)
-        self.names = [f"r{number}" for number in range(MANY)]
-        self.views = [
-            FakeRequest(name, [3] * LONG_TOKENS, RequestOptions(), RequestIdentity())
-            for name in self.names
-        ]
-
-    def add(self) -> None:
-        for view in self.views:
-            self.scheduler.add(view)
-
-    def step(self, tokens: int) -> None:
-        scheduled = dict.fromkeys(self.names, tokens) if tokens else {}
-        self.scheduler.plan_step(ScheduledStep(scheduled, lambda request_id: (self.table,)))
-
-
-def pending_lookups(repeats: int) -> list[float]:
-    """Microseconds that a busy engine's step spends on requests whose lookups are pending."""
-    bench, times = Bench(max_pinned=1), []
-    bench.store.inject(Fault.BLOCKED, "exists")
-    bench.add()
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for name in bench.names:
-            assert bench.scheduler.match(name, 0) == (None, False)
-        times.append(1e6 * (time.perf_counter() - start))
-    bench.store.heal()
-    bench.lookups.close()
-    return times
-
-
-def no_room(repeats: int) -> list[float]:
-    """Microseconds of a step's plan while all requests have chunks to save and none fits."""
-    bench, times = Bench(max_pinned=CHUNK // BLOCK), []
-    bench.add()
-    for view in bench.views:
-        while bench.scheduler.match(view.request_id, 0) == (None, False):
-            bench.lookups.wait(ANSWER_TIMEOUT_S)
-        bench.scheduler.allocated(view.request_id, (), 0)
-        view.num_computed_tokens = LONG_TOKENS - 1
-    bench.step(1)  # blocks of one chunk are pinned
-    for _ in range(repeats):
-        start = time.perf_counter()
-        bench.step(1)
-        times.append(1e6 * (time.perf_counter() - start))
-    bench.lookups.close()
-    return times
-
-
-def host_changes(count: int, repeats: int) -> list[float]:
-    changes = [StepReport(host={0: HostCacheChange((f"a{i}",), (f"b{i}",))}) for i in range(count)]
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        StepReport.merge(changes)
-        times.append(1e6 * (time.perf_counter() - start))
-    return times
-
-
-def few_changes(repeats: int) -> list[float]:
-    registry, times = MetricsRegistry(), []
-    for number in range(NUM_SAMPLES):
-        registry.add("kvpool_failures", kind=str(number))
-    registry.take_changes()
-    for _ in range(repeats):
-        registry.add("kvpool_hit_tokens")
-        start = time.perf_counter()
-        registry.take_changes()
-        times.append(1e6 * (time.perf_counter() - start))
-    return times
 
 
 if __name__ == "__main__":
