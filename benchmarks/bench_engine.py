@@ -1,21 +1,20 @@
-"""The transfer engine without any data: round trips through its threads, and a lane that dies.
+"""The transfer engine without any data: the end of an op in its graphs, and its threads.
 
-    python benchmarks/bench_engine.py --json engine.json
+    python benchmarks/bench_engine.py engine|scheduler [--json FILE] [--quick]
 
-Round trip: a plan of one op (a scatter of a cell that is in host memory, which moves nothing) from
-the model's thread to the engine thread, to a lane, back, and to the model's thread; and one of
-three ops, one after another.
-
-Death of a lane: 1,000 saves of one cell each are under way when the thread that puts them is ended
-from outside; measured is the time until every one of them has been reported.
+Nothing is copied and nothing is stored.
 """
 
 import ctypes
+import gc
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, cast
 
 from benchmarks.common import (
     LIMITED_BY,
@@ -23,6 +22,7 @@ from benchmarks.common import (
     Result,
     Row,
     Target,
+    interleaved,
     percentile,
     run_script,
     spread,
@@ -36,7 +36,7 @@ from vllm_kvpool.storage.eviction import Lru
 from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.engine import Engine, lane_names
 from vllm_kvpool.transfer.executor import Executor
-from vllm_kvpool.transfer.graph import Batch, LaneLimits
+from vllm_kvpool.transfer.graph import Batch, LaneLimits, Op, Owner, Priority, Scheduler
 from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.lane_pool import Perform
 from vllm_kvpool.transfer.ops import (
@@ -173,7 +173,16 @@ def lane_death() -> tuple[float, int]:
     return seconds, left
 
 
-def measure(quick: bool) -> Result:
+def bench_engine(quick: bool) -> Result:
+    """The transfer engine without any data: round trips through its threads, and a lane that dies.
+
+    Round trip: a plan of one op (a scatter of a cell that is in host memory, which moves nothing)
+    from the model's thread to the engine thread, to a lane, back, and to the model's thread; and
+    one of three ops, one after another.
+
+    Death of a lane: 1,000 saves of one cell each are under way when the thread that puts them is
+    ended from outside; measured is the time until every one of them has been reported.
+    """
     result = Result()
     rounds = QUICK_ROUNDS if quick else ROUNDS
     meter = Meter()
@@ -202,5 +211,153 @@ def measure(quick: bool) -> Result:
     return result
 
 
+# Graphs
+
+UNBOUNDED = 1 << 40
+EACH_ALONE = LaneLimits(UNBOUNDED, batch_ops=1, batch_bytes=UNBOUNDED, budget_bytes=UNBOUNDED)
+
+CHAIN_OPS = 16
+IN_FLIGHT = (1, 8, 32, 128, 512, 1024, 2048)
+WIDTHS = (8, 64, 512, 2048, 16_384, 65_536)
+QUICK_IN_FLIGHT, QUICK_WIDTHS = (1, 128, 2048), (64, 2048, 65_536)
+FLAT_FROM, FLAT_TO = 64, 65_536
+REPEATS, QUICK_REPEATS = 3, 1
+SMALL_WORK = 512  # below so many graphs or ops, repeat until this many were had
+
+Best = Callable[[], float]
+
+
+class OpSpec(NamedTuple):
+    """An op and the numbers of what stands before it, in the same graph."""
+
+    before: tuple[int, ...] = ()
+    virtual: bool = False
+
+
+GraphSpec = Sequence[OpSpec]
+
+
+def chains(count: int, length: int) -> list[GraphSpec]:
+    chain = [OpSpec((i - 1,) if i else ()) for i in range(length)]
+    return [chain] * count
+
+
+def wide(width: int) -> list[GraphSpec]:
+    middle = [OpSpec((0,))] * width
+    return [[OpSpec(), *middle, OpSpec(tuple(range(1, width + 1)), virtual=True)]]
+
+
+class Graphs:
+    """A scheduler that holds graphs of ops, each a batch of its own."""
+
+    def __init__(self, specs: Sequence[GraphSpec]) -> None:
+        self.scheduler = Scheduler({"lane": EACH_ALONE})
+        lane = self.scheduler.lanes["lane"]
+        for tag, spec in enumerate(specs):
+            owner = Owner(Priority.LOAD, job_id=tag)
+            ops: list[Op] = []
+            for op in spec:
+                where = None if op.virtual else lane
+                before = [ops[i] for i in op.before]
+                ops.append(self.scheduler.add(owner, where, None, 0, before))
+
+    def tick(self, ended: Sequence[Batch]) -> list[Batch]:
+        """End these batches; return those that start."""
+        scheduler = self.scheduler
+        for batch in ended:
+            scheduler.batch_ended(batch)
+            scheduler.finish(batch.ops[0])
+        started = scheduler.take(0.0)
+        scheduler.take_reached()
+        return started
+
+
+def drain_s(specs: Sequence[GraphSpec], num_ops: int) -> float:
+    """Seconds for each op; the ops that have run longest end first."""
+    graphs = Graphs(specs)
+    running = deque(graphs.tick([]))
+    count = 0
+    start = time.perf_counter()
+    while running:
+        running += graphs.tick([running.popleft()])
+        count += 1
+    spent = time.perf_counter() - start
+    assert count == num_ops, f"{count} of {num_ops} ops ran"
+    return spent / num_ops
+
+
+def tick_s(num_graphs: int) -> float:
+    """Seconds for each op; the first graph's ops end one by one."""
+    graphs = Graphs(chains(num_graphs, CHAIN_OPS))
+    batch = graphs.tick([])[0]
+    start = time.perf_counter()
+    for _ in range(CHAIN_OPS - 1):
+        (batch,) = graphs.tick([batch])
+    return (time.perf_counter() - start) / (CHAIN_OPS - 1)
+
+
+def without_gc(measured: Best) -> Best:
+    def run() -> float:
+        gc.collect()
+        gc.disable()
+        try:
+            return measured()
+        finally:
+            gc.enable()
+
+    return run
+
+
+def best_us(actions: dict[str, Best], repeats: int, size: int) -> Row:
+    """The best of each, in microseconds; what takes no time is repeated more often."""
+    times = interleaved(actions, max(repeats, SMALL_WORK // size))
+    return {f"{name} us": 1e6 * min(values) for name, values in times.items()}
+
+
+def in_flight_rows(quick: bool) -> list[Row]:
+    rows: list[Row] = []
+    for count in QUICK_IN_FLIGHT if quick else IN_FLIGHT:
+        row = best_us({"op": partial(tick_s, count)}, QUICK_REPEATS if quick else REPEATS, count)
+        rows.append({"case": "S1 graphs in flight", "size": count, **row})
+    return rows
+
+
+def wide_rows(quick: bool) -> list[Row]:
+    rows: list[Row] = []
+    for width in QUICK_WIDTHS if quick else WIDTHS:
+        drain = partial(drain_s, wide(width), width + 1)
+        actions: dict[str, Best] = {"op": drain, "op without gc": without_gc(drain)}
+        row = best_us(actions, QUICK_REPEATS if quick else REPEATS, width)
+        rows.append({"case": "S2 ops in one graph", "size": width, **row})
+    return rows
+
+
+def bench_scheduler(quick: bool) -> Result:
+    """What the end of an op costs in graphs of transfers, alone and among many.
+
+    The best of all repeats counts: the machine may be busy with other things. Microseconds for each
+    op that ended:
+
+    * S1: one op of one graph ends in each tick while other graphs are in flight;
+    * S2: one graph, a head, then n ops, then a sink; one op ends in each tick. `without gc`: no
+      garbage collector, which otherwise visits all that the end of the head has started.
+
+    A tick is all that an engine does when a batch of one op ends: free the lane, finish the op, cut
+    new batches within the limits, take markers that are done.
+    """
+    result = Result()
+    ticks, widths = in_flight_rows(quick), wide_rows(quick)
+    result.rows = [*ticks, *widths]
+    for name, rows, column, small, large in (
+        ("graphs in flight", ticks, "op us", 1, 2048),
+        ("ops in one graph", widths, "op us", FLAT_FROM, FLAT_TO),
+        ("ops in one graph, without gc", widths, "op without gc us", FLAT_FROM, FLAT_TO),
+    ):
+        few, many = (cast("float", row[column]) for row in rows if row["size"] in (small, large))
+        target = Target(f"{large} {name} / {small}", many / few, 2.0, False)
+        result.targets.append(target)
+    return result
+
+
 if __name__ == "__main__":
-    run_script(__doc__, measure)
+    run_script(__doc__, (bench_engine, bench_scheduler))

@@ -1,25 +1,23 @@
-"""The router against vLLM's own (package vllm-router) in front of the same scripted engines.
+"""The router's process before scripted engines, over HTTP: beside vLLM's own, and in a burst.
 
-    VLLM_ROUTER=path/to/vllm-router python benchmarks/bench_router.py [--json FILE] [--quick]
+    VLLM_ROUTER=path/to/vllm-router python benchmarks/bench_router.py router|router_burst [--quick]
 
 Engines, router and load are a process each. Engines compute nothing: they take as long as their
-`ScriptedSpec` says, with batches, queues and limits of memory, so that both routers face the same.
-Two questions: what a router adds to a request and how many it can pass on; what happens to those it
-lets in at twice the load that can be sustained. Without VLLM_ROUTER the peer's rows are missing.
-`limited by` is about requests at once; under overload it is the engines' own steps, which are
-pauses.
+`ScriptedSpec` says, with batches, queues and limits of memory.
 """
 
 import asyncio
 import contextlib
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 import aiohttp
+import msgspec
 
 from benchmarks.common import LIMITED_BY, Result, Row, Target, percentile, run_script, spread
 from benchmarks.limits import Meter
@@ -27,14 +25,15 @@ from benchmarks.router_load import LoadSpec, Outcomes, run_load
 from benchmarks.router_sides import (
     IMPORTED,
     TOKEN,
+    Router,
+    engines,
+    other_router,
+    our_router,
+    peer_arguments,
     peer_release,
-    process,
-    router_command,
-    toml,
-    wait_ready,
-    wait_serving,
+    spares,
 )
-from tests.support.server_process import free_ports
+from vllm_kvpool.router.ops.snapshot import RouterView
 
 TTFT_TARGET_S = 3.0
 PROMPT_WORDS = 400  # when overloaded
@@ -52,56 +51,26 @@ OURS_PD, THEIRS_PD = "ours, PD", "vllm-router, PD"
 @contextlib.contextmanager
 def side(name: str, engine_args: Sequence[str], scratch: Path) -> Iterator[str]:
     """Four engines, and one router in front of them (or none); the address for clients."""
-    ports = free_ports(4)
-    front, admin = free_ports(2)
-    python, urls = sys.executable, [f"http://127.0.0.1:{port}" for port in ports]
-    engines = [
-        *(python, "-m", "tests.support.scripted_engine", "--count", "4"),
-        *("--port", str(ports[0]), "--pool", "memory", "--eos-probability", "0", *engine_args),
-    ]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(process(engines, scratch / "engines.log"))
-        wait_ready(urls[0], scratch / "engines.log")
+    is_pd = name in (OURS_PD, THEIRS_PD)
+    with engines(scratch, "--pool", "memory", "--eos-probability", "0", *engine_args) as urls:
         if name == DIRECT:
             yield urls[0]
-            return
-        if name in (OURS, OURS_PD):
-            command = router_command(write_config(name, scratch, urls, front, admin))
+        elif name in (OURS, OURS_PD):
+            roles = ("prefill", "prefill", "decode", "decode") if is_pd else ("both",) * 4
+            replicas = [{"url": u, "role": role} for u, role in zip(urls, roles, strict=True)]
+            limit = {"ttft_target_s": TTFT_TARGET_S}
+            with our_router(scratch, replicas, len(urls), overload=limit) as router:
+                yield router.url
         else:
-            command = [PEER, "--host", "127.0.0.1", "--port", str(front), "--log-level", "error"]
-            command += ["--prometheus-port", str(admin)]
-            if name == THEIRS:
-                command += ["--worker-urls", *urls]
-            else:
-                command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
-                for url in urls[:2]:
-                    command += ["--prefill", url]
-                for url in urls[2:]:
-                    command += ["--decode", url]
-        stack.enter_context(process(command, scratch / "router.log"))
-        url = f"http://127.0.0.1:{front}"
-        wait_ready(url, scratch / "router.log")
-        if name in (OURS, OURS_PD):
-            # One that serves is enough to be ready.
-            wait_serving(f"http://127.0.0.1:{admin}", len(urls), scratch / "router.log")
-        yield url
-
-
-def write_config(name: str, scratch: Path, urls: Sequence[str], front: int, admin: int) -> Path:
-    def role_of(number: int) -> str:
-        return "both" if name == OURS else "prefill" if number < 2 else "decode"
-
-    sections: dict[str, dict[str, object]] = {
-        "front": {"listen": f"127.0.0.1:{front}"},
-        "admin": {"listen": f"127.0.0.1:{admin}", "token": TOKEN},
-        "overload": {"ttft_target_s": TTFT_TARGET_S},
-    }
-    replicas = [
-        {"in": "replicas", "url": url, "role": role_of(number)} for number, url in enumerate(urls)
-    ]
-    path = scratch / "router.toml"
-    path.write_text(toml(sections, replicas))
-    return path
+            given = ["--worker-urls", *urls]
+            if is_pd:
+                given = ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+                given += [each for url in urls[:2] for each in ("--prefill", url)]
+                given += [each for url in urls[2:] for each in ("--decode", url)]
+            with other_router(
+                lambda front, admin: [PEER, *peer_arguments(front, admin), *given], scratch
+            ) as (url, _):
+                yield url
 
 
 async def one_after_the_other(url: str, count: int) -> list[float]:
@@ -225,7 +194,14 @@ def overload(result: Result, scratch: Path, quick: bool) -> None:
         ]
 
 
-def measure(quick: bool) -> Result:
+def bench_router(quick: bool) -> Result:
+    """The router against vLLM's own (package vllm-router) in front of the same scripted engines.
+
+    Two questions: what a router adds to a request and how many it can pass on; what happens to
+    those it lets in at twice the load that can be sustained. Without VLLM_ROUTER the peer's rows
+    are missing. `limited by` is about requests at once; under overload it is the engines' own
+    steps, which are pauses.
+    """
     result = Result()
     with tempfile.TemporaryDirectory() as scratch:
         passing(result, Path(scratch), quick)
@@ -239,5 +215,167 @@ def measure(quick: bool) -> Result:
     return result
 
 
+# A burst while engines load
+
+CALM_S, BURST_S, QUICK_S = 2.0, 15.0, 4.0
+LOAD_S, QUICK_LOAD_S = 9.0, 2.0
+SEED = 0
+MOST_OF_WAITING = 0.7
+STATE_EVERY_S = 0.05
+LIMIT_S = 90.0
+STARTED = 2
+LOADING = ("loading_prefill", "loading_prefill_assigned")
+SERVING = ("prefill", "prefill_stealing", "prefill_assigned")
+BURST_ENGINES = (
+    *("--eos-probability", "0", "--step-base-s", "0.01", "--decode-sequence-s", "0.0005"),
+    *("--prefill-tokens-per-s", "8000", "--kv-blocks", "20000"),
+)
+
+
+class Way(Enum):
+    """What is done with requests while a replica loads."""
+
+    TAKE_OVER = "given to it, stolen by others"
+    QUEUE = "given to nobody that loads"
+    WAIT = "given to it, wait until it is loaded"
+
+
+@dataclass
+class Watch:
+    """What the router says of its replicas: id -> state; read again and again."""
+
+    states: dict[str, str] = field(default_factory=dict)
+    stolen: int = 0
+    most_loading: int = 0
+
+    async def run(self, session: aiohttp.ClientSession, admin: str) -> None:
+        decode = msgspec.json.Decoder(RouterView).decode
+        while True:
+            async with session.get(f"{admin}/state") as got:
+                view = decode(await got.read())
+            self.states = {each.id: each.state.value for each in view.replicas}
+            self.stolen = view.counts["stolen"]
+            self.most_loading = max(self.most_loading, len(self.loading()))
+            await asyncio.sleep(STATE_EVERY_S)
+
+    def loading(self) -> list[str]:
+        return [name for name, state in self.states.items() if state in LOADING]
+
+    def share_of(self, number: int) -> str | None:
+        """The loading replica that a request is for, if it is one's turn."""
+        loading = self.loading()
+        places = [*loading, *(name for name, state in self.states.items() if state in SERVING)]
+        place = places[number % len(places)]
+        return place if place in loading else None
+
+
+async def load(way: Way, spec: LoadSpec, router: Router) -> tuple[list[float], Watch]:
+    """Seconds to the first token of each request, and what was seen of the replicas."""
+    watch = Watch()
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as people,
+        asyncio.timeout(LIMIT_S),
+        asyncio.TaskGroup() as group,
+    ):
+        looking = group.create_task(watch.run(people, router.admin))
+
+        async def hold(number: int) -> None:
+            place = watch.share_of(number) if way is Way.WAIT else None
+            while place is not None and watch.states[place] in LOADING:
+                await asyncio.sleep(STATE_EVERY_S)
+
+        async def start() -> None:
+            await asyncio.sleep(CALM_S)
+            for name in [name for name in watch.states if name.startswith("spare-")]:
+                order = f"{router.admin}/replicas/{name}/role"
+                async with people.post(order, json={"role": "prefill"}) as got:
+                    assert got.status == 202, await got.text()
+
+        starting = group.create_task(start())
+        outcomes = await run_load(spec, router.url, hold)
+        await starting
+        looking.cancel()
+    assert outcomes.counts.keys() == {"completed"}, outcomes.counts
+    assert watch.most_loading == STARTED, "no engine has loaded in the burst"
+    return outcomes.first_token_s, watch
+
+
+@contextlib.contextmanager
+def burst_side(scratch: Path, load_s: float, *, live_takeover: bool) -> Iterator[Router]:
+    """Two engines of each role that serve, a router that can start two more for prefill."""
+    args = ("--pool", str(scratch / "pool"), *BURST_ENGINES)
+    roles = ("prefill", "prefill", "decode", "decode")
+    with (
+        engines(scratch, *args) as urls,
+        spares(scratch, STARTED, load_s, *args) as more,
+        our_router(
+            scratch,
+            [*({"url": u, "role": role} for u, role in zip(urls, roles, strict=True)), *more],
+            len(urls),
+            planner={"live_takeover": live_takeover},
+            overload={"ttft_target_s": 1000.0},
+        ) as router,
+    ):
+        yield router
+
+
+def trace(seed: int, burst_s: float) -> LoadSpec:
+    """More than two prefill engines compute, less than four do."""
+    return LoadSpec(
+        seconds=CALM_S + burst_s,
+        rate=4.0,
+        burst_s=burst_s,
+        burst_rate=16.0,
+        prompt_words=(1000, 5000),
+        output_tokens=(16, 64),
+        seed=seed,
+    )
+
+
+def bench_router_burst(quick: bool) -> Result:
+    """A burst that comes while two engines are started: router and engines, over HTTP.
+
+    Two prefill and two decode engines serve; as the burst begins, two more for prefill are started,
+    by the router, and take their time to load. The same trace three times: requests are given to
+    engines that load and stolen by those that serve (`live_takeover`); nothing is given to them
+    before they serve (one common queue); or each is given its share, which waits until it serves,
+    which is what scaling costs without either. For that one the client holds a request back for as
+    long as the engine that it is for loads. Times run from a request's arrival in all three.
+    """
+    result = Result()
+    burst_s, load_s = (QUICK_S, QUICK_LOAD_S) if quick else (BURST_S, LOAD_S)
+    waits: dict[Way, list[float]] = {}
+    stolen: dict[Way, int] = {}
+    meter = Meter()
+    for way in (Way.TAKE_OVER, Way.WAIT) if quick else Way:
+        with tempfile.TemporaryDirectory() as scratch:
+            live = way is Way.TAKE_OVER
+            with (
+                burst_side(Path(scratch), load_s, live_takeover=live) as router,
+                meter.of(way.value),
+            ):
+                waits[way], watch = asyncio.run(load(way, trace(SEED, burst_s), router))
+        stolen[way] = watch.stolen
+    for way, each in waits.items():
+        row: Row = {"requests": way.value, "number": len(each), "stolen": stolen[way]}
+        row |= {**spread("first token", "s", each), "last s": max(each)}
+        row[LIMITED_BY] = meter.limited_by(way.value)
+        result.rows.append(row)
+    p99 = {way: percentile(each, 0.99) for way, each in waits.items()}
+    result.targets += [
+        Target(
+            "burst while engines load: p99 to first token, taking over / waiting",
+            p99[Way.TAKE_OVER] / p99[Way.WAIT],
+            MOST_OF_WAITING,
+            at_least=False,
+        )
+    ]
+    result.notes += [
+        f"2 prefill and 2 decode engines, {STARTED} more for prefill that load for {load_s:g} s",
+        "the router's process and scripted engines over HTTP; all requests are let in",
+    ]
+    return result
+
+
 if __name__ == "__main__":
-    run_script(__doc__, measure, IMPORTED)
+    run_script(__doc__, (bench_router, bench_router_burst), IMPORTED)

@@ -1,24 +1,24 @@
-"""What a router costs in CPU, a short request and a streamed token, beside others.
+"""What the router costs in CPU: beside others, an event of its controller, a body and a stream.
 
-    VLLM_ROUTER=PATH HAPROXY=PATH NGINX=PATH python benchmarks/bench_router_cpu.py [--json FILE]
+    python benchmarks/bench_router_cpu.py router_cpu|router_steps|splice [--json FILE] [--quick]
 
-CPU seconds of the router's processes alone, before four engines (`cheap_engine`) and clients that
-cost next to nothing; so a machine that others use as well changes little. A short request is
-a completion of one token in one piece; streams are read one token at a time, as they come from an
-engine. The data plane alone has no controller: requests go to the engines in turn. The bare proxy
-and the pass-through decide nothing: the least that Python does over httptools and with aiohttp.
-Others are measured where their program is named; haproxy and nginx, in C, go in turn, too.
-`limited by` is about short requests.
+All figures are processor time, so a machine that others use as well changes little.
 """
 
 import asyncio
 import contextlib
+import gc
 import itertools
+import json
 import os
+import random
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -26,27 +26,34 @@ import psutil  # type: ignore[import-untyped]
 import uvloop
 from aiohttp import ClientSession, TCPConnector, web
 
-from benchmarks.common import LIMITED_BY, Result, Row, Target, run_script
+from benchmarks.common import LIMITED_BY, Result, Row, Target, run_script, spread
 from benchmarks.limits import Meter
 from benchmarks.router_sides import (
     IMPORTED,
-    TOKEN,
+    other_router,
+    our_router,
+    peer_arguments,
     peer_release,
     process,
-    router_command,
-    toml,
-    wait_ready,
-    wait_serving,
 )
+from tests.support.router_engines import engine_spec
+from tests.support.router_world import World
 from tests.support.server_process import free_ports
 from vllm_kvpool.router.config import read_config
-from vllm_kvpool.router.control.events import Decode
+from vllm_kvpool.router.control.controller import Controller
+from vllm_kvpool.router.control.events import Action, Decode, Event, Mode
 from vllm_kvpool.router.control.requests import RequestId, RequestSpec
-from vllm_kvpool.router.control.states import ReplicaId
+from vllm_kvpool.router.control.settings import PlannerConfig
+from vllm_kvpool.router.control.states import ReplicaId, Role
 from vllm_kvpool.router.dataplane.control_plane import ControlPlane, RequestEvent
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
+from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, parse_request
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
+from vllm_kvpool.router.dataplane.resume.policy import joined_ids, resume_body
+from vllm_kvpool.router.dataplane.resume.stream_resumer import Resume, StreamResumer
+from vllm_kvpool.router.dataplane.sse import Events, frames
 from vllm_kvpool.router.ops.request_log import RequestLog
+from vllm_kvpool.router.run import GC_THRESHOLD
 
 ENGINES = 4
 TICK_S = 0.005
@@ -57,6 +64,12 @@ BARE = "bare proxy"
 THEIRS, HAPROXY, NGINX = "vllm-router", "haproxy", "nginx"
 PROGRAMS = {THEIRS: "VLLM_ROUTER", HAPROXY: "HAPROXY", NGINX: "NGINX"}
 """Environment variables with the paths of other proxies."""
+MODES = {
+    BARE: "benchmarks.bare_proxy",
+    ALONE: "benchmarks.bench_router_cpu alone",
+    PASS: "benchmarks.bench_router_cpu pass",
+}
+"""Modules with proxies of this project's own."""
 STREAMED = "streams"
 _BODY = b'{"model":"scripted","prompt":"a short prompt","max_tokens":%d,"stream":%b}'
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
@@ -65,51 +78,37 @@ _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 @contextlib.contextmanager
 def side(name: str, scratch: Path) -> Iterator[tuple[str, int]]:
     """Engines and a router before them; its address and its process."""
-    ports, (front, admin) = free_ports(ENGINES), free_ports(2)
+    ports = free_ports(ENGINES)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     with contextlib.ExitStack() as stack:
         for port in ports:
             engine = [sys.executable, "-m", "benchmarks.cheap_engine", str(port), str(TICK_S)]
             stack.enter_context(process(engine, scratch / "engine.log"))
         if name == OURS:
-            config = scratch / "router.toml"
-            replicas = [{"in": "replicas", "url": url, "role": "both"} for url in urls]
-            sections: dict[str, dict[str, object]] = {
-                "front": {
-                    "listen": f"127.0.0.1:{front}",
-                },
-                "admin": {"listen": f"127.0.0.1:{admin}", "token": TOKEN},
-            }
-            config.write_text(toml(sections, replicas))
-            command = router_command(config)
-        elif name == BARE:
-            command = [sys.executable, "-m", "benchmarks.bare_proxy", str(front), *urls]
-        elif name in (ALONE, PASS):
-            mode = "alone" if name == ALONE else "pass"
-            command = [sys.executable, "-m", "benchmarks.bench_router_cpu", mode]
-            command += [str(front), *urls]
+            replicas = [{"url": url, "role": "both"} for url in urls]
+            router = stack.enter_context(our_router(scratch, replicas, ENGINES))
+            url, pid = router.url, router.pid
         else:
-            command = [os.environ[PROGRAMS[name]], *_arguments(name, scratch, front, admin, urls)]
-        pid = stack.enter_context(process(command, scratch / "router.log"))
-        wait_ready(f"http://127.0.0.1:{front}", scratch / "router.log")
-        if name == OURS:
-            wait_serving(f"http://127.0.0.1:{admin}", ENGINES, scratch / "router.log")
-        yield f"127.0.0.1:{front}", pid
+            command = partial(_command, name, scratch, urls)
+            url, pid = stack.enter_context(other_router(command, scratch))
+        yield url.removeprefix("http://"), pid
 
 
-def _arguments(name: str, scratch: Path, front: int, admin: int, urls: list[str]) -> list[str]:
+def _command(name: str, scratch: Path, urls: list[str], front: int, admin: int) -> list[str]:
     """Of another proxy with one worker."""
+    if name in MODES:
+        return [sys.executable, "-m", *MODES[name].split(), str(front), *urls]
+    program, config = os.environ[PROGRAMS[name]], scratch / "proxy.conf"
     if name == THEIRS:
-        given = ["--host", "127.0.0.1", "--port", str(front), "--log-level", "error"]
-        return [*given, "--prometheus-port", str(admin), "--worker-urls", *urls]
-    config, places = scratch / "proxy.conf", [url.removeprefix("http://") for url in urls]
+        return [program, *peer_arguments(front, admin), "--worker-urls", *urls]
+    places = [url.removeprefix("http://") for url in urls]
     if name == HAPROXY:
         servers = "".join(f" server s{n} {each}\n" for n, each in enumerate(places))
         config.write_text(HAPROXY_CONF.format(front=front, servers=servers))
-        return ["-db", "-f", str(config)]
+        return [program, "-db", "-f", str(config)]
     servers = "".join(f"server {each};" for each in places)
     config.write_text(NGINX_CONF.format(front=front, servers=servers, scratch=scratch))
-    return ["-e", str(scratch / "error.log"), "-c", str(config)]
+    return [program, "-e", str(scratch / "error.log"), "-c", str(config)]
 
 
 HAPROXY_CONF = """\
@@ -284,7 +283,17 @@ def _used_us(address: str, pid: int, seconds: float, streams: bool) -> tuple[flo
     return sum(used_us), max(used_us)
 
 
-def measure(quick: bool) -> Result:
+def bench_router_cpu(quick: bool) -> Result:
+    """What a router costs in CPU, a short request and a streamed token, beside others.
+
+    CPU seconds of the router's processes alone, before four engines (`cheap_engine`) and clients
+    that cost next to nothing; so a machine that others use as well changes little. A short request
+    is a completion of one token in one piece; streams are read one token at a time, as they come
+    from an engine. The data plane alone has no controller: requests go to the engines in turn. The
+    bare proxy and the pass-through decide nothing: the least that Python does over httptools and
+    with aiohttp. Others are measured where their program is named; haproxy and nginx, in C, go in
+    turn, too. `limited by` is about short requests.
+    """
     seconds, repeats = (0.5, 1) if quick else (2.0, 2)
     names = [OURS, ALONE, BARE, PASS]
     names += [name for name, variable in PROGRAMS.items() if os.environ.get(variable)]
@@ -325,6 +334,246 @@ def measure(quick: bool) -> Result:
     return result
 
 
+# The controller
+
+PREFILL, DECODE, TIMES = 24, 40, (1, 8)
+KIND = engine_spec(kv_blocks=16_000)
+LOADS = (("bearable", 80.0), ("too high", 200.0))  # requests by second
+WARM_S, MEASURED_S, QUICK_S = 25.0, 20.0, 2.0
+PREFIXES, PREFIX_TOKENS = 200, 256
+MAX_MEAN_US = 60.0
+
+
+class TimedController(Controller):
+    """Counts the CPU time of each step by kind of event."""
+
+    def __init__(self) -> None:
+        super().__init__(planner=PlannerConfig(mode=Mode.DRY_RUN))
+        self.spent_s: defaultdict[str, float] = defaultdict(float)
+        self.steps: Counter[str] = Counter()
+
+    def step(self, event: Event, now: float) -> list[Action]:
+        begun = time.thread_time()
+        actions = super().step(event, now)
+        self.spent_s[type(event).__name__] += time.thread_time() - begun
+        self.steps[type(event).__name__] += 1
+        return actions
+
+
+def random_arrivals(world: World, per_second: float) -> Callable[[], None]:
+    """Requests by chance, for ever."""
+    chance = random.Random(1)
+
+    def arrive() -> None:
+        root = chance.randrange(PREFIXES)
+        asked = RequestSpec(
+            request_id=RequestId(f"r{world.num_steps}"),
+            prompt_tokens=chance.randint(100, 3000),
+            max_output_tokens=600,
+            prefix=tuple(root * 100 + number for number in range(chance.randint(0, 11))),
+            prefix_tokens=PREFIX_TOKENS,
+        )
+        world.arrive(asked, chance.randint(200, 600))
+        world.timeline.after(chance.expovariate(per_second), arrive)
+
+    return arrive
+
+
+def cost(
+    per_second: float, seconds: float, times: int, warm_s: float | None = None
+) -> tuple[Row, float]:
+    """A row, and the mean over all events, in microseconds; replicas and requests so many times."""
+    # As the router's process does; and what is left of the row before is nothing of this row's.
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
+    controller = TimedController()
+    world = World(controller, kind=KIND, check_every=0)
+    for number in range(times * PREFILL):
+        world.add(f"p{number}", Role.PREFILL)
+    for number in range(times * DECODE):
+        world.add(f"d{number}", Role.DECODE)
+    world.run(2.0)
+    random_arrivals(world, times * per_second)()
+    world.run(WARM_S / times if warm_s is None else warm_s)
+    controller.spent_s.clear()
+    controller.steps.clear()
+    world.run(seconds)
+    row: Row = {
+        "replicas": times * (PREFILL + DECODE),
+        "requests/s": times * per_second,
+        "in flight": len(world.calls.clients),
+    }
+    row["waiting"] = len(controller.state.queue) + len(controller.state.migration)
+    mean_us = 1e6 * sum(controller.spent_s.values()) / controller.steps.total()
+    row |= {"events": controller.steps.total(), "mean us": mean_us}
+    row["cores"] = sum(controller.spent_s.values()) / seconds
+    for kind, number in sorted(controller.steps.items()):
+        row[f"{kind} us"] = 1e6 * controller.spent_s[kind] / number
+    return row, mean_us
+
+
+def bench_router_steps(quick: bool) -> Result:
+    """The router's controller: what one event costs.
+
+    Engines and clients are simulated in virtual time, nothing runs beside the controller.
+    Microseconds of `Controller.step` by kind of event, with 24 prefill and 40 decode replicas and
+    with eight times as many, requests by chance at a rate that they can bear, and at one that is
+    too high for them (a part is refused, the rest waits).
+    """
+    result = Result()
+    for times, (name, per_second) in itertools.product(TIMES, LOADS):
+        row, mean_us = cost(per_second, (QUICK_S if quick else MEASURED_S) / times, times)
+        result.rows.append({"load": name} | row)
+        what = f"an event, {times * (PREFILL + DECODE)} replicas, load {name}"
+        result.targets.append(Target(what, mean_us, MAX_MEAN_US, False, "us"))
+    return result
+
+
+# Bodies and streams
+
+CHUNKS = 1000
+CHARS_PER_TOKEN = 4
+PROMPT_TOKENS = (1_000, 32_000, 128_000)
+SPLICES, QUICK_SPLICES = 40, 3
+MAX_CHUNK_US = 20.0
+MAX_BODY_MS = 5.0
+
+
+def chat_body(prompt_tokens: int, **fields: object) -> bytes:
+    """As a client with `json.dumps` writes it."""
+    word = "word " * (prompt_tokens * CHARS_PER_TOKEN // 5)
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": word}]
+    return json.dumps({"model": "m", "messages": messages, "stream": True, **fields}).encode()
+
+
+def completion_body(prompt_tokens: int, **fields: object) -> bytes:
+    ids = list(range(10_000, 10_000 + prompt_tokens))
+    return json.dumps({"model": "m", "prompt": ids, "stream": True, **fields}).encode()
+
+
+def head(kind: ApiPath) -> str:
+    name = "chat.completion.chunk" if kind is ApiPath.CHAT else "text_completion"
+    return f'{{"id":"id-0123456789abcdef","object":"{name}","created":1700000000,"model":"m",'
+
+
+def first_chunk(kind: ApiPath, ids: bytes) -> bytes:
+    if kind is ApiPath.CHAT:
+        choice = '{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,'
+        choice += '"finish_reason":null}'
+        text = f'{head(kind)}"choices":[{choice}],"prompt_token_ids":'
+        return text.encode() + ids + b',"prompt_text":null}'
+    return chunk(kind, 0).replace(b'"prompt_token_ids":null', b'"prompt_token_ids":' + ids)
+
+
+def chunk(kind: ApiPath, turn: int) -> bytes:
+    rest = '"finish_reason":null'
+    if kind is ApiPath.CHAT:
+        body = f'"delta":{{"content":" word{turn}"}},"logprobs":null,{rest}'
+    else:
+        body = f'"text":" word{turn}","logprobs":null,{rest},"stop_reason":null,'
+        body += '"prompt_token_ids":null'
+    choice = f'{{"index":0,{body},"token_ids":[{10_000 + turn}]}}'
+    return f'{head(kind)}"choices":[{choice}]}}'.encode()
+
+
+def timed(action: Callable[[], object], repeats: int) -> list[float]:
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def splice_row(what: str, seconds: list[float], per: int = 1, of: str = "") -> Row:
+    return {"what": what, "of": of, **spread("", "us", [1e6 * each / per for each in seconds])}
+
+
+def stream_rows(kind: ApiPath, repeats: int) -> list[Row]:
+    request = parse_request(kind, body_of(kind, 1_000))
+    first = first_chunk(kind, b"[1,2,3]")
+    chunks = [chunk(kind, turn) for turn in range(CHUNKS)]
+    framed = [frames((each,)) for each in chunks]
+    wire = b"".join(framed)
+
+    def feed() -> None:
+        resumer = StreamResumer(request)
+        resumer.feed(first)
+        for each in chunks:
+            resumer.feed(each)
+
+    def split() -> None:
+        events = Events()
+        for each in framed:
+            events.feed(each)
+
+    actions: dict[str, Callable[[], object]] = {
+        "feed, a chunk": feed,
+        "split, a chunk a read": split,
+        "split, all in one read": lambda: Events().feed(wire),
+    }
+    of = kind.name.lower()
+    return [
+        splice_row(what, timed(action, repeats), CHUNKS, of) for what, action in actions.items()
+    ]
+
+
+def body_of(kind: ApiPath, prompt_tokens: int) -> bytes:
+    make = chat_body if kind is ApiPath.CHAT else completion_body
+    return make(prompt_tokens, max_tokens=2 * CHUNKS, temperature=0)
+
+
+def size_rows(kind: ApiPath, prompt_tokens: int, repeats: int) -> list[Row]:
+    of = f"{kind.name.lower()}, {prompt_tokens // 1000}k prompt tokens"
+    raw = body_of(kind, prompt_tokens)
+    request = parse_request(kind, raw)
+    ids = json.dumps(list(range(10_000, 10_000 + prompt_tokens)), separators=(",", ":")).encode()
+    first = first_chunk(kind, ids)
+    fresh = [StreamResumer(request) for _ in range(repeats)]
+
+    def resumed() -> None:
+        resume_body(request, joined_ids(ids, range(500)), 500, 1, 1000)
+
+    def lost() -> None:
+        resumer = StreamResumer(request)
+        resumer.feed(first)
+        for turn in range(3):
+            resumer.feed(chunk(kind, turn))
+        assert isinstance(resumer.lost(), Resume)
+
+    actions: dict[str, Callable[[], object]] = {
+        "parse a body": lambda: parse_request(kind, raw),
+        "prefill body": request.prefill_body,
+        "whole body": lambda: request.whole_body(256, 1000, True),
+        "feed, the first chunk": lambda: fresh.pop().feed(first),
+        "resume body": resumed,
+        "first chunk, three more, lost": lost,
+    }
+    return [splice_row(what, timed(action, repeats), of=of) for what, action in actions.items()]
+
+
+def bench_splice(quick: bool) -> Result:
+    """What the router does with bodies and streams, in time of its only thread.
+
+    Bodies and chunks are vLLM's, byte for byte, without an engine. A chunk is measured as part of a
+    stream of a thousand, whose first, which may carry the prompt's token ids, has rows of its own.
+    """
+    repeats = QUICK_SPLICES if quick else SPLICES
+    rows = [each for kind in READ for each in stream_rows(kind, repeats)]
+    for prompt_tokens in PROMPT_TOKENS:
+        rows += [each for kind in READ for each in size_rows(kind, prompt_tokens, repeats)]
+    values = {(each["what"], each["of"]): each["p50 us"] for each in rows}
+    slowest = max(float(str(values["feed, a chunk", kind.name.lower()])) for kind in READ)
+    parse = float(str(values["parse a body", "chat, 128k prompt tokens"])) / 1000
+    targets = [
+        Target("feed a chunk, p50", slowest, MAX_CHUNK_US, False, "us"),
+        Target("parse a chat of 128k tokens, p50", parse, MAX_BODY_MS, False, "ms"),
+    ]
+    return Result(rows, targets, ["one thread; the memory of a body is not counted"])
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] in (["pass"], ["alone"]):
         serves = _pass_through if sys.argv[1] == "pass" else _data_plane_alone
@@ -332,5 +581,7 @@ if __name__ == "__main__":
         asyncio.run(serves(int(sys.argv[2]), sys.argv[3:]))
     else:
         run_script(
-            __doc__, measure, (*IMPORTED, "benchmarks.bare_proxy", "benchmarks.cheap_engine")
+            __doc__,
+            (bench_router_cpu, bench_router_steps, bench_splice),
+            (*IMPORTED, "benchmarks.bare_proxy", "benchmarks.cheap_engine"),
         )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-from benchmarks.bench_router_steps import DECODE, LOADS, PREFILL, cost
+from benchmarks.bench_router_cpu import DECODE, LOADS, PREFILL, cost
 from benchmarks.common import LIMITED_BY, Result, Row, run_script
 from benchmarks.limits import Meter
 from tests.support.buffers import BufferArena

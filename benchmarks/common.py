@@ -112,10 +112,14 @@ def cell_text(value: object) -> str:
 
 
 def run_script(
-    doc: str | None, measure: Callable[..., Result], preload: Sequence[str] = (), **options: str
+    doc: str | None,
+    measure: Callable[..., Result] | Sequence[Callable[..., Result]],
+    preload: Sequence[str] = (),
+    **options: str,
 ) -> None:
     """The command line of every benchmark: `[--json FILE] [--quick]`, and its own options.
 
+    A script with several benchmarks gives their functions, `bench_NAME` each, and is told a name.
     `options` has the help of each; `measure(quick, **options)` is given its text, "" without. Rows
     that do not say what they were limited by are given what all of it was limited by. `preload`
     names modules that children use and the script does not import.
@@ -129,12 +133,16 @@ def run_script(
     parser.add_argument("--quick", action="store_true", help="fewer repeats; to see that it runs")
     for name, text in options.items():
         parser.add_argument(f"--{name}", default="", help=text)
+    several = {} if callable(measure) else {name_of(each): each for each in measure}
+    if several:
+        parser.add_argument("name", choices=several, help="which benchmark")
     args = parser.parse_args()
+    chosen: Any = several[args.name] if several else measure
     # As at an interrupt, servers and directories are cleared away.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     meter = Meter()
     with meter.of("all"):
-        result = measure(args.quick, **{name: getattr(args, name) for name in options})
+        result = chosen(args.quick, **{name: getattr(args, name) for name in options})
     for row in result.rows:
         row.setdefault(LIMITED_BY, meter.limited_by("all"))
         assert not missing(row), f"a row without {missing(row)}: {row}"
@@ -144,6 +152,11 @@ def run_script(
     sys.stdout.flush()
     # A native client that could not be closed has been seen to crash the interpreter's exit.
     os._exit(0)
+
+
+def name_of(measure: Callable[..., Result]) -> str:
+    """Return the name of one of a script's benchmarks."""
+    return measure.__name__.removeprefix("bench_")
 
 
 def interleaved(

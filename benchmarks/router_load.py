@@ -8,7 +8,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,13 +71,20 @@ class Outcomes:
     shed_after_s: list[float] = field(default_factory=list)
 
 
-async def run_load(spec: LoadSpec, url: str, model: str = "scripted") -> Outcomes:
-    """Send the load to `/v1/completions` as streams, and wait for all of it."""
+async def run_load(
+    spec: LoadSpec, url: str, hold: Callable[[int], Awaitable[None]] | None = None
+) -> Outcomes:
+    """Send the load to `/v1/completions` as streams, and wait for all of it.
+
+    A request that is due waits for `hold`, which is given its number.
+    """
     outcomes = Outcomes()
     zero = time.monotonic()
 
-    async def one(session: aiohttp.ClientSession, arrival: Arrival) -> None:
-        body = {"model": model, "prompt": arrival.prompt, "max_tokens": arrival.output_tokens}
+    async def one(session: aiohttp.ClientSession, number: int, arrival: Arrival) -> None:
+        if hold is not None:
+            await hold(number)
+        body = {"model": "scripted", "prompt": arrival.prompt, "max_tokens": arrival.output_tokens}
         first_s: float | None = None
         tail = b""
         try:
@@ -108,7 +115,7 @@ async def run_load(spec: LoadSpec, url: str, model: str = "scripted") -> Outcome
         ) as session,
         asyncio.TaskGroup() as group,
     ):
-        for arrival in arrivals(spec):
+        for number, arrival in enumerate(arrivals(spec)):
             await asyncio.sleep(max(0.0, arrival.at_s - (time.monotonic() - zero)))
-            group.create_task(one(session, arrival))
+            group.create_task(one(session, number, arrival))
     return outcomes

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 import msgspec
@@ -34,10 +35,14 @@ IMPORTED = (
     "vllm_kvpool.router.run",
 )
 SERVES = ("prefill", "decode")
-BURST_ENGINES = (
-    *("--eos-probability", "0", "--step-base-s", "0.01", "--decode-sequence-s", "0.0005"),
-    *("--prefill-tokens-per-s", "8000", "--kv-blocks", "20000"),
-)
+
+
+class Router(NamedTuple):
+    """A router that runs: its addresses for clients and for people, and its process."""
+
+    url: str
+    admin: str
+    pid: int
 
 
 def peer_release(program: str) -> str:
@@ -78,6 +83,66 @@ def _run_module(command: Sequence[str], log: str) -> None:
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)
 
 
+@contextlib.contextmanager
+def engines(scratch: Path, *arguments: str) -> Iterator[list[str]]:
+    """Four scripted engines in one process; their URLs."""
+    ports = free_ports(4)
+    command = [sys.executable, "-m", MODULE, "--count", "4", "--port", str(ports[0]), *arguments]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    with process(command, scratch / "engines.log"):
+        wait_ready(urls[0], scratch / "engines.log")
+        yield urls
+
+
+@contextlib.contextmanager
+def our_router(
+    scratch: Path,
+    replicas: Sequence[Mapping[str, object]],
+    num_serving: int,
+    **sections: Mapping[str, object],
+) -> Iterator[Router]:
+    """The router's own process before these replicas, of which so many are to serve."""
+    front, admin = (f"127.0.0.1:{port}" for port in free_ports(2))
+    listening = {"front": {"listen": front}, "admin": {"listen": admin, "token": TOKEN}}
+    lines = []
+    for name, values in {**listening, **sections}.items():
+        lines += [f"[{name}]", *_values(values)]
+    for replica in replicas:
+        lines += ["[[replicas]]", *_values(replica)]
+    (config := scratch / "router.toml").write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "-m", "vllm_kvpool", "router", "--log-level", "warning"]
+    log = scratch / "router.log"
+    with process([*command, "--config", str(config)], log) as pid:
+        wait_ready(f"http://{front}", log)
+        _wait_serving(f"http://{admin}", num_serving, log)
+        yield Router(f"http://{front}", f"http://{admin}", pid)
+
+
+def _values(values: Mapping[str, object]) -> list[str]:
+    # Strings, numbers, booleans and lists of them are the same in TOML as in JSON.
+    return [f"{name} = {msgspec.json.encode(value).decode()}" for name, value in values.items()]
+
+
+@contextlib.contextmanager
+def other_router(
+    command: Callable[[int, int], Sequence[str]], scratch: Path
+) -> Iterator[tuple[str, int]]:
+    """Another proxy's process; `command` is given two ports, the first for clients."""
+    front, admin = free_ports(2)
+    url = f"http://127.0.0.1:{front}"
+    with process(command(front, admin), scratch / "router.log") as pid:
+        wait_ready(url, scratch / "router.log")
+        yield url, pid
+
+
+def peer_arguments(front: int, admin: int) -> list[str]:
+    """Arguments of vllm-router, but for its engines."""
+    return [
+        *("--host", "127.0.0.1", "--port", str(front), "--log-level", "error"),
+        *("--prometheus-port", str(admin)),
+    ]
+
+
 def wait_ready(url: str, log: Path) -> None:
     """Until somebody answers a request there; RuntimeError with the log's end if nobody does."""
 
@@ -90,7 +155,7 @@ def wait_ready(url: str, log: Path) -> None:
     _until(lambda: asyncio.run(asked()), f"{url} is ready", log)
 
 
-def wait_serving(admin: str, count: int, log: Path) -> None:
+def _wait_serving(admin: str, count: int, log: Path) -> None:
     """Until so many replicas serve in a role, and have told their metrics."""
 
     async def asked() -> bool:
@@ -117,81 +182,27 @@ def _until(is_so: Callable[[], bool], what: str, log: Path) -> None:
         time.sleep(POLL_S)
 
 
-def router_command(config: Path) -> list[str]:
-    """The router's own process."""
-    command = [sys.executable, "-m", "vllm_kvpool", "router", "--log-level", "warning"]
-    return [*command, "--config", str(config)]
-
-
-def toml(
-    sections: Mapping[str, Mapping[str, object]], tables: Sequence[Mapping[str, object]]
-) -> str:
-    """A router's configuration; `tables` name theirs by `in`."""
-    lines = []
-    for name, values in sections.items():
-        lines += [f"[{name}]", *_values(values)]
-    for table in tables:
-        lines += [f"[[{table['in']}]]", *_values({k: v for k, v in table.items() if k != "in"})]
-    return "\n".join(lines) + "\n"
-
-
-def _values(values: Mapping[str, object]) -> list[str]:
-    # Strings, numbers, booleans and lists of them are the same in TOML as in JSON.
-    return [f"{name} = {msgspec.json.encode(value).decode()}" for name, value in values.items()]
-
-
 @contextlib.contextmanager
-def burst_side(scratch: Path, load_s: float, *, live_takeover: bool) -> Iterator[tuple[str, str]]:
-    """Two engines of each role that serve, a router that can start two more for prefill.
-
-    Those load for `load_s`. Gives the addresses for clients and for people.
-    """
-    *ports, front, admin, first, _ = free_ports(8)
-    common = [*("--pool", str(scratch / "pool")), *BURST_ENGINES]
-    serving = [sys.executable, "-m", MODULE, "--count", "4", "--port", str(ports[0]), *common]
-    spares = [_spare(scratch, port, load_s, common) for port in (first, first + 1)]
-    config = scratch / "router.toml"
-    config.write_text(
-        toml(
+def spares(
+    scratch: Path, count: int, load_s: float, *arguments: str
+) -> Iterator[list[dict[str, object]]]:
+    """Engines that the router can start, which load for `load_s`; as replicas of its file."""
+    found: list[dict[str, object]] = []
+    for port in free_ports(count):
+        engine = [sys.executable, "-m", MODULE, "--port", str(port), "--load-s", str(load_s)]
+        name = f"spare-{port}"
+        pid, log = (shlex.quote(str(scratch / f"{name}.{kind}")) for kind in ("pid", "log"))
+        start = f"setsid {shlex.join([*engine, *arguments])} >{log} 2>&1 & echo $! >{pid}"
+        found.append(
             {
-                "front": {"listen": f"127.0.0.1:{front}"},
-                "admin": {"listen": f"127.0.0.1:{admin}", "token": TOKEN},
-                "planner": {"live_takeover": live_takeover},
-                "overload": {"ttft_target_s": 1000.0},
-            },
-            [
-                *(
-                    {"in": "replicas", "url": f"http://127.0.0.1:{port}", "role": role}
-                    for port, role in zip(
-                        ports, ("prefill", "prefill", "decode", "decode"), strict=True
-                    )
-                ),
-                *spares,
-            ],
+                **{"id": name, "url": f"http://127.0.0.1:{port}", "role": "spare"},
+                "start": ["sh", "-c", start],
+                "stop": ["sh", "-c", f"kill -9 -- -$(cat {pid}); rm {pid}"],
+            }
         )
-    )
-    url, people = f"http://127.0.0.1:{front}", f"http://127.0.0.1:{admin}"
-    with (
-        process(serving, scratch / "engines.log"),
-        process(router_command(config), scratch / "router.log"),
-    ):
-        wait_ready(url, scratch / "router.log")
-        wait_serving(people, 4, scratch / "router.log")
-        try:
-            yield url, people
-        finally:
-            for path in scratch.glob("spare-*.pid"):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(int(path.read_text()), signal.SIGKILL)
-
-
-def _spare(scratch: Path, port: int, load_s: float, common: Sequence[str]) -> dict[str, object]:
-    """An engine that the router can start."""
-    engine = [sys.executable, "-m", MODULE, "--port", str(port), "--load-s", str(load_s), *common]
-    name = f"spare-{port}"
-    pid, log = (shlex.quote(str(scratch / f"{name}.{kind}")) for kind in ("pid", "log"))
-    return {
-        **{"in": "replicas", "id": name, "url": f"http://127.0.0.1:{port}", "role": "spare"},
-        "start": ["sh", "-c", f"setsid {shlex.join(engine)} >{log} 2>&1 & echo $! >{pid}"],
-        "stop": ["sh", "-c", f"kill -9 -- -$(cat {pid}); rm {pid}"],
-    }
+    try:
+        yield found
+    finally:
+        for path in scratch.glob("spare-*.pid"):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(path.read_text()), signal.SIGKILL)

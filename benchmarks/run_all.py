@@ -3,7 +3,7 @@
     python benchmarks/run_all.py [--quick] [--only NAME ...]
 
 Each script runs in a process of its own, one after another, on a machine that should do nothing
-else; under `perf` where that can record, for the libraries in which its processes compute.
+else.
 `results/{name}.json` keeps what it measured, and on what; `results/SUMMARY.md` has all that is
 kept: tables, what limits them, and each target with the ratio that was reached. A script that fails
 or takes too long keeps its former results and makes the exit status 1; a missed target does not.
@@ -17,21 +17,18 @@ import argparse
 import ast
 import contextlib
 import ctypes
-import functools
 import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 
@@ -43,9 +40,6 @@ from tests.support.orphans import ending_with_parent
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 SCRIPT_TIMEOUT_S = 1800.0
-PROFILE_HZ = 49  # of a core's time; no multiple of what timers do
-PROFILE_TIMEOUT_S = 60.0
-MOST_NAMED = 5
 PR_SET_CHILD_SUBREAPER = 36
 END_ROUNDS, END_TIMEOUT_S = 3, 10.0
 PACKAGES = ("torch", "vllm", "mooncake-transfer-engine", "numba", "numpy", "xxhash")
@@ -80,19 +74,42 @@ def versions() -> Iterator[tuple[str, str]]:
             break
 
 
-def run(script: Path, quick: bool) -> dict[str, Any]:
+class Benchmark(NamedTuple):
+    """A script, the name of one of its benchmarks if it has several, and what it says of itself."""
+
+    script: Path
+    name: str
+    doc: str
+
+
+def benchmarks() -> dict[str, Benchmark]:
+    """Return all benchmarks by name: a script's functions `bench_NAME`, or else the script."""
+    found = {}
+    for path in sorted(HERE.glob("bench_*.py")):
+        tree = ast.parse(path.read_text())
+        several = {
+            each.name.removeprefix("bench_"): ast.get_docstring(each) or ""
+            for each in tree.body
+            if isinstance(each, ast.FunctionDef) and each.name.startswith("bench_")
+        }
+        whole = {path.stem.removeprefix("bench_"): ast.get_docstring(tree) or ""}
+        for name, doc in (several or whole).items():
+            found[name] = Benchmark(path, name if several else "", doc)
+    return dict(sorted(found.items()))
+
+
+def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
     """What the script measured, with its command; `failed` says what went wrong."""
-    options = ["--quick"] if quick else []
+    options = [*([benchmark.name] if benchmark.name else []), *(["--quick"] if quick else [])]
+    script = benchmark.script
     result: dict[str, Any] = {
         "command": " ".join(["python", f"benchmarks/{script.name}", *options])
     }
     print(f"== {result['command']}", flush=True)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
-        output, samples = Path(directory) / "result.json", Path(directory) / "perf.data"
+        output = Path(directory) / "result.json"
         command = ending_with_parent([sys.executable, str(script), *options, "--json", str(output)])
-        if not quick and can_profile():
-            command = ending_with_parent([*profiler(samples), *command])
         process = subprocess.Popen(command, start_new_session=True)
         try:
             status = process.wait(SCRIPT_TIMEOUT_S)
@@ -105,10 +122,7 @@ def run(script: Path, quick: bool) -> dict[str, Any]:
                 result |= json.loads(output.read_text())
         finally:
             end_descendants()
-        seconds = time.monotonic() - start
-        result["seconds"] = round(seconds, 1)
-        if samples.exists() and "failed" not in result:
-            result["profile"] = profile(samples, seconds)
+        result["seconds"] = round(time.monotonic() - start, 1)
     return result
 
 
@@ -126,62 +140,6 @@ def end_descendants() -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(left, END_TIMEOUT_S)
-
-
-def profiler(samples: Path) -> list[str]:
-    """What a command is run under, where `can_profile`: it follows all that the command starts."""
-    command = ["perf", "record", "-q", "-F", str(PROFILE_HZ), "-e", "cpu-clock", "-o", str(samples)]
-    return [*command, "--"]
-
-
-@functools.cache
-def can_profile() -> bool:
-    if shutil.which("perf") is None:
-        return False
-    with tempfile.TemporaryDirectory() as directory:
-        command = [
-            "perf",
-            "record",
-            "-q",
-            "-e",
-            "cpu-clock",
-            "-o",
-            f"{directory}/perf.data",
-            "true",
-        ]
-        return not subprocess.run(command, capture_output=True, check=False).returncode
-
-
-def profile(samples: Path, seconds: float) -> str:
-    """How many cores the script's processes used, and in which libraries."""
-    (nothing := samples.parent / "nothing").mkdir()
-    # Libraries are named in the samples; to read their symbols, too, takes a minute.
-    symbols = ["--symfs", str(nothing)]
-    command = ["perf", "report", "-i", str(samples), "--stdio", "-n", "--sort", "dso", *symbols]
-    try:
-        report = subprocess.run(
-            command, capture_output=True, text=True, timeout=PROFILE_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return ""
-    counts: Counter[str] = Counter()
-    for line in report.stdout.splitlines():
-        fields = line.split(None, 2)
-        if len(fields) == 3 and fields[0].endswith("%"):
-            counts[library(fields[2])] += int(fields[1])
-    total = sum(counts.values())
-    if not total:
-        return ""
-    named = [f"{name} {count / total:.0%}" for name, count in counts.most_common(MOST_NAMED)]
-    return f"{total / PROFILE_HZ / seconds:.1f} cores busy: {', '.join(named)}"
-
-
-def library(name: str) -> str:
-    """A library's name without what only a build has."""
-    name = name.strip()
-    if name.startswith("[JIT]"):
-        return "compiled at run time"
-    return {"[kernel.kallsyms]": "kernel"}.get(name, name.partition(".")[0])
 
 
 def markdown(result: Mapping[str, Any], surroundings: Mapping[str, str]) -> Iterator[str]:
@@ -202,8 +160,6 @@ def markdown(result: Mapping[str, Any], surroundings: Mapping[str, str]) -> Iter
     is_one = len(limits) == 1 and None not in limits
     if is_one:
         yield f"All rows limited by {limits.pop()}."
-    if result.get("profile"):
-        yield f"Profile: {result['profile']}."
     yield ""
     for rows in tables(result["rows"]):
         names = dict.fromkeys(name for row in rows for name in row)
@@ -234,14 +190,12 @@ def tables(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield table
 
 
-def conditions(name: str) -> Iterator[str]:
-    """What a script says of itself: what it measures, how, and what its columns mean."""
-    script = HERE / f"bench_{name}.py"
-    if script.exists():
-        first, _, rest = (ast.get_docstring(ast.parse(script.read_text())) or "").partition("\n")
-        # The command is shown with what it gave.
-        about = "\n".join(line for line in rest.split("\n") if not line.startswith("    "))
-        yield from (first, "", about.strip(), "")
+def conditions(doc: str) -> Iterator[str]:
+    """What a benchmark says of itself: what it measures, how, and what its columns mean."""
+    first, _, rest = doc.partition("\n")
+    # The command is shown with what it gave.
+    about = "\n".join(line for line in rest.split("\n") if not line.startswith("    "))
+    yield from (first, "", about.strip(), "")
 
 
 def summary(results: Mapping[str, dict[str, Any]], surroundings: dict[str, str]) -> str:
@@ -260,8 +214,10 @@ def summary(results: Mapping[str, dict[str, Any]], surroundings: dict[str, str])
     lines += ["", "## Targets", "", f"Missed, {len(missed)} of {len(targets)}:", ""]
     lines += [*failed, *missed, "", "Reached:", ""]
     lines += [text for reached, text in targets if reached]
+    docs = {name: each.doc for name, each in benchmarks().items()}
     for name, result in results.items():
-        shown = "\n".join([*conditions(name), *markdown(result, surroundings)])
+        about = conditions(docs[name]) if name in docs else ()
+        shown = "\n".join([*about, *markdown(result, surroundings)])
         lines += ["", f"## {name}", "", *shown.rstrip().split("\n")]
     return "\n".join(lines) + "\n"
 
@@ -269,18 +225,18 @@ def summary(results: Mapping[str, dict[str, Any]], surroundings: dict[str, str])
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer repeats; keeps no results")
-    parser.add_argument("--only", nargs="*", default=[], help="names without bench_ and .py")
+    parser.add_argument("--only", nargs="*", default=[], help="names of benchmarks")
     args = parser.parse_args()
-    scripts = {path.stem.removeprefix("bench_"): path for path in sorted(HERE.glob("bench_*.py"))}
-    unknown = set(args.only) - set(scripts)
+    known = benchmarks()
+    unknown = set(args.only) - set(known)
     if unknown:
-        parser.error(f"no benchmark {sorted(unknown)}; known are {', '.join(scripts)}")
+        parser.error(f"no benchmark {sorted(unknown)}; known are {', '.join(known)}")
     adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     results = {}
-    for name, path in scripts.items():
+    for name, each in known.items():
         if not args.only or name in args.only:
-            results[name] = run(path, args.quick)
+            results[name] = run(each, args.quick)
             if not args.quick:
                 keep(name, results[name])
     print(summary(results, machine()))

@@ -6,6 +6,7 @@ All of them move the same prompt: pages in vLLM's head-major form, blocks in no 
 import hashlib
 import random
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,15 +141,26 @@ class PageKeeper:
 class OurSide(PageKeeper):
     """The worker side as an engine has it, checksums on."""
 
-    def __init__(self, url: str, geometry: Geometry, per_head: bool = True) -> None:
+    def __init__(
+        self,
+        url: str | tuple[str, ...],
+        geometry: Geometry,
+        per_head: bool = True,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        gather: Callable[[bytes], Sequence[bytes]] | None = None,
+    ) -> None:
+        """One of `ranks` that hold the same KV; `gather` is how they meet."""
         super().__init__(geometry)
         torch.set_num_threads(1)
+        topology = replace(geometry.topology(per_head), tp_size=ranks)
         model = ModelShape(
             namespace=make_namespace(MODEL, "0" * 12),
-            layer_groups=(LayerGroup(geometry.topology(per_head), geometry.row_bytes),),
+            layer_groups=(LayerGroup(topology, geometry.row_bytes),),
             groups=(KVCacheGroup(geometry.block),),
             num_blocks=geometry.num_blocks,
-            num_ranks=1,
+            num_ranks=ranks,
         )
         layers = [from_token_content(layer) for layer in self.pages]
         config = KVPoolConfig(
@@ -163,10 +175,11 @@ class OurSide(PageKeeper):
         self._part = WorkerPart(
             config,
             model,
-            RankPlace(0, 0, 0),
+            RankPlace(rank, 0, rank),
             layers,
             CpuCopier,
             finish_in_step=True,
+            gather=gather,
             layer_spans=spans,
         )
         self._num_chunks = geometry.tokens // geometry.chunk

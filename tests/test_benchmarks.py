@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from benchmarks.bench_splice import stream_rows
+from benchmarks.bench_router_cpu import stream_rows
 from benchmarks.common import Row, missing, spread
 from benchmarks.limits import FULL, HAND_OVERS, Meter, Usage, limited_by
-from benchmarks.run_all import HERE, RESULTS, markdown, summary
+from benchmarks.run_all import HERE, RESULTS, benchmarks, markdown, summary
 from benchmarks.store_room import put_for
 from benchmarks.trace_caches import found_by_clairvoyance, found_without_bounds
 from vllm_kvpool.router.dataplane.request_body import READ, ApiPath
@@ -133,8 +133,24 @@ def test_kept_results_say_how_they_were_measured_and_what_limited_them(name: str
     assert result["command"]
     assert {"cpu", "cores", "memory", "python", "torch"} <= result["machine"].keys()
     assert result["rows"]
-    if (HERE / f"bench_{name}.py").exists():
+    if name in benchmarks():
         assert [missing(row) for row in result["rows"]] == [[]] * len(result["rows"])
+
+
+def test_a_benchmark_is_a_script_or_one_of_its_functions() -> None:
+    known = benchmarks()
+    assert (known["chat"].script.name, known["chat"].name) == ("bench_chat.py", "")
+    assert (known["gather"].script.name, known["gather"].name) == ("bench_cells.py", "gather")
+    assert known["gather"].doc.startswith("Gather and scatter")
+    commands = {
+        name: json.loads(path.read_text())["command"]
+        for name in known
+        if (path := RESULTS / f"{name}.json").exists()
+    }
+    for name, (script, own, doc) in known.items():
+        assert doc, name
+        if name in commands:
+            assert commands[name] == f"python benchmarks/{script.name} {own}".strip()
 
 
 def test_what_a_script_leaves_behind_is_ended() -> None:
