@@ -7,32 +7,20 @@ cut into 16 units, and 12 with attention over 2 heads. The worker side saves and
 one boundary or the cells of one chunk at a time, in turns, over memory and over files on this
 machine's disk (checksums on). A save ends when the store has it, a load when its pages are filled.
 A prompt has states at one boundary or two, and cells for every 256 tokens.
-
-`known` are a prompt of 300 tokens and its answer of 337. An engine of a small Qwen3-Next in blocks
-of 256 computes both, forgets them, and answers the next turn, which begins with them. Sides take
-turns: without `save_decode`, with it, and with it where vLLM itself keeps the state at each end of
-a block (`--prefix-cache-retention-interval 256`).
 """
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any, NamedTuple
+from statistics import median
+from typing import NamedTuple
 
 import torch
 
 import tests.support.memory_store  # noqa: F401  (its scheme)
-from benchmarks.bench_drafts import settled
-from benchmarks.bench_ttft import NO_KERNEL, SAME
-from benchmarks.common import LIMITED_BY, Result, Row, Target, interleaved, run_script, wait_until
+from benchmarks.common import LIMITED_BY, Result, interleaved, run_script, wait_until
 from benchmarks.limits import Meter
-from tests.e2e.engine import Completion, Engine, EngineSpec, Prompt
-from tests.e2e.pool import cell_files, expecting, files, fresh, pool, tokens, unpooled
-from tests.support.models import Qwen3NextShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.engine_shape import ModelShape, RankPlace
@@ -69,23 +57,6 @@ GROUPS = (
         is_state=True,
     ),
 )
-
-SHAPE = Qwen3NextShape(layers=4, kv_heads=4, key_heads=4, value_heads=8, **SAME)
-PROMPT_TOKENS, ANSWER_TOKENS, NEXT_TOKENS = 300, 337, 40
-KNOWN = PROMPT_TOKENS + ANSWER_TOKENS
-TURNS, QUICK_TURNS = 3, 1
-PATIENCE_S = 600.0
-ALONE, ANSWERS, EACH_BLOCK = "prompts", "answers", "answers, a state each block"
-# Side -> tokens of the next turn that it should find, the pool's options, and the engine's.
-SAVES: Mapping[str, tuple[int, Mapping[str, Any], Mapping[str, Any]]] = {
-    ALONE: (PROMPT_TOKENS // CHUNK * CHUNK, {}, {}),
-    ANSWERS: (KNOWN // CHUNK * CHUNK, {"save_decode": True}, {}),
-    EACH_BLOCK: (
-        KNOWN // CHUNK * CHUNK,
-        {"save_decode": True},
-        {"prefix_cache_retention_interval": CHUNK},
-    ),
-}
 
 
 class Took(NamedTuple):
@@ -153,47 +124,6 @@ class Side:
         self._part.close()
 
 
-def next_turns(quick: bool) -> Iterator[Row]:
-    """What the next turn of a conversation finds, by what is saved of the turn before."""
-    meter = Meter()
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench")))
-        model = make_model(directory, SHAPE)
-        engines, read = dict[str, Engine](), dict[str, list[Completion]]()
-        for side, (_, options, llm) in SAVES.items():
-            spec = EngineSpec(
-                model=model,
-                block_size=CHUNK,
-                kv_transfer_config=pool(files(directory / side), **options),
-                llm={**NO_KERNEL, "dtype": "bfloat16", "kv_cache_memory_bytes": 512 << 20, **llm},
-            )
-            engines[side] = stack.enter_context(Engine(spec, directory / f"{side}.log"))
-            engines[side].generate(unpooled(Prompt(ids=tokens(0, CHUNK, SHAPE.vocab))))
-        for turn in range(QUICK_TURNS if quick else TURNS):
-            for side, engine in engines.items():
-                ids = tokens(turn, PROMPT_TOKENS, SHAPE.vocab)
-                first = Prompt(ids=ids, max_tokens=ANSWER_TOKENS, logprobs=None)
-                (answer,) = engine.generate(first, timeout_s=PATIENCE_S)
-                settled(directory / side)
-                new = tokens(100 + turn, NEXT_TOKENS, SHAPE.vocab)
-                second = Prompt(ids=[*ids, *answer.token_ids, *new], max_tokens=1)
-                with meter.of(side):
-                    found = fresh(engine, expecting(second, SAVES[side][0]))
-                (expected,) = engine.generate(unpooled(second), timeout_s=PATIENCE_S)
-                assert found.token_ids == expected.token_ids, "answers differ"
-                read.setdefault(side, []).append(found)
-        for side, answers in read.items():
-            sizes = [path.stat().st_size for path in cell_files(directory / side)]
-            yield {
-                "saved": side,
-                "known": KNOWN,
-                "tokens found": fmean(each.cached_tokens for each in answers),
-                "MiB a turn": sum(sizes) / len(answers) / 2**20,
-                "first token ms": 1e3 * fmean(each.first_token_s for each in answers),
-                LIMITED_BY: meter.limited_by(side),
-            }
-
-
 def measure(quick: bool) -> Result:
     result = Result()
     with tempfile.TemporaryDirectory(prefix="bench") as directory:
@@ -229,12 +159,6 @@ def measure(quick: bool) -> Result:
                     }
                 )
             side.close()
-    turns = list(next_turns(quick))
-    found: dict[object, Any] = {row["saved"]: row["tokens found"] for row in turns}
-    what = "tokens of an answer that the next turn finds, of those with a state each block"
-    ratio = found[ANSWERS] / found[EACH_BLOCK] if found[EACH_BLOCK] else None
-    result.targets.append(Target(what, ratio, 1.0, at_least=True))
-    result.rows += turns
     return result
 
 
