@@ -20,7 +20,7 @@ from benchmarks.bench_ttft import NO_KERNEL, SAME
 from benchmarks.common import LIMITED_BY, Result, Row, Target, run_script
 from benchmarks.limits import Meter
 from tests.e2e.engine import Completion, Engine, EngineSpec, Prompt
-from tests.e2e.pool import cell_files, expecting, files, fresh, pool, tokens, unpooled
+from tests.e2e.pool import expecting, files, fresh, pool, tokens, unpooled
 from tests.support.models import Qwen3NextShape, make_model
 
 CHUNK = 256
@@ -72,12 +72,10 @@ def next_turns(quick: bool) -> Iterator[Row]:
                 assert found.token_ids == expected.token_ids, "answers differ"
                 read.setdefault(side, []).append(found)
         for side, answers in read.items():
-            sizes = [path.stat().st_size for path in cell_files(directory / side)]
             yield {
                 "saved": side,
                 "known": KNOWN,
                 "tokens found": fmean(each.cached_tokens for each in answers),
-                "MiB a turn": sum(sizes) / len(answers) / 2**20,
                 "first token ms": 1e3 * fmean(each.first_token_s for each in answers),
                 LIMITED_BY: meter.limited_by(side),
             }
