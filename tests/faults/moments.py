@@ -1,19 +1,17 @@
 """Moments at which a fault begins, as values. Each drives an engine to its moment and beyond."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.faults.audit import check_threads
-from tests.faults.rig import CHUNK, Rig, RigSpec
+from tests.faults.rig import CHUNK, Rig
 from tests.faults.scene import BYSTANDER, READER, SHUTDOWN_S, STORED_CHUNKS, Scene
 
 EXPECT_MS = 5_000
-LONG = 60  # output tokens that make a bystander outgrow a tiny cache
-TINY_BLOCKS = 20
-STATE_BLOCKS = 8  # more blocks, for the states of two requests
+LONG = 60  # output tokens, more than the blocks of a prompt have room for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +21,6 @@ class Moment:
 
     name: str
     play: Callable[[Scene], None]
-    spec: Callable[[RigSpec], RigSpec] = lambda spec: spec
     exact: bool = True
 
 
@@ -108,9 +105,23 @@ def in_lane(lane: str) -> Callable[[Scene], None]:
 
 
 def at_preemption(scene: Scene) -> None:
-    """Begin when the reader loses its blocks to a bystander that came into the batch before it."""
+    """Begin when the reader loses its blocks to a bystander that came into the batch before it.
+
+    Once the reader runs, all free blocks are taken, however many drafts are accepted. The first
+    request that needs a block preempts the reader.
+    """
     rig = scene.rig
-    rig.on_scheduled.append(lambda output: scene.begin() if output.preempted_req_ids else None)
+    free, taken = rig.scheduler.kv_cache_manager.block_pool, list[Any]()
+
+    def look(output: SchedulerOutput) -> None:
+        if output.preempted_req_ids:
+            scene.begin()
+            free.free_blocks(taken)
+            taken.clear()
+        elif runs_loaded(rig, output) and not scene.begun:
+            taken.extend(free.get_new_blocks(free.get_num_free_blocks()))
+
+    rig.on_scheduled.append(look)
     performs = [executor.perform for executor in rig.executors]
     for perform in performs:
         perform.hold("scatter")
@@ -202,14 +213,7 @@ MOMENTS = {
         Moment(name="loaded", play=in_step(runs_loaded)),
         Moment(name="gather", play=in_lane("gather")),
         Moment(name="put", play=in_call("put")),
-        Moment(
-            name="preemption",
-            play=at_preemption,
-            spec=lambda spec: replace(
-                spec, num_blocks=TINY_BLOCKS + (STATE_BLOCKS if spec.model.states else 0)
-            ),
-            exact=False,
-        ),
+        Moment(name="preemption", play=at_preemption, exact=False),
         Moment(name="abort", play=at_abort, exact=False),
         Moment(name="finish", play=at_finish),
         Moment(name="reset", play=at_reset, exact=False),

@@ -228,7 +228,7 @@ def with_both(_models: Workshop) -> Library:
 @WITH_STATES
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize(("fault", "moment", "tp"), [*cells_in_turn(4, without="preemption")])
+@pytest.mark.parametrize(("fault", "moment", "tp"), [*cells_in_turn(4)])
 def test_matrix_with_states_and_drafts(
     fault: Kind,
     moment: Moment,
@@ -239,9 +239,6 @@ def test_matrix_with_states_and_drafts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Play faults at every moment. Faults of single cells damage a state.
-
-    Preemption has a test of its own: here accepted drafts decide whether it comes.
-    """
+    """Play faults at every moment. Faults of single cells damage a state."""
     spec = replace(MATRIX_SPEC, tp=tp, plans_ahead=tp == 2)
     check_cell(fault, moment, spec, workshop, with_both, tmp_path, monkeypatch)

@@ -48,16 +48,15 @@ def cells_of_the_matrix(tp: int) -> Iterator[object]:
                 yield pytest.param(KINDS[fault], MOMENTS[moment], tp, id=f"{fault}-{moment}-tp{tp}")
 
 
-def cells_in_turn(every: int = 1, without: str = "") -> Iterator[object]:
+def cells_in_turn(every: int = 1) -> Iterator[object]:
     """Return each fault at each moment once, at TP 1 and 2 in turn.
 
-    Return only one of `every` such pairs; `make fuzz` plays all of them. `without`: a moment that
-    is left out.
+    Return only one of `every` such pairs; `make fuzz` plays all of them.
     """
     every = 1 if is_fuzz() else every
     for i, fault in enumerate(KINDS):
         for j, moment in enumerate(MOMENTS):
-            if (fault, moment) in SENSELESS or moment == without:
+            if (fault, moment) in SENSELESS:
                 continue
             if (i + j // 2) % every == 0:
                 tp = 1 + (i + j) % 2
@@ -91,7 +90,7 @@ def check_cell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Play one fault at one moment, and check the engines during and after it."""
-    spec = moment.spec(replace(spec, options={**spec.options, **fault.options}))
+    spec = replace(spec, options={**spec.options, **fault.options})
     directory = tmp_path if fault.files else None
     scene = Scene(workshop, library, spec, fault.start, fault.stop, directory)
     fault.prepare(scene, monkeypatch)
@@ -139,7 +138,10 @@ def check_afterwards(scene: Scene, fault: Kind) -> None:
         hits = scene.again(READER)
         if hits == FULL_CHUNKS * CHUNK:
             return
-        is_met_bit_by_bit = fault.options or fault.name in LEAVES_SEVERAL
+        is_met_bit_by_bit = bool(fault.options) or fault.name in LEAVES_SEVERAL
+        # With drafts vLLM's own state lies a block before the last chunk's end, and a request asks
+        # for one more: after a prefix stored without a state first, after its last chunk later.
+        is_met_bit_by_bit |= bool(scene.spec.model.states and scene.spec.drafter)
         assert is_met_bit_by_bit, f"{hits} tokens were found: what was bad is still there"
         seconds = time.monotonic() - began
         may_go_on = seconds < PATIENCE_S if fault.options else attempt < ATTEMPTS

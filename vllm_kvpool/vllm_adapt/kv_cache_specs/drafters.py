@@ -108,7 +108,34 @@ def _of_last_stage(
     The scheduler part sees the first stage. All parts derive the layers from the drafter's
     configuration, and the last stage compares them with its own.
     """
-    parallel, speculation = vllm_config.parallel_config, vllm_config.speculative_config
+    parallel = vllm_config.parallel_config
+    derived = _derived_groups(vllm_config, kv_cache_config)
+    here: list[tuple[tuple[str, int], ...]] = [()] * len(derived)
+    stage = parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size
+    if stage == parallel.pipeline_parallel_size - 1:
+        try:
+            own = _of_layers(vllm_config, kv_cache_config, named)
+        except ConfigError as error:
+            raise OtherDrafterError(str(error)) from error
+        if [_told_by(each) for each in own] != [_told_by(each) for each in derived]:
+            raise OtherDrafterError(
+                "the last pipeline stage has other layers of it than its configuration says"
+            )
+        here = [each.layers for each in own]
+    return tuple(
+        replace(each, layers=layers, last_stage=tuple(place_of(name) for name, _ in each.layers))
+        for each, layers in zip(derived, here, strict=True)
+    )
+
+
+def _derived_groups(
+    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig
+) -> tuple[RankLayerGroup, ...]:
+    """Return the drafter's layer groups as its configuration and the model's first layer say.
+
+    Raises UnsharedDrafterError for drafters and models whose layers cannot be derived.
+    """
+    speculation = vllm_config.speculative_config
     assert speculation is not None
     if speculation.method in _UNSTAGED:
         raise UnsharedDrafterError(f"with pipeline parallelism {_UNSTAGED[speculation.method]}")
@@ -130,26 +157,9 @@ def _of_last_stage(
     # Of some MTP families vLLM counts the model's layers here, or none.
     num_layers = _num_modules(draft) if is_mtp else int(draft.get_total_num_hidden_layers())
     start = num_own_layers(vllm_config)
-    places = [(start + i,) for i in range(num_layers)]
-    lookaheads = _lookaheads(vllm_config, places)
+    lookaheads = _lookaheads(vllm_config, [(start + i,) for i in range(num_layers)])
     names = [f"layers.{number}" for (number,) in lookaheads]
-    derived = _grouped(vllm_config, lookaheads, [(0, spec, names)])
-    here: list[tuple[tuple[str, int], ...]] = [()] * len(derived)
-    stage = parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size
-    if stage == parallel.pipeline_parallel_size - 1:
-        try:
-            own = _of_layers(vllm_config, kv_cache_config, named)
-        except ConfigError as error:
-            raise OtherDrafterError(str(error)) from error
-        if [_told_by(each) for each in own] != [_told_by(each) for each in derived]:
-            raise OtherDrafterError(
-                "the last pipeline stage has other layers of it than its configuration says"
-            )
-        here = [each.layers for each in own]
-    return tuple(
-        replace(each, layers=layers, last_stage=tuple(place_of(name) for name, _ in each.layers))
-        for each, layers in zip(derived, here, strict=True)
-    )
+    return _grouped(vllm_config, lookaheads, [(0, spec, names)])
 
 
 def _told_by(layer_group: RankLayerGroup) -> tuple[object, ...]:
