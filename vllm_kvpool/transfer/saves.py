@@ -433,10 +433,7 @@ class SaveManager:
         is_kept: bool = False,
     ) -> None:
         """Note the end of a slab: the tier that has it, or whether host memory keeps it."""
-        if isinstance(outcome, tuple):
-            save.outcomes.update(outcome)
-        else:
-            save.outcomes[outcome] += slab.num_cells
+        save.outcomes.update(each_of(outcome, slab.num_cells))
         if tier is not None:
             save.tiers.add(tier)
         elif slab.stored and not slab.kind.is_optional:  # without optional ones a chunk is whole
