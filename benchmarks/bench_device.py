@@ -11,8 +11,9 @@ Llama 3 8B: 32 layers, 8 heads of 128, 16 bits, chunks of 256 tokens; one of 1 M
   that holds the interpreter's lock for most of the time, as a model does that launches layers; and
   while a step of 50 ms is fenced every 50 ms (`steps`), with what it waits for the step before its
   plan left out.
-* Processor time of Python for each MiB, by threads, over a device that takes no time; beside a
-  store too, whose calls and checksums see 64 bytes a cell.
+* Processor time of Python for each MiB, by threads, over a device that takes no time and does no
+  work, so that the simulation is not counted; beside a store too, whose calls and checksums see 64
+  bytes a cell.
 * Time from a plan to its first copy, and the batches of a GiB.
 """
 
@@ -64,6 +65,7 @@ from vllm_kvpool.transfer.ops import (
     JobPages,
     LoadDone,
     LoadPlan,
+    OpKind,
     Outcome,
     Report,
     SaveDone,
@@ -106,7 +108,6 @@ FIRST_MS, BATCHES = 1.0, 16
 class Link:
     """One direction of the simulated link: until when it is busy, and its first copy."""
 
-    takes_time: bool
     free_at: float = 0.0
     num_bytes: int = 0
     first_at: float | None = None
@@ -124,7 +125,7 @@ class Link:
         self.num_bytes += nbytes
         loss_s = LIST_COPY_LOSS_S if len(copies) > 1 else COPY_LOSS_S
         seconds = nbytes / LINK_BYTES_S + len(copies) * loss_s
-        self.free_at = max(now, start, self.free_at) + self.takes_time * seconds
+        self.free_at = max(now, start, self.free_at) + seconds
         return self.free_at
 
 
@@ -157,23 +158,24 @@ class SimulatedStream:
         self.ready_at = max(self.ready_at, event.at)
 
     def copy(self, copies: Int64s) -> None:
-        if copies[0, 2] < BLOCK_BYTES:  # a table, which shares the link and is not counted
-            return
         streams = self.streams
+        if not streams.takes_time or copies[0, 2] < BLOCK_BYTES:
+            return  # nothing to time, or a table, which shares the link and is not counted
         is_upload = copies[0, 0] in streams.device_addresses
         link = streams.to_device if is_upload else streams.to_host
         self.ready_at = link.carry(self.ready_at, copies)
 
     def launch(self, runs: RunTable, num_programs: int, *args: Any, is_gather: bool) -> None:
-        self.ready_at = max(self.ready_at, time.perf_counter()) + self.streams.kernel_s
+        if self.streams.takes_time:
+            self.ready_at = max(self.ready_at, time.perf_counter()) + KERNEL_S
 
 
 class SimulatedStreams:
     """A device that takes the time of its link, or none."""
 
     def __init__(self, *, takes_time: bool) -> None:
-        self.to_device, self.to_host = Link(takes_time), Link(takes_time)
-        self.kernel_s = KERNEL_S if takes_time else 0.0
+        self.to_device, self.to_host = Link(), Link()
+        self.takes_time = takes_time
         self.model_until = 0.0  # when the model's stream has done what it was given
         self.device_addresses = DeviceAddresses()
 
@@ -226,8 +228,12 @@ class HeadersOnly:
         self._memory = map_buffer(num_slots * self._each)
 
     def buffers(self, slots: Sequence[Slot], sizes: Sequence[int]) -> list[Buffer]:
-        address, view, step = self._memory.address, self._memory.view, self._each
-        return [Buffer(address + s * step, view[s * step : (s + 1) * step]) for s in slots]
+        address, step, views = self._memory.address, self._each, self.views(slots, sizes)
+        return [Buffer(address + s * step, view) for s, view in zip(slots, views, strict=True)]
+
+    def views(self, slots: Sequence[Slot], sizes: Sequence[int]) -> list[memoryview]:
+        view, step = self._memory.view, self._each
+        return [view[s * step : (s + 1) * step] for s in slots]
 
     def payload_addresses(self, slots: Sequence[Slot]) -> Int64s:
         return np.array(slots, np.int64) * SLOT_BYTES + HEADER_BYTES
@@ -307,7 +313,7 @@ class Rig:
             verify_checksum=True,
             registry=self.registry,
         )
-        self.batches: Counter[str] = Counter()
+        self.batches: Counter[OpKind] = Counter()
         copy_bytes = copy_batch_bytes(device, STAGING_CELLS * SLOT_BYTES)
         lanes = lanes_of(tiers, copy_bytes, copiers[0].num_threads)
         engine = Engine(
@@ -323,7 +329,7 @@ class Rig:
         )
 
         def perform(batch: Batch) -> Sequence[Outcome]:
-            self.batches[batch.lane.kind.value] += 1
+            self.batches[batch.lane.kind] += 1
             return runner.perform(batch)
 
         threads = {lane: threads for lane, (threads, _) in lanes.items()}
@@ -522,7 +528,7 @@ def costs(repeats: int) -> list[Row]:
         stored = save(rig, COST_TOKENS)
         for is_save in (False, True):
             spent: list[dict[str, float]] = []
-            counted: list[Counter[str]] = []
+            counted: list[Counter[OpKind]] = []
             for _ in range(repeats):
                 hashes = new_hashes(COST_TOKENS) if is_save else stored
                 plan = rig.request(COST_TOKENS, is_save, hashes)
@@ -539,7 +545,7 @@ def costs(repeats: int) -> list[Row]:
                     "engine us a MiB": 1e6 * best["engine"] / mib,
                     "lanes us a MiB": 1e6 * best["lanes"] / mib,
                     "together us a MiB": 1e6 * sum(best.values()) / mib,
-                    "batches": counted[-1]["gather" if is_save else "scatter"],
+                    "batches": counted[-1][OpKind.GATHER if is_save else OpKind.SCATTER],
                 }
             )
         rig.close()

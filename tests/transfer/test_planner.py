@@ -725,3 +725,24 @@ def test_a_slab_is_loaded_whole_if_any_of_its_groups_needs_the_chunk(needed: int
         (0, needed),
         *((1, 0), (1, 1)),
     ]
+
+
+class CountedTable(tuple[int, ...]):
+    """A block table that counts how often it is searched."""
+
+    searches = 0
+
+    def __contains__(self, block: object) -> bool:
+        self.searches += 1
+        return super().__contains__(block)
+
+
+def test_save_of_many_parts_searches_its_block_table_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search takes as long as the table, and a long prompt has as many parts as chunks."""
+    monkeypatch.setattr("vllm_kvpool.transfer.planner.PART_BYTES", 1)
+    plan = save_plan()
+    [pages] = plan.pages
+    table = CountedTable(pages.block_ids)
+    job = planner().begin_save(replace(plan, pages=(pages._replace(block_ids=table),)))
+    assert len(list(job.rest)) == len(plan.hashes) - 1 > 0
+    assert table.searches == 1

@@ -118,9 +118,15 @@ class Arena:
 
     def buffers(self, slots: Sequence[Slot], sizes: Sequence[int]) -> list[Buffer]:
         """Return the first bytes of slots, as many of each as `sizes` says."""
-        address, view, step = self.whole.address, self.whole.view, self.slot_bytes
+        address, step = self.whole.address, self.slot_bytes
+        numbered = zip(slots, self.views(slots, sizes), strict=True)
+        return [Buffer(address + slot * step, view) for slot, view in numbered]
+
+    def views(self, slots: Sequence[Slot], sizes: Sequence[int]) -> list[memoryview]:
+        """Return the views of `buffers`, without their addresses."""
+        view, step = self.whole.view, self.slot_bytes
         return [
-            Buffer(address + slot * step, view[slot * step : slot * step + nbytes])
+            view[slot * step : slot * step + nbytes]
             for slot, nbytes in zip(slots, sizes, strict=True)
         ]
 

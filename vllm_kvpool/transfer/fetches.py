@@ -264,5 +264,6 @@ def _narrow(op: Op, cells: Sequence[int]) -> None:
     """Let a fetch move these cells of its slab alone."""
     fetch: Fetch = op.what
     slab = fetch.slab
-    fetch.cells = None if len(cells) == slab.num_cells else cells
-    op.size, op.nbytes = len(cells), sum([slab.sizes[cell] for cell in cells])
+    is_whole = len(cells) == slab.num_cells
+    fetch.cells, op.size = None if is_whole else cells, len(cells)
+    op.nbytes = slab.nbytes if is_whole else sum([slab.sizes[cell] for cell in cells])

@@ -61,7 +61,7 @@ class CacheEntry:
     @property
     def num_cells(self) -> int:
         """Number of the slab's cells, each in one slot."""
-        return self.slab.num_cells
+        return len(self.slab.sizes)
 
     @property
     def is_awaited(self) -> bool:
@@ -361,8 +361,8 @@ class HostCache:
 
         It is the slab of the tenant with the most cells among those with such slabs.
         """
-        tenants = sorted(self._clean, key=lambda each: -self.num_cells[each])
-        for tenant in tenants:
+        while self._clean:
+            tenant = max(self._clean, key=self.num_cells.__getitem__)
             if (entry := self._pop(self._clean[tenant], dirty=False)) is not None:
                 return entry
             del self._clean[tenant]

@@ -12,7 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, count, pairwise
+from operator import not_
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -211,11 +212,11 @@ class BatchRunner:
                 pass  # a put writes the header of its encrypted copy
             case OpKind.SEAL:
                 for part in parts:
-                    for key, buffer in zip(part.cell_keys(), self._buffers(part), strict=True):
-                        write_header(buffer.view, key_digest(key))
+                    for key, cell in zip(part.cell_keys(), self._views(part), strict=True):
+                        write_header(cell, key_digest(key))
             case OpKind.CHECK:
                 return [
-                    outcome_of(list(map(self._check, part.cell_keys(), self._buffers(part))))
+                    outcome_of(list(map(self._check, part.cell_keys(), self._views(part))))
                     for part in parts
                 ]
             case OpKind.GATHER:
@@ -226,7 +227,7 @@ class BatchRunner:
         return [CellOutcome.DONE] * len(batch.ops)
 
     def _get(self, store: Store, parts: Sequence[Part]) -> list[Outcome]:
-        got = store.get(_keys_of(parts), [each for part in parts for each in self._buffers(part)])
+        got = store.get(_keys_of(parts), self._buffers(parts))
         if got.count(GetOutcome.OK) == len(got):
             return [CellOutcome.DONE] * len(parts)
         wrong_size = got.count(GetOutcome.WRONG_SIZE)
@@ -236,22 +237,20 @@ class BatchRunner:
 
     def _put(self, tier: int, parts: Sequence[Part]) -> list[Outcome]:
         store, keys = self.stores[tier], _keys_of(parts)
-        buffers = [each for part in parts for each in self._buffers(part)]
-        chunks = [part.slab.chunk for part in parts for _ in range(part.num_cells)]
+        chunks = [chunk for part in parts for chunk in [part.slab.chunk] * part.num_cells]
         present = store.exists(keys)
+        if any(present):
+            self._pin(store, list(compress(keys, present)), list(compress(chunks, present)))
         outcomes = [CellOutcome.EXISTED] * len(keys)
-        absent = [i for i, there in enumerate(present) if not there]
-        if len(absent) < len(keys):
-            there = [i for i, each in enumerate(present) if each]
-            self._pin(store, [keys[i] for i in there], [chunks[i] for i in there])
-        if absent:
+        if not all(present):
             put = store.put if self.encrypted is None else partial(self.encrypted.put, tier)
+            absent, buffers = list(map(not_, present)), self._buffers(parts)
             stored = put(
-                [keys[i] for i in absent],
-                [buffers[i] for i in absent],
-                [chunks[i] for i in absent],
+                list(compress(keys, absent)),
+                list(compress(buffers, absent)),
+                list(compress(chunks, absent)),
             )
-            for i, outcome in zip(absent, stored, strict=True):
+            for i, outcome in zip(compress(count(), absent), stored, strict=True):
                 outcomes[i] = _PUT[outcome]
         return _by_part(outcomes, parts)
 
@@ -265,19 +264,23 @@ class BatchRunner:
             for until_ns, keys in pinned.items():
                 store.pin(keys, until_ns)
 
-    def _check(self, key: str, buffer: Buffer) -> CellOutcome:
+    def _check(self, key: str, cell: memoryview) -> CellOutcome:
         if self.encrypted is None:
-            fault = verify(buffer.view, key_digest(key), checksum=self.verify_checksum)
+            fault = verify(cell, key_digest(key), checksum=self.verify_checksum)
         else:
-            fault = self.encrypted.decrypt(key, buffer.view)
+            fault = self.encrypted.decrypt(key, cell)
         if fault is None:
             return CellOutcome.DONE
         self.registry.add("kvpool_failures", kind=f"cell_{fault.value}")
         # A cell of a key that this engine lacks is no damage: others may read it.
         return CellOutcome.MISSING if fault is CellFault.UNKNOWN_KEY else CellOutcome.CORRUPT
 
-    def _buffers(self, part: Part) -> Sequence[Buffer]:
-        return self.arena.buffers(part.slots, part.sizes())
+    def _buffers(self, parts: Sequence[Part]) -> list[Buffer]:
+        buffers = self.arena.buffers
+        return [each for part in parts for each in buffers(part.slots, part.sizes())]
+
+    def _views(self, part: Part) -> list[memoryview]:
+        return self.arena.views(part.slots, part.sizes())
 
     def _clear_heads(self, parts: Sequence[Part]) -> None:
         """Fill slots with zeros whose first rows are of tokens before the prompt.
@@ -286,9 +289,8 @@ class BatchRunner:
         """
         for part in parts:
             if part.slab.kind.cells[0].lookahead and not part.slab.chunk.position:
-                for buffer in self._buffers(part):
-                    view = buffer.view[HEADER_BYTES:]
-                    view[:] = bytes(len(view))
+                for cell in self._views(part):
+                    cell[HEADER_BYTES:] = bytes(len(cell) - HEADER_BYTES)
 
     def _moves(self, parts: Sequence[Part]) -> list[SlabMove]:
         moves: list[SlabMove] = []
@@ -335,14 +337,16 @@ class BatchRunner:
     def _count(self, batch: Batch, outcomes: Sequence[Outcome], start: float, end: float) -> None:
         kind, tier = batch.lane
         tier_name = NO_STORE.get(tier) or self.names[tier]
-        nbytes, counts = batch.nbytes, Counter({CellOutcome.DONE: batch.num_cells})
+        nbytes = batch.nbytes
+        counts: Mapping[CellOutcome, int] = {CellOutcome.DONE: batch.num_cells}
         if kind is OpKind.FENCE:  # it has no cells
             counts = Counter(map(worst_of, outcomes))
         elif outcomes.count(CellOutcome.DONE) < len(batch.parts):
-            nbytes, counts = 0, Counter()
+            found: Counter[CellOutcome] = Counter()
+            nbytes, counts = 0, found
             for part, outcome in zip(batch.parts, outcomes, strict=True):
                 each = each_of(outcome, part.num_cells)
-                counts.update(each)
+                found.update(each)
                 done = zip(part.sizes(), each, strict=True)
                 nbytes += sum(size for size, one in done if one is CellOutcome.DONE)
         metrics = self._metrics.get(batch.lane)

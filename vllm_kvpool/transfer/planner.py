@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self
 
 from vllm_kvpool.identity.keys import KeyMaker, Namespace, around_hash, of_drafter
 from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell, ReplicaRank
@@ -25,9 +25,6 @@ from vllm_kvpool.transfer.ops import (
 
 PART_BYTES = 64 << 20  # of a plan's slabs that are named at a time: 1.2 ms of a GPU's link
 VERSIONS_KEPT = 4  # saves planned before the weights change still carry the version before
-
-
-P = TypeVar("P", LoadPlan, SavePlan)
 
 
 class _NamedSlab(NamedTuple):
@@ -76,15 +73,19 @@ class _Names(NamedTuple):
         before: Sequence[bytes] = (),
         tenant: str = "",
         retention: Retention = NO_RETENTION,
+        part: slice = slice(None),
     ) -> Iterator[tuple[int, str, list[ChunkRef]]]:
         """Yield each chunk's index, its hash in hexadecimal, and its references.
 
-        There is a reference for each layer group.
+        There is a reference for each layer group. `part` says of which of `hashes`.
         """
         is_plain = not tenant and retention == NO_RETENTION
-        every = [chunk_hash.hex() for chunk_hash in (*before, *hashes)]
-        for place in range(len(before), len(every)):
-            index = first + place - len(before)
+        start, stop, _ = part.indices(len(hashes))
+        most_before = max((max(group.steps) for group in self.layer_groups), default=0)
+        num_before = min(len(before) + start, most_before)
+        from_place = len(before) + start - num_before
+        every = [each.hex() for each in (*before, *hashes)[from_place : len(before) + stop]]
+        for place, index in enumerate(range(first + start, first + stop), num_before):
             refs = [layer_group.ref(every, place, index) for layer_group in self.layer_groups]
             if not is_plain:
                 refs = [ref._replace(tenant=tenant, retention=retention) for ref in refs]
@@ -145,111 +146,106 @@ class Planner:
     def begin_load(self, plan: LoadPlan) -> LoadJob:
         """Return the job of a plan with its first slabs; the engine asks for the others."""
         # The slabs of a layered load are sorted over the whole plan.
-        parts = [plan] if plan.layered else self._parts(plan)
-        rest = (self.load(part).slabs for part in parts[1:])
-        first = self.load(parts[0]).slabs
-        return LoadJob(plan, first, self.load_timeout_s, rest=rest if parts[1:] else NO_SLABS)
+        return self.load(plan, is_cut=not plan.layered)
 
     def begin_save(self, plan: SavePlan) -> SaveJob:
         """Return the job of a plan with its first slabs, as `begin_load`."""
         # How far a prompt is stored is counted over all slabs of its plan.
-        parts = [plan] if plan.topic else self._parts(plan)
-        rest = (self.save(part).slabs for part in parts[1:])
-        return SaveJob(plan, self.save(parts[0]).slabs, rest=rest if parts[1:] else NO_SLABS)
+        return self.save(plan, is_cut=not plan.topic)
 
-    def _parts(self, plan: P) -> list[P]:
-        """Cut a plan into plans of `PART_BYTES` each, or of a chunk."""
+    def _parts(self, plan: LoadPlan | SavePlan, *, is_cut: bool) -> list[slice]:
+        """Return the places of a plan's chunks, cut into parts of `PART_BYTES` each, or a chunk."""
         num_chunks = len(plan.hashes)
         step = -(-PART_BYTES // max(1, sum(map(self._cell_bytes, self.cells))))
-        if num_chunks <= step:
-            return [plan]
-        names = self._with_weights(plan.weights_version)
-        num_before = max(max(group.steps) for group in names.layer_groups)
-        every = (*plan.before, *plan.hashes)
-        parts = []
-        for start in range(0, num_chunks, step):
-            place = len(plan.before) + start
-            parts.append(
-                replace(
-                    plan,
-                    first_chunk=plan.first_chunk + start,
-                    hashes=plan.hashes[start : start + step],
-                    before=every[max(0, place - num_before) : place],
-                    end_tokens=plan.end_tokens if start + step >= num_chunks else 0,
-                )
-            )
-        return parts
+        if not is_cut or num_chunks <= step:
+            return [slice(0, num_chunks)]
+        return [slice(start, start + step) for start in range(0, num_chunks, step)]
 
-    def load(self, plan: LoadPlan) -> LoadJob:
+    def load(self, plan: LoadPlan, *, is_cut: bool = False) -> LoadJob:
         """Return this rank's slabs of the plan's chunks that a KV cache group needs.
 
         In the order of chunks; of a layered plan, in the order in which the model reads layers.
         """
+        parts = self._parts(plan, is_cut=is_cut)
+        named = self._load(plan, parts)
+        first, rest = next(named), named if parts[1:] else NO_SLABS
+        return LoadJob(plan, first, self.load_timeout_s, rest=rest)
+
+    def _load(self, plan: LoadPlan, parts: Sequence[slice]) -> Iterator[tuple[Slab, ...]]:
+        """Yield the slabs of each part of a plan."""
         pages = self._local(plan.pages)
         names = self._with_weights(plan.weights_version)
-        slabs: list[Slab] = []
         tokens = self.local_chunk_tokens
-        for chunk, chunk_hex, refs in names.chunks(
-            plan.hashes, plan.first_chunk, plan.before, plan.tenant
-        ):
-            end_tokens = plan.end_tokens if chunk == plan.stop_chunk - 1 else 0
-            for named in names.slabs:
-                start = chunk * tokens - named.cell.lookahead
-                stop = start + tokens
-                if any(
-                    start < pages[group].token_stop and stop > pages[group].token_start
-                    for group in named.groups
-                ):
-                    fetcher = named.fetchers[chunk % len(named.fetchers)]
-                    slabs.append(
-                        self._slab(named, chunk_hex, refs, pages, end_tokens, fetcher=fetcher)
-                    )
-        if plan.layered:
-            slabs.sort(key=lambda slab: slab.kind.first_layer)
-        return LoadJob(plan, tuple(slabs), self.load_timeout_s)
+        for part in parts:
+            slabs: list[Slab] = []
+            for chunk, chunk_hex, refs in names.chunks(
+                plan.hashes, plan.first_chunk, plan.before, plan.tenant, part=part
+            ):
+                end_tokens = plan.end_tokens if chunk == plan.stop_chunk - 1 else 0
+                for named in names.slabs:
+                    start = chunk * tokens - named.cell.lookahead
+                    stop = start + tokens
+                    if any(
+                        start < pages[group].token_stop and stop > pages[group].token_start
+                        for group in named.groups
+                    ):
+                        fetcher = named.fetchers[chunk % len(named.fetchers)]
+                        slabs.append(
+                            self._slab(named, chunk_hex, refs, pages, end_tokens, fetcher=fetcher)
+                        )
+            if plan.layered:
+                slabs.sort(key=lambda slab: slab.kind.first_layer)
+            yield tuple(slabs)
 
-    def save(self, plan: SavePlan) -> SaveJob:
+    def save(self, plan: SavePlan, *, is_cut: bool = False) -> SaveJob:
         """Return this rank's slabs of the chunks that it stores or keeps, without those with gaps.
 
         A slab of recurrent states is whole if every KV cache group of its layers has a page. A
         drafter's slab is whole if its chunk is before the plan's `draft_stop`. For a hand-over a
         slab with gaps has no pages: host memory may have it.
         """
+        parts = self._parts(plan, is_cut=is_cut)
+        named = self._save(plan, parts)
+        return SaveJob(plan, next(named), rest=named if parts[1:] else NO_SLABS)
+
+    def _save(self, plan: SavePlan, parts: Sequence[slice]) -> Iterator[tuple[Slab, ...]]:
+        """Yield the slabs of each part of a plan."""
         pages = self._local(plan.pages)
         has_gaps = [NULL_BLOCK in each.block_ids for each in pages]
         names = self._with_weights(plan.weights_version)
-        slabs = []
-        for chunk, chunk_hex, refs in names.chunks(
-            plan.hashes, plan.first_chunk, plan.before, plan.tenant, plan.retention
-        ):
-            for named in names.slabs:
-                cell = named.cell
-                if cell.is_state is not plan.is_state:
-                    continue
-                if cell.is_draft and plan.draft_stop is not None and chunk >= plan.draft_stop:
-                    continue
-                stored = cell.writes_chunk(chunk)
-                keeps = self.keeps_all and named.fetchers[chunk % len(named.fetchers)] is None
-                if not (stored or keeps):
-                    continue
-                own = pages
-                if plan.is_state:
-                    if not all(pages[group].block_ids for group in named.groups):
+        for part in parts:
+            slabs = []
+            for chunk, chunk_hex, refs in names.chunks(
+                *(plan.hashes, plan.first_chunk, plan.before, plan.tenant, plan.retention), part
+            ):
+                for named in names.slabs:
+                    cell = named.cell
+                    if cell.is_state is not plan.is_state:
                         continue
-                elif pages and any(
-                    has_gaps[group]
-                    and not self._is_whole(
-                        cell, chunk, pages[group], self.block_sizes[group], plan.end_tokens
+                    if cell.is_draft and plan.draft_stop is not None and chunk >= plan.draft_stop:
+                        continue
+                    stored = cell.writes_chunk(chunk)
+                    keeps = self.keeps_all and named.fetchers[chunk % len(named.fetchers)] is None
+                    if not (stored or keeps):
+                        continue
+                    own = pages
+                    if plan.is_state:
+                        if not all(pages[group].block_ids for group in named.groups):
+                            continue
+                    elif pages and any(
+                        has_gaps[group]
+                        and not self._is_whole(
+                            cell, chunk, pages[group], self.block_sizes[group], plan.end_tokens
+                        )
+                        for group in named.groups
+                    ):
+                        if not plan.topic:
+                            continue
+                        own = ()
+                    slabs.append(
+                        self._slab(named, chunk_hex, refs, own, plan.end_tokens, stored=stored)
                     )
-                    for group in named.groups
-                ):
-                    if not plan.topic:
-                        continue
-                    own = ()
-                slabs.append(
-                    self._slab(named, chunk_hex, refs, own, plan.end_tokens, stored=stored)
-                )
-        return SaveJob(plan, tuple(slabs))
+            yield tuple(slabs)
 
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
         """Return this rank's slabs of the plan's chunks that it fetches.

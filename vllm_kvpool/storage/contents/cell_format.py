@@ -14,7 +14,7 @@ import struct
 from enum import Enum
 from typing import Any, NamedTuple
 
-import xxhash
+from xxhash import xxh3_64_intdigest as _checksum_of
 
 from vllm_kvpool.identity.keys import KEY_DIGEST_BYTES
 
@@ -24,7 +24,8 @@ HEADER_BYTES = 64
 
 _FIELDS = struct.Struct(f"<8sHHIQ{KEY_DIGEST_BYTES}sQ")
 _HEADER_CHECKSUM = struct.Struct("<Q")
-assert _FIELDS.size + _HEADER_CHECKSUM.size <= HEADER_BYTES
+_HEADER = struct.Struct(f"<{_FIELDS.size}sQ{HEADER_BYTES - _FIELDS.size - 8}x")
+assert _HEADER.size == HEADER_BYTES
 
 ENCRYPTED_MAGIC = b"KVPOOLE1"
 ENCRYPTED_VERSION = 1
@@ -54,13 +55,11 @@ def write_header(cell: memoryview, key_digest: bytes) -> None:
 
 def _header_of(payload: memoryview, key_digest: bytes) -> bytes:
     """Return the header of a cell with this payload."""
-    checksum = xxhash.xxh3_64_intdigest(payload)
+    checksum = _checksum_of(payload)
     fields = _FIELDS.pack(
-        *(MAGIC, FORMAT_VERSION, HEADER_BYTES, 0, payload.nbytes, key_digest, checksum)
+        MAGIC, FORMAT_VERSION, HEADER_BYTES, 0, payload.nbytes, key_digest, checksum
     )
-    return (fields + _HEADER_CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))).ljust(
-        HEADER_BYTES, b"\0"
-    )
+    return _HEADER.pack(fields, _checksum_of(fields))
 
 
 def _fields_of(
@@ -74,7 +73,7 @@ def _fields_of(
     if found_magic != magic:
         return CellFault.MAGIC
     (header_sum,) = _HEADER_CHECKSUM.unpack_from(cell, layout.size)
-    if xxhash.xxh3_64_intdigest(fields) != header_sum:
+    if _checksum_of(fields) != header_sum:
         return CellFault.HEADER_CHECKSUM
     if found_version != version or header_bytes != HEADER_BYTES:
         return CellFault.VERSION
@@ -97,7 +96,7 @@ def verify(cell: memoryview, key_digest: bytes, *, checksum: bool) -> CellFault 
         return CellFault.LENGTH
     if stored_digest != key_digest:
         return CellFault.KEY
-    if checksum and xxhash.xxh3_64_intdigest(cell[HEADER_BYTES:]) != payload_sum:
+    if checksum and _checksum_of(cell[HEADER_BYTES:]) != payload_sum:
         return CellFault.CHECKSUM
     return None
 
@@ -120,7 +119,7 @@ class EncryptedHeader(NamedTuple):
     def write(self, cell: memoryview, tag: bytes) -> None:
         """Write the header in front of the encrypted payload that already lies in `cell`."""
         fields = self.pack()
-        checksum = _HEADER_CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+        checksum = _HEADER_CHECKSUM.pack(_checksum_of(fields))
         cell[:HEADER_BYTES] = fields + checksum + tag
 
 
