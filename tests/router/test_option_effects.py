@@ -5,23 +5,22 @@ made from a file, and what comes of them with the option and without. Each other
 in `SHOWN` that fails if the option is ignored; `make mutations` ignores each of them once.
 """
 
-import asyncio
-import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 import pytest
 
 from tests.router.scripts import take
-from tests.support.player import player
-from tests.support.router_rig import QUICK, RouterRig, quick_router
+from tests.support.router_rig import FAST, QUICK, SERVING, RouterRig, quick_router
 from tests.support.router_steps import Steps, spec
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_spec import Fault, FaultKind
+from tests.support.server_process import free_ports
 from tests.support.waiting import until
 from vllm_kvpool.router.config import (
-    FrontConfig,
     ReplicaConfig,
     RouterConfig,
     TenantConfig,
@@ -29,11 +28,10 @@ from vllm_kvpool.router.config import (
     read_config,
 )
 from vllm_kvpool.router.control.events import Added
+from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.settings import Section
 from vllm_kvpool.router.control.states import ReplicaId, State
-from vllm_kvpool.router.run import Router
 
-ROOT = Path(__file__).parents[2]
 ENGINE = {"url": "http://a:1", "role": "both"}
 NAME = ReplicaId("engine")
 SHORT_S, LONG_S = 0.05, 3600.0
@@ -166,3 +164,210 @@ def test_controller_decides_by_an_option_of_its_file(option: str, is_set: bool) 
     steps = controller_with({**beside, option: row.value} if is_set else beside, row.spares)
     for step in [*row.steps.split("; "), row.with_option if is_set else row.without]:
         take(steps, step)
+
+
+# Options of the other parts
+
+
+@asynccontextmanager
+async def watching(
+    engine: str, health: dict[str, Any], **replica: Any
+) -> AsyncIterator[Callable[[], Replica]]:
+    """Run a router over one engine, and yield a function that returns its replica."""
+    file = {name: dict(section) for name, section in QUICK.items()}
+    file["health"] |= health
+    replicas = [{"url": engine, "role": "both", "id": NAME, **replica}]
+    router = quick_router(read_config({**file, "replicas": replicas}))
+    await router.start()
+    try:
+        yield lambda: router.controller.state.fleet[NAME]
+    finally:
+        await router.stop()
+
+
+HUNG = ("/health", "/metrics")
+LIMITS = {
+    "timeout_s": ({"timeout_s": SHORT_S, "failures": 1}, {"timeout_s": LONG_S, "failures": 1}),
+    "failures": (
+        {"timeout_s": SHORT_S, "failures": 1},
+        {"timeout_s": SHORT_S, "failures": 1_000_000},
+    ),
+}
+
+
+@pytest.mark.parametrize("option", LIMITS)
+async def test_engine_that_hangs_has_failed_after_the_limits_of_its_file(option: str) -> None:
+    engine = ScriptedEngine(FAST, None)
+    await engine.start()
+    hasty, patient = LIMITS[option]
+    try:
+        async with watching(engine.url, hasty) as ours, watching(engine.url, patient) as others:
+            for each in (ours, others):
+                await until(lambda each=each: each().state in SERVING)  # type: ignore[misc]
+            engine.fail(Fault(kind=FaultKind.HANG, paths=HUNG))
+            await until(lambda: ours().state is State.FAILED)
+            assert others().state in SERVING
+    finally:
+        await engine.stop()
+
+
+async def test_engine_is_measured_as_often_as_the_file_says() -> None:
+    engine = ScriptedEngine(FAST, None)
+    await engine.start()
+    try:
+        async with (
+            watching(engine.url, {"every_s": SHORT_S}) as often,
+            watching(engine.url, {"every_s": LONG_S}) as seldom,
+        ):
+            await until(lambda: often().sampled_at and seldom().sampled_at)
+            first = [each().sampled_at for each in (often, seldom)]
+            await until(lambda: often().sampled_at != first[0])
+            assert seldom().sampled_at == first[1]
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("option", "replica"),
+    [
+        ("load_timeout_s", {}),
+        ("command_timeout_s", {"start": ["sleep", "60"], "stop": ["true"]}),
+    ],
+)
+async def test_load_ends_after_the_limits_of_its_file(option: str, replica: dict[str, Any]) -> None:
+    """No engine listens at the port."""
+    url = f"http://127.0.0.1:{free_ports(1)[0]}"
+    async with (
+        watching(url, {option: SHORT_S}, **replica) as hasty,
+        watching(url, {option: LONG_S}, **replica) as patient,
+    ):
+        await until(lambda: hasty().state is State.FAILED)
+        assert patient().state is not State.FAILED
+
+
+async def test_router_listens_where_its_file_says_and_takes_the_files_token_and_names(
+    tmp_path: Path,
+) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("of the file")
+    token_file.chmod(0o600)
+    front, admin = free_ports(2)
+    for given, token in (
+        ({"token": "given"}, "given"),
+        ({"token_file": str(token_file)}, "of the file"),
+    ):
+        options = {"listen": f"127.0.0.1:{admin}", "hosts": ["router.svc"], **given}
+        async with RouterRig(0, 1, front={"listen": f"127.0.0.1:{front}"}, admin=options) as rig:
+            for host, key, status in (
+                ("router.svc", token, 200),
+                ("other.svc", token, 403),
+                ("router.svc", "wrong", 401),
+            ):
+                headers = {"Host": host, "Authorization": f"Bearer {key}"}
+                url = f"http://127.0.0.1:{admin}/state"
+                async with rig.session.get(url, headers=headers) as answer:
+                    assert answer.status == status
+            async with rig.session.get(f"http://127.0.0.1:{front}/health") as answer:
+                assert answer.status == 200
+
+
+SHOWN_BY = """
+test_option_effects.py
+    test_router_listens_where_its_file_says_and_takes_the_files_token_and_names
+        front.listen admin.listen admin.token admin.token_file admin.hosts
+    test_engine_is_measured_as_often_as_the_file_says
+        health.every_s replicas.url replicas.id
+    test_engine_that_hangs_has_failed_after_the_limits_of_its_file
+        health.timeout_s health.failures
+    test_load_ends_after_the_limits_of_its_file
+        health.load_timeout_s health.command_timeout_s
+test_tenants.py
+    test_clients_are_answered_as_their_keys_allow
+        front.keys_file tenants.key tenants.models tenants.max_running api_key
+    test_tenants_are_kept_apart_by_salts_that_they_cannot_name
+        front.salt_file
+    test_engines_are_told_whose_request_it_is
+        tenants.name
+    test_rate_is_a_bucket_that_fills
+        tenants.requests_per_s tenants.burst
+test_server.py
+    test_a_body_at_the_limit_is_served_and_one_beyond_it_is_not
+        front.max_body_bytes
+    test_a_second_request_must_come_in_time_too
+        front.read_timeout_s
+    test_all_bodies_together_are_bounded
+        front.max_bodies_bytes
+    test_more_connections_than_allowed_are_closed
+        front.max_connections
+test_run.py
+    test_who_waits_longer_than_allowed_is_refused
+        front.max_wait_s
+    test_requests_that_do_not_end_hold_up_no_stop
+        front.shutdown_timeout_s
+test_failover.py
+    test_whatever_happens_to_one_decode_engine
+        front.engine_timeout_s
+    test_whatever_happens_to_a_prefill_engine
+        front.answer_timeout_s
+test_request_handler.py
+    test_a_client_that_reads_nothing_is_let_go_and_its_engine_is_not_blamed
+        front.client_timeout_s
+    test_clients_steer_engines_where_they_are_trusted
+        front.trust_clients
+    test_a_long_prompt_is_computed_by_one_engine_and_decoded_by_another
+        replicas.role
+test_request_log.py
+    test_a_line_says_who_answered_how_soon_and_how_much
+        front.access_log
+test_tracing.py
+    test_a_request_is_a_span_between_its_client_and_its_engines
+        front.otlp_traces_endpoint
+test_origins.py
+    test_router_takes_its_own_names
+        front.hosts
+test_handovers.py
+    test_engines_without_a_common_store_stop_waiting_for_each_other
+        front.expect_timeout_ms
+test_discovery.py
+    test_a_file_is_watched_and_one_that_is_wrong_changes_nothing
+        discovery.file
+    test_each_address_of_a_name_is_an_engine
+        discovery.prefill_dns discovery.decode_dns
+test_start_stop.py
+    test_engine_is_started_when_it_dies_or_hangs_and_ended_when_it_is_removed
+        replicas.start replicas.stop
+"""
+"""For each test that fails if an option is ignored: its file, its name and its options."""
+
+
+def tests_by_option() -> dict[str, str]:
+    """Return the test that shows each option of `SHOWN_BY`."""
+    found: dict[str, str] = {}
+    file = test = ""
+    for line in SHOWN_BY.strip().splitlines():
+        if not line.startswith(" "):
+            file = line
+        elif not line.startswith(8 * " "):
+            test = f"tests/router/{file}::{line.strip()}"
+        else:
+            found |= dict.fromkeys(line.split(), test)
+    return found
+
+
+SHOWN = tests_by_option()
+
+
+def options() -> Iterator[tuple[str, type[Section], str]]:
+    """Yield each option of the file and of the keys' file, with its section and name."""
+    kinds = dict(get_type_hints(RouterConfig))
+    kinds |= {"replicas": ReplicaConfig, "tenants": TenantConfig}
+    for name, kind in kinds.items():
+        if issubclass(kind, Section):
+            yield from ((f"{name}.{each}", kind, each) for each in kind.__struct_fields__)
+        else:
+            yield name, RouterConfig, name
+
+
+def test_every_option_of_the_file_has_a_row_or_names_a_test() -> None:
+    assert {name for name, *_ in options()} == DECISIONS.keys() | SHOWN.keys()
+    assert not DECISIONS.keys() & SHOWN.keys()
