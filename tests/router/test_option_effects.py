@@ -288,7 +288,7 @@ test_tenants.py
         front.salt_file
     test_engines_are_told_whose_request_it_is
         tenants.name
-    test_rate_is_a_bucket_that_fills
+    test_clients_wait_as_the_rate_in_the_file_of_keys_says
         tenants.requests_per_s tenants.burst
 test_server.py
     test_a_body_at_the_limit_is_served_and_one_beyond_it_is_not
@@ -340,7 +340,7 @@ test_start_stop.py
 """For each test that fails if an option is ignored: its file, its name and its options."""
 
 
-def tests_by_option() -> dict[str, str]:
+def shown_options() -> dict[str, str]:
     """Return the test that shows each option of `SHOWN_BY`."""
     found: dict[str, str] = {}
     file = test = ""
@@ -354,7 +354,7 @@ def tests_by_option() -> dict[str, str]:
     return found
 
 
-SHOWN = tests_by_option()
+SHOWN = shown_options()
 
 
 def options() -> Iterator[tuple[str, type[Section], str]]:
