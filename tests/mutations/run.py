@@ -3,9 +3,9 @@
     python -m tests.mutations.run [--json PATH] [NAME ...]
 
 `mutations.toml` lists each error: a file, a piece of code that occurs there once, its replacement,
-and the tests to run. A copy of the tree gets the replacement. An error is caught if a test fails or
-does not end in time, and survives if all pass. Without names all run. The exit status is 1 unless
-all are caught.
+and the tests to run. Errors by which the router ignores an option of its file follow the table's. A
+copy of the tree gets the replacement. An error is caught if a test fails or does not end in time,
+and survives if all pass. Without names all run. The exit status is 1 unless all are caught.
 """
 
 import argparse
@@ -17,8 +17,13 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec.structs import fields
+
+from tests.router.test_option_effects import SHOWN, options
 
 ROOT = Path(__file__).parent.parent.parent
 TABLE = Path(__file__).parent / "mutations.toml"
@@ -48,9 +53,23 @@ class Mutation(NamedTuple):
 
 
 def read_mutations() -> list[Mutation]:
-    """Return the table's mutations, in its order."""
+    """Return the table's mutations, in its order, and one for each option of the router's file."""
     table = tomllib.loads(TABLE.read_text())
-    return [Mutation(**each) for each in table["mutation"]]
+    return [*(Mutation(**each) for each in table["mutation"]), *_ignored_options()]
+
+
+def _ignored_options() -> Iterator[Mutation]:
+    """Yield errors by which an option of the router's file has no effect but its default."""
+    line = "    return kind(**found) if found.keys() >= set(required) else None"
+    for option, kind, name in options():
+        is_required = any(each.name == name and each.required for each in fields(kind))
+        if option in SHOWN and not is_required:
+            dropped = (
+                f'    if kind.__name__ == "{kind.__name__}":\n        found.pop("{name}", None)\n'
+            )
+            title = f"the router's option {option} has no effect"
+            file = "vllm_kvpool/router/config.py"
+            yield Mutation(title, file, line, dropped + line, SHOWN[option])
 
 
 def outcome_of(mutation: Mutation) -> str:

@@ -59,7 +59,7 @@ class Example(NamedTuple):
         for line in self.lines:
             for step in [] if _is_with(line) else unrolled(line):
                 try:
-                    _take(steps, step)
+                    take(steps, step)
                 except Exception as error:
                     error.add_note(f"{self.name}: {step}")
                     raise
@@ -120,7 +120,7 @@ def _made(options: dict[str, Any]) -> Steps:
     return Steps(settings, planner=planner, overload=overload, spares=spares)
 
 
-def _take(steps: Steps, step: str) -> None:
+def take(steps: Steps, step: str) -> None:
     step, _, expected = step.partition(" -> ")
     verb, _, rest = step.partition(" ")
     if verb == "assert":

@@ -135,6 +135,20 @@ def test_seconds_of_work_begin_with_the_first_prompt_after_a_pause() -> None:
     assert (replica.work.prefill_since, replica.work.transfer_since) == (9.0, 10.0)
 
 
+def test_times_of_a_start_are_its_own_if_no_request_waits_beside_it() -> None:
+    work = Replica(spec("x"), state=State.PREFILL).work
+    first, second, third = (ActiveRequest(1, is_handed=each) for each in (False, True, True))
+    work.begin_decode(RequestId("a"), first, 9.0)
+    assert (work.alone, work.transfer_since) == (first, 0.0)
+    work.begin_decode(RequestId("b"), second, 10.0)
+    assert (work.alone, work.transfer_since) == (None, 10.0)
+    for name in "ab":
+        work.end_decode(RequestId(name), 11.0)
+    work.measured(Sample(waiting=2))
+    work.begin_decode(RequestId("c"), third, 13.0)
+    assert work.alone is None
+
+
 def test_fleet_version_changes_with_what_may_give_a_request_room() -> None:
     fleet = Fleet()
     versions = [fleet.version]

@@ -207,6 +207,14 @@ async def test_clients_are_answered_as_their_keys_allow(
     assert any(each.startswith("refused requests: 1 with 403") for each in caplog.messages)
 
 
+async def test_clients_wait_as_the_rate_in_the_file_of_keys_says(tmp_path: Path) -> None:
+    entry = f"{ENTRY}requests_per_s = 0.001\nburst = 2.0\n"
+    front = {"keys_file": write_secret(tmp_path / "keys.toml", entry)}
+    async with RouterRig(0, 1, front=front) as rig:
+        replies = [await rig.ask("POST", COMPLETIONS, ASK, bearer(KEY)) for _ in range(3)]
+    assert [reply.status for reply in replies] == [200, 200, 429]
+
+
 SECRET = b"s" * 44
 
 
