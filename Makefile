@@ -45,7 +45,7 @@ export VENV OLDER OLDER_VLLM ASCEND ASCEND_VENV TRITON_VENV TOOLS_VENV
 # Or each of many processes compiles the package and its tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo up test test-fast test-push test-deploy test-matrix test-ascend test-triton fuzz gpu-test gpu-test-engines soak mutations check dist \
+.PHONY: help setup environments demo up test test-fast test-push test-deploy test-matrix test-ascend test-triton fuzz gpu-test gpu-test-engines soak mutations check dist \
 	docs bench format clean
 
 help:
@@ -54,6 +54,12 @@ help:
 ## make setup      the environment in .venv (all other targets see to it themselves)
 setup:
 	@scripts/setup.sh
+
+## make environments  those of test-triton, test-matrix and test-ascend, one after the other
+environments: setup
+	@scripts/setup-triton.sh
+	@VENV=$(OLDER) VLLM_VERSION=$(OLDER_VLLM) scripts/setup.sh
+	@scripts/setup-ascend.sh
 
 ## make demo       a conversation in two engines of different shape that share one pool, and what it
 ##                  saved; ARGS=--random for random weights

@@ -22,6 +22,10 @@ EXITS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DF
 """Signals that a shell's background and `nohup` ignore; commands that tests start would inherit it,
 and not end by the signals that tests send them."""
 
+# Tensors of tests are small, and a process has less than a core: threads of OpenMP would wait for
+# each other in every operator. torch reads the variable at its import, and so do child processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # What is imported and collected stays: to look for garbage in it took a tenth of that time.
 gc.disable()
 

@@ -45,10 +45,20 @@ def test_a_workflow_reads_only_and_ends_in_time(path: Path) -> None:
 
 
 def test_the_workflow_of_nights_runs_what_ci_runs() -> None:
+    """Each job of a night makes the environments that its target needs."""
     ran = (ROOT / ".ci" / "run").read_text()
     text = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
-    for command in re.findall(r"^make .+$", ran, re.MULTILINE):
-        assert f"run: {command}" in text
+    for line in re.findall(r"^make (.+)$", ran, re.MULTILINE):
+        words = [word for word in line.split() if not word.startswith("--")]
+        variables = [word for word in words if "=" in word]
+        for target in words:
+            if target not in (*variables, "environments"):
+                assert f"run: {' '.join(['make', target, *variables])}\n" in text
+
+
+def test_ci_runs_the_oldest_release_before_the_long_suite() -> None:
+    ran = (ROOT / ".ci" / "run").read_text()
+    assert ran.index("\nmake test-matrix ") < ran.index("\nmake test\n")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from vllm_kvpool.config import (
 )
 from vllm_kvpool.errors import ConfigError
 
-CALL_LIMIT_S = 2.0
+CALL_LIMIT_S = 2.0  # of processor time: a busy machine does not count
 MAX_MESSAGE_CHARS = 1000
 OPTIONS = sorted(f.name for f in fields(KVPoolConfig))
 LONG_TEXTS = [value for value in HOSTILE if isinstance(value, str)]
@@ -38,14 +38,14 @@ fast = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 @contextmanager
 def refused_or_fine() -> Iterator[None]:
-    start = time.monotonic()
+    start = time.thread_time()
     message = ""
     try:
         yield
     except ConfigError as error:
         message = str(error)
     assert len(message) < MAX_MESSAGE_CHARS
-    assert time.monotonic() - start < CALL_LIMIT_S
+    assert time.thread_time() - start < CALL_LIMIT_S
 
 
 def is_sound(config: KVPoolConfig) -> None:

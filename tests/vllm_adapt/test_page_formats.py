@@ -5,7 +5,6 @@ byte.
 """
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,15 +53,6 @@ CONTENTS = {
     "MLA nvfp4_ds_mla": Content(dtype=BYTES, key_dim=576, latent="nvfp4_ds_mla", slot_bytes=352),
 }
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread, which fills such small tensors faster."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
