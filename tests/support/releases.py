@@ -30,7 +30,7 @@ KV_EVENTS = {"0.23.0": False, "0.26.0": True}
 FEATURES_BY_RELEASE = {
     "KV events of the pool": KV_EVENTS,
     "loads of models with several KV cache groups": {"0.23.0": False, "0.30.0": True},
-    "recurrent states": {"0.23.0": False, "0.30.0": True},
+    "recurrent states": {"0.23.0": False, "0.29.0": True},
     "`layerwise`": LAYERWISE,
     "embeddings (`KVPoolECConnector`)": {"0.23.0": False, "0.32.0": True},
 }
