@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 RESET_WAIT_S = 5.0
 # In a step that an answer or an arrival ends at once.
 WATCHED_WAIT_S = 30.0
-# While a stream is loaded: its early end comes with a step. Each wait is as long as the time since a
-# chunk has landed, so the end is known after twice its time.
+# While a stream is loaded: its early end comes with a step. Each wait is as long as the time since
+# a chunk has landed, so the end is known after twice its time.
 STREAM_WAIT_MIN_S = 0.05
 STREAM_WAIT_S = 10.0
 # `match` is called for each request that waits. Python 3.11 is slow to look up members of an Enum.
