@@ -17,10 +17,12 @@ model has 8 layers, random weights and 16 KiB of KV a token.
   blocks of 256, with two ranks, which share the cores with prefill.
   With two ranks Linux can leave prefill's worker without a core for seconds: decode's engine core
   polls for its ranks with `sched_yield`.
-* A worker of vLLM polls for a second after each step, the pool's for 5 ms after a step that
+* A worker of vLLM polls for a second after each step; the pool's sleeps after a step that
   computes nothing. With `no spinning` the workers of both servers, of all ways, poll for 10 ms.
 * Prefill killed: all of its processes end right after its answer; `first token` is decode's, of one
   request, beside that of a prompt of the same length that decode computes alone.
+* The servers of a pair that has failed stand still: a request without an end keeps an engine
+  making steps, on the cores of the others.
 * NIXL (UCX, its own choice of transports) polls in a thread of each engine without a pause; here
   the thread pauses for 1 ms between two polls, and the servers are stopped while the other ways
   have their turn. vLLM would move all ranks to the machine's last core for NIXL: here each keeps

@@ -267,17 +267,19 @@ class Pair:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Let the servers run; those that poll stand still outside of it."""
+        """Let the servers run. Outside of a turn servers that poll stand still, and servers that
+        have failed, as a request without an end keeps an engine making steps.
+        """
         self._send_signal(signal.SIGCONT)
         try:
             yield
         finally:
-            self._send_signal(signal.SIGSTOP)
+            if self.way.polls or self.failure:
+                self._send_signal(signal.SIGSTOP)
 
     def _send_signal(self, number: signal.Signals) -> None:
-        if self.way.polls:
-            for each in (self.prefill, self.decode):
-                each.send_signal(number)
+        for each in (self.prefill, self.decode):
+            each.send_signal(number)
 
     def cpu_seconds(self) -> float:
         """Of both servers and their engines so far."""
@@ -347,8 +349,8 @@ def started(
                 made[-1].wait_ready()
         for way, each in zip(some, made, strict=True):
             each.wait_ready()
+            stack.callback(each.send_signal, signal.SIGCONT)
             if way.polls:
-                stack.callback(each.send_signal, signal.SIGCONT)
                 each.send_signal(signal.SIGSTOP)
         yield made
 

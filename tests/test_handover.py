@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -47,6 +48,9 @@ class Scripted:
 
     def kill(self) -> None:
         self.log.append((f"{self.name} is killed", {}))
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self.log.append((f"{self.name} {number.name}", {}))
 
 
 async def prefilled(request: web.Request) -> web.StreamResponse:
@@ -187,6 +191,22 @@ def test_a_decode_that_gives_no_token_is_said_not_to_finish(
 ) -> None:
     with pytest.raises(DidNotFinish, match=what):
         handed(pool_way(), decode, limit_s)
+
+
+@pytest.mark.parametrize(
+    ("way", "failure", "stands_still"),
+    [(pool_way, "", False), (pool_way, "no end", True), (nixl_way, "", True)],
+)
+def test_servers_that_poll_or_have_failed_stand_still_outside_their_turn(
+    way: Callable[[], Way], failure: str, stands_still: bool
+) -> None:
+    log: list[tuple[str, dict[str, Any]]] = []
+    both = [Scripted(name, log, silent) for name in ("prefill", "decode")]
+    pair = Pair(way(), *cast("Any", both))
+    with pair.turn():
+        pair.failure = failure
+    last = "SIGSTOP" if stands_still else "SIGCONT"
+    assert [name for name, _ in log[-2:]] == [f"prefill {last}", f"decode {last}"]
 
 
 def test_a_peer_that_is_not_installed_is_named_with_the_reason() -> None:

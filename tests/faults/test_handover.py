@@ -4,7 +4,9 @@ Both engines take their steps in this thread; the model checks every byte that d
 """
 
 import random
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -52,6 +54,7 @@ class Pair:
             replace(spec, tp=tp, max_batched_tokens=512, options=options), store, "decode"
         )
         self.decode.companions.append(self.prefill)
+        self.another_decode = partial(workshop.rig, self.decode.spec, store, "another")
 
     @property
     def notices(self) -> list[str]:
@@ -63,11 +66,14 @@ class Pair:
     ) -> tuple[str, str]:
         """Add the prompt to both engines at once. `hears`: decode knows prefill's endpoints."""
         prefilling = self.prefill.add(prompt, 1, hand_over=True)
+        return prefilling, self.expect(self.decode, prompt, timeout_ms=timeout_ms, hears=hears)
+
+    def expect(
+        self, decode: Rig, prompt: list[int], *, timeout_ms: int = 20_000, hears: bool = False
+    ) -> str:
+        """Add the prompt to a decode engine."""
         told = {"notices": self.notices} if hears else {}
-        decoding = self.decode.add(
-            prompt, expect_tokens=EVERYTHING, expect_timeout_ms=timeout_ms, **told
-        )
-        return prefilling, decoding
+        return decode.add(prompt, expect_tokens=EVERYTHING, expect_timeout_ms=timeout_ms, **told)
 
     def decode_steps(self, count: int) -> None:
         for _ in range(count):
@@ -282,13 +288,57 @@ def test_weights_that_change_while_decode_waits_end_its_load(
     pair.served(decoding)  # the model's weights are the same, whatever their version
 
 
-def test_two_engines_may_wait_for_one_prompt(workshop: Workshop) -> None:
+def test_two_requests_may_wait_for_one_prompt(workshop: Workshop) -> None:
     pair = Pair(workshop)
     _, first = pair.hand_over(PROMPT)
     second = pair.decode.add(PROMPT, expect_tokens=EVERYTHING, expect_timeout_ms=20_000)
     pair.decode.run(LIMIT_S)
     pair.decode.expect([first, second])
     pair.check()
+
+
+def test_two_engines_that_wait_for_one_prompt_both_load_it(workshop: Workshop) -> None:
+    pair = Pair(workshop)
+    other = pair.another_decode()
+    _, first = pair.hand_over(PROMPT, hears=True)
+    second = pair.expect(other, PROMPT, hears=True)
+    pair.decode.companions.append(other)
+    assert pair.served(first) == len(PROMPT) - 1
+    other.run(LIMIT_S)
+    other.expect([second])
+    other.settle()
+    check_nothing_leaked(other)
+    assert other.count("kvpool_hit_tokens") == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 5, 9])
+def test_decode_that_is_restarted_while_it_waits_loads_the_prompt_anew(
+    workshop: Workshop, steps: int
+) -> None:
+    pair = Pair(workshop)
+    pair.hand_over(PROMPT, hears=True)
+    pair.decode_steps(steps)
+    pair.decode.shutdown()
+    pair.decode = pair.another_decode()
+    pair.decode.companions.append(pair.prefill)
+    decoding = pair.expect(pair.decode, PROMPT, hears=True)
+    assert pair.served(decoding) == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("hears", [False, True])
+def test_preemption_while_a_prompt_is_handed_over_loses_time_alone(
+    workshop: Workshop, hears: bool
+) -> None:
+    for steps in range(8):
+        pair = Pair(workshop)
+        _, decoding = pair.hand_over(PROMPT, timeout_ms=400, hears=hears)
+        bystander = pair.decode.add(BYSTANDER, 8)
+        pair.decode_steps(steps)
+        pair.decode.drain()
+        with suppress(RuntimeError):  # its load, or a save, holds blocks
+            pair.decode.reset(running=True)
+        pair.served(decoding)
+        pair.decode.expect([bystander])
 
 
 def test_requests_beside_a_waiting_one_go_on(workshop: Workshop) -> None:

@@ -12,7 +12,6 @@ import math
 import platform
 import re
 import sys
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,8 +39,8 @@ defaults were compared and its namespaces were found equal (`tests/vllm_adapt/id
 _BUILD = re.compile(r"\+(cpu|cu|empty|precompiled|rocm|tpu|xpu)[\w.]*")  # what vLLM's setup.py adds
 
 MOST_FRAMES = 24
-POLL_S = 0.005
-"""A worker's poll after a step without work. ZeroMQ may drop the second of two wake-ups in 3 ms."""
+LOOK_S = 0.005
+"""A worker looks again after so long: ZeroMQ may drop the second of two wake-ups within 3 ms."""
 _WAIT_NAMES = ("last_read", "busy_loop_s", "poller")
 _A = TypeVar("_A")
 ENGINE = "EngineCore"  # vLLM's class of engines, whether or not in a process of their own
@@ -92,8 +91,8 @@ def polling_end() -> Callable[[], None]:
     """Return a call that lets the calling worker's process sleep until its next step.
 
     A worker of vLLM polls for a second after each step, whether or not it has computed anything.
-    After the call it polls for `POLL_S` and sleeps until it is woken. The next step starts a second
-    of polling again; the dummy passes of data parallelism are such steps. With vLLM's own extension
+    After the call it sleeps until it is woken. The next step starts a second of polling again; the
+    dummy passes of data parallelism are such steps. With vLLM's own extension
     (VLLM_USE_SPINLOOP_EXT) the worker polls for 0.1 s more.
 
     The call does nothing in an engine without worker processes. Nor does it in a release that lacks
@@ -105,33 +104,33 @@ def polling_end() -> Callable[[], None]:
         return lambda: None
     if not hasattr(shm_broadcast, "SHM_READER_RECHECK_INTERVAL_MS"):
         return lambda: None
-    reader.poller = _WakeUps(reader.poller)
+    wake_ups = reader.poller = _WakeUps(reader.poller)
 
     def end_polling() -> None:
-        last_read = time.monotonic() + POLL_S - reader.busy_loop_s
-        reader.last_read = min(reader.last_read, last_read)
+        reader.last_read = -math.inf
+        wake_ups.looks_soon = True
 
     return end_polling
 
 
 class _WakeUps:
-    """A wrapper of vLLM's poller, which looks again `POLL_S` after each wake-up of a worker.
+    """A wrapper of vLLM's poller, which looks again `LOOK_S` after a wake-up or an idle step.
 
     vLLM looks for a step before each wait. ZeroMQ may drop a step's wake-up in two cases. Either an
     earlier wake-up has not left the engine; it wakes the worker later. Or the engine has sent or
     dropped one in the last 3 ms, and the last one sent had not left then. The worker has taken that
-    one since and waits for `POLL_S`; the step is written by the end of this wait, and vLLM's next
+    one since and sleeps for `LOOK_S`; the step is written by the end of this sleep, and vLLM's next
     look finds it. No part of this depends on where a process is paused.
     """
 
     def __init__(self, poller: Any) -> None:
         self._poller = poller
-        self._is_woken = True
+        self.looks_soon = True
 
     def poll(self, timeout: int | None = None) -> Any:
         """Wait for wake-ups; return sockets and events as `zmq.Poller.poll`. `timeout`: in ms."""
-        found = self._poller.poll(int(1000 * POLL_S) if self._is_woken else timeout)
-        self._is_woken = bool(found)
+        found = self._poller.poll(int(1000 * LOOK_S) if self.looks_soon else timeout)
+        self.looks_soon = bool(found)
         return found
 
 
