@@ -19,6 +19,9 @@ declare -A TORCH_OF=([0.23.0]=2.11.0 [0.26.0]=2.11.0)
 TORCH_VERSION=${TORCH_OF[${VLLM_VERSION:-pinned}]:-2.13.0}+cpu
 PUBLIC_TORCH_INDEX=https://download.pytorch.org/whl/cpu
 HEARTBEAT_S=15
+# Whether pip compiles each module: worth it where many processes of tests import them. The demo imports few
+# modules, and compiling all is a third of pip's time. PIP_NO_COMPILE=1 would make pip compile.
+COMPILE=--compile
 STAMP=$VENV/.kvpool-setup
 STAMP_OF_ENGINES=$STAMP-engines
 REQUIREMENTS=(requirements/base.txt requirements/build.txt)
@@ -132,10 +135,9 @@ make_venv() {
     step "making $VENV with $("$python" --version)" "4 s" "$python" -m venv "$VENV"
 }
 
-# pip_install ARGUMENT...: installs exactly what is named. It compiles no modules: most are never imported,
-# and compiling was half of pip's time. The option is written out: PIP_NO_COMPILE=1 makes pip compile.
+# pip_install ARGUMENT...: installs exactly what is named.
 pip_install() {
-    "$VENV/bin/python" -m pip --disable-pip-version-check --no-input install -q --no-compile --no-deps "$@"
+    "$VENV/bin/python" -m pip --disable-pip-version-check --no-input install -q "$COMPILE" --no-deps "$@"
 }
 
 install_torch() {
@@ -184,6 +186,7 @@ main() {
         PACKAGE_OF_PROGRAM=()
         PACKAGE_OF=([libnuma.so.1]=libnuma1)
         stamp=$STAMP_OF_ENGINES
+        COMPILE=--no-compile
     else
         REQUIREMENTS+=(requirements/test.txt)
     fi

@@ -16,7 +16,9 @@ cat "$list" >"$RECORDS/list-$(basename "$list")"
 """
 
 
-def install_pinned(tmp_path: Path, *, names: list[str]) -> tuple[int, list[list[str]], list[str]]:
+def install_pinned(
+    tmp_path: Path, *, names: list[str], before: str = ""
+) -> tuple[int, list[list[str]], list[str]]:
     """Return the exit status, each list that pip was given, and the options of each call."""
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
@@ -25,7 +27,7 @@ def install_pinned(tmp_path: Path, *, names: list[str]) -> tuple[int, list[list[
     first, second = tmp_path / "first.txt", tmp_path / "second.txt"
     first.write_text("# A comment.\n" + "\n".join(names[:4]) + "\n")
     second.write_text("\n".join(names[4:]) + "\n")
-    script = f"source {ROOT}/scripts/setup.sh; install_pinned {first} {second}"
+    script = f"source {ROOT}/scripts/setup.sh; {before} install_pinned {first} {second}"
     status = subprocess.run(
         ["bash", "-c", script],
         env={"PATH": "/usr/bin:/bin", "VENV": str(tmp_path), "RECORDS": str(tmp_path)},
@@ -44,9 +46,11 @@ def test_pinned_requirements_are_divided_between_two_processes(tmp_path: Path) -
     assert len(options) == 2
 
 
-def test_install_compiles_no_modules_and_resolves_nothing(tmp_path: Path) -> None:
-    _, _, options = install_pinned(tmp_path, names=NAMES)
-    assert all({"--no-compile", "--no-deps"} <= set(call.split()) for call in options)
+@pytest.mark.parametrize("option", ["--compile", "--no-compile"])
+def test_install_compiles_as_told_and_resolves_nothing(tmp_path: Path, option: str) -> None:
+    before = "" if option == "--compile" else "COMPILE=--no-compile;"
+    _, _, options = install_pinned(tmp_path, names=NAMES, before=before)
+    assert all({option, "--no-deps"} <= set(call.split()) for call in options)
 
 
 @pytest.mark.parametrize("place", [0, 1, 6])
