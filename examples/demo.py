@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ QUESTIONS = (
 )
 SYSTEM = "Answer questions about this guide in one short sentence.\n\n"
 ANSWER_TOKENS = 24
-ENGINE_TIMEOUT_S = 600
+# Of an engine that prints nothing; a loaded machine starts one in minutes.
+ENGINE_SILENCE_S = 600.0
 # Float32 rounding differs between one rank and three; it must not decide between two tokens.
 LOGPROB_TOLERANCE = 2e-3
 # Of the model with random weights.
@@ -187,9 +189,7 @@ def run_engine(name: str, conversation: Conversation, scratch: Path) -> dict[str
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, text=True
         ) as process,
     ):
-        guard = threading.Timer(ENGINE_TIMEOUT_S, process.kill)
-        guard.start()
-        for line in process.stdout or ():
+        for line in lines_of(process, ENGINE_SILENCE_S):
             if line.startswith(ANSWER):
                 answer = json.loads(line.removeprefix(ANSWER))
                 question = conversation.questions[answer["turn"]]
@@ -198,11 +198,28 @@ def run_engine(name: str, conversation: Conversation, scratch: Path) -> dict[str
                 say("  " + line.removeprefix(PROGRESS).strip())
             else:
                 rest.write(line)
-        guard.cancel()
     if process.returncode != 0 or not answers.exists():
         sys.exit(f"the {name} failed:\n{log.read_text(errors='replace')[-4000:]}")
     result: dict[str, Any] = json.loads(answers.read_text())
     return result
+
+
+def lines_of(process: subprocess.Popen[str], silence_s: float) -> Iterator[str]:
+    """Yield each line that a process prints; kill the process after a silence of `silence_s`."""
+
+    def give_up() -> None:
+        say(f"  ended: the engine printed nothing for {silence_s:g} s")
+        process.kill()
+
+    assert process.stdout is not None
+    while True:
+        guard = threading.Timer(silence_s, give_up)
+        guard.start()
+        line = process.stdout.readline()
+        guard.cancel()
+        if not line:
+            return
+        yield line
 
 
 def engine_main(name: str, task_path: str, answers: str) -> None:

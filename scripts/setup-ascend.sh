@@ -48,7 +48,7 @@ make_venv
 # finds in every process.
 printf 'import site; site.addsitedir("%s")\n%s\n' "$(realpath "$(folder_of "$OF_VLLM")")" "$PWD/$DEVICE" \
     >"$(folder_of "$VENV")/kvpool_npu.pth"
-step "installing vLLM-Ascend $ASCEND and Mooncake for NPUs" "15 s" pip install -q --no-deps --require-hashes -r "$WHEEL"
+step "installing vLLM-Ascend $ASCEND and Mooncake for NPUs" "15 s" pip_install --require-hashes -r "$WHEEL"
 step "compiling the emulated device" "20 s" compile_device
 echo "$wanted" >"$STAMP"
 say "ready: $VENV"

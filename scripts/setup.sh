@@ -19,6 +19,9 @@ declare -A TORCH_OF=([0.23.0]=2.11.0 [0.26.0]=2.11.0)
 TORCH_VERSION=${TORCH_OF[${VLLM_VERSION:-pinned}]:-2.13.0}+cpu
 PUBLIC_TORCH_INDEX=https://download.pytorch.org/whl/cpu
 HEARTBEAT_S=15
+# Whether pip compiles each module: worth it where many processes of tests import them. The demo imports few
+# modules, and compiling all is a third of pip's time. PIP_NO_COMPILE=1 would make pip compile.
+COMPILE=--compile
 STAMP=$VENV/.kvpool-setup
 STAMP_OF_ENGINES=$STAMP-engines
 REQUIREMENTS=(requirements/base.txt requirements/build.txt)
@@ -132,9 +135,9 @@ make_venv() {
     step "making $VENV with $("$python" --version)" "4 s" "$python" -m venv "$VENV"
 }
 
-# Installs do not compile modules: most are never imported, and it is half of pip's time.
-pip() {
-    PIP_NO_COMPILE=1 "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"
+# pip_install ARGUMENT...: installs exactly what is named.
+pip_install() {
+    "$VENV/bin/python" -m pip --disable-pip-version-check --no-input install -q "$COMPILE" --no-deps "$@"
 }
 
 install_torch() {
@@ -143,20 +146,33 @@ install_torch() {
     [[ ${have%+*} != "$plain" ]] || return 0
     if [[ -z ${TORCH_INDEX:-} ]]; then
         # PyPI has no CPU builds, but pip here may be set up with a source that has.
-        if pip install -q --dry-run --no-deps "torch==$TORCH_VERSION" >"$LOG" 2>&1 </dev/null; then
-            step "$what" "20 s" pip install -q --no-deps "torch==$TORCH_VERSION"
+        if pip_install --dry-run "torch==$TORCH_VERSION" >"$LOG" 2>&1 </dev/null; then
+            step "$what" "20 s" pip_install "torch==$TORCH_VERSION"
             return
         fi
     fi
     if step "$what from ${TORCH_INDEX:-$PUBLIC_TORCH_INDEX}" "60 s" \
-        pip install -q --no-deps --index-url "${TORCH_INDEX:-$PUBLIC_TORCH_INDEX}" "torch==$TORCH_VERSION"; then
+        pip_install --index-url "${TORCH_INDEX:-$PUBLIC_TORCH_INDEX}" "torch==$TORCH_VERSION"; then
         return
     fi
     # The build that every package index has is for CUDA; it computes on CPUs, too, if it loads.
     command -v gcc >/dev/null || apt gcc || die "needs gcc to let the CUDA build of torch load; none found"
-    step "installing torch $plain, the CUDA build, instead" "60 s" pip install -q --no-deps "torch==$plain"
+    step "installing torch $plain, the CUDA build, instead" "60 s" pip_install "torch==$plain"
     step "letting it load without CUDA" "2 s" "$VENV/bin/python" scripts/stub_cuda.py \
         "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/torch"
+}
+
+# install_pinned FILE...: the requirements of the files, without what they require. pip installs a package
+# after the other, so two processes of pip install every other package each.
+install_pinned() {
+    local halves status=0
+    halves=$(mktemp -d)
+    grep -hv '^#' "$@" | awk -v halves="$halves" '{ print > (halves "/" NR % 2) }'
+    pip_install -r "$halves/0" &
+    pip_install -r "$halves/1" || status=$?
+    wait $! || status=$?
+    rm -rf "$halves"
+    return "$status"
 }
 
 install_hooks() {
@@ -170,6 +186,7 @@ main() {
         PACKAGE_OF_PROGRAM=()
         PACKAGE_OF=([libnuma.so.1]=libnuma1)
         stamp=$STAMP_OF_ENGINES
+        COMPILE=--no-compile
     else
         REQUIREMENTS+=(requirements/test.txt)
     fi
@@ -195,10 +212,10 @@ main() {
         cat requirements/older.txt >>"$BASE"
     fi
     REQUIREMENTS[0]=$BASE
-    step "installing the pinned requirements" "60 s" \
-        pip install -q --no-deps "${REQUIREMENTS[@]/#/-r}"
+    step "installing the pinned requirements" "40 s" \
+        install_pinned "${REQUIREMENTS[@]}"
     step "installing vllm-kvpool itself" "3 s" \
-        pip install -q --no-deps --no-build-isolation --editable .
+        pip_install --no-build-isolation --editable .
     echo "$wanted" >"$stamp"
     say "ready: $VENV"
 }
@@ -212,7 +229,7 @@ set_up() {
     say "setting up $VENV (a first time usually takes $2)"
     make_venv
     ${4:-:}
-    step "installing $3" "30 s" pip install -q --no-deps -r "requirements/$1.txt"
+    step "installing $3" "30 s" pip_install -r "requirements/$1.txt"
     echo "$wanted" >"$STAMP"
     say "ready: $VENV"
 }

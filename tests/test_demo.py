@@ -2,10 +2,13 @@
 
 import importlib.util
 import re
+import signal
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 from xml.etree import ElementTree
 
 import pytest
@@ -104,6 +107,44 @@ def test_the_labels_of_the_picture_stand_beside_the_bars_and_within_the_picture(
     if kept:
         told = " ".join(each.text or "" for each in texts)
         assert all(question in told for question in demo.QUESTIONS)
+
+
+class RecordedTimer:
+    """A timer that never fires and records how many of its kind were started and cancelled."""
+
+    calls: ClassVar[list[str]] = []
+
+    def __init__(self, _seconds: float, _function: Callable[[], None]) -> None:
+        pass
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def cancel(self) -> None:
+        self.calls.append("cancel")
+
+
+def test_limit_of_an_engine_begins_anew_with_each_line(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo.threading, "Timer", RecordedTimer)
+    RecordedTimer.calls.clear()
+    command = [sys.executable, "-c", "print(1, 2, 3, sep='\\n')"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert list(demo.lines_of(process, 1.0)) == ["1\n", "2\n", "3\n"]
+    assert RecordedTimer.calls == ["start", "cancel"] * 4
+
+
+def test_engine_that_prints_nothing_is_killed_and_the_reason_is_printed(
+    demo: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert list(demo.lines_of(process, 0.1)) == []
+    assert process.returncode == -signal.SIGKILL
+    assert "the engine printed nothing for 0.1 s" in capsys.readouterr().out
 
 
 def test_a_model_that_cannot_be_installed_is_said_to_be_unavailable(

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvpool.config import read_config
+from vllm_kvpool.config import KVPoolConfig, read_config
 from vllm_kvpool.router.config import RouterConfig, load_config
 from vllm_kvpool.storage.tiers import parse_tiers
 
-FOLDER = Path(__file__).parent.parent / "examples" / "06_mooncake_hosts"
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "examples" / "06_mooncake_hosts"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
 PROGRAMS = ("KVPOOL", "MOONCAKE_MASTER", "VLLM")
 TIMEOUT_S = 30
@@ -78,11 +79,28 @@ def test_the_master_listens_where_engines_look(
     environment: dict[str, str], values: dict[str, str]
 ) -> None:
     host, port = values["MASTER_HOST"], values["MASTER_PORT"]
-    assert started("master.sh", environment=environment) == [
+    assert started("master.sh", environment=environment)[:2] == [
         f"--rpc_address={host}",
         f"--rpc_port={port}",
     ]
     assert values["STORE"].startswith(f"mooncake://{host}:{port}?")
+
+
+# Files that start a master, by the way they write its command.
+MASTERS = [
+    "configs/helm/kvpool/templates/mooncake-master.yaml",
+    "configs/kubernetes/10-mooncake-master.yaml",
+    "configs/systemd/mooncake-master.service",
+    "examples/03_mooncake/README.md",
+    "examples/06_mooncake_hosts/master.sh",
+]
+
+
+@pytest.mark.parametrize("path", MASTERS)
+def test_lease_of_a_started_master_outlasts_a_store_call(path: str) -> None:
+    """A call counts as hung after `call_timeout_s`; until then its cells are not evicted."""
+    (lease_ms,) = re.findall(r"--default_kv_lease_ttl=(\d+)", (ROOT / path).read_text())
+    assert int(lease_ms) > KVPoolConfig().call_timeout_s * 1e3
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

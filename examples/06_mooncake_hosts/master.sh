@@ -3,4 +3,6 @@
 set -euo pipefail
 # shellcheck source=hosts.env
 . "$(dirname "${BASH_SOURCE[0]}")/hosts.env"
-exec "$MOONCAKE_MASTER" --rpc_address="$MASTER_HOST" --rpc_port="$MASTER_PORT"
+# Milliseconds; must outlast a transfer.
+exec "$MOONCAKE_MASTER" --rpc_address="$MASTER_HOST" --rpc_port="$MASTER_PORT" \
+    --default_kv_lease_ttl=11000

