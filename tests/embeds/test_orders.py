@@ -39,7 +39,7 @@ ORDERS: list[Message] = [
     Forget("image"),
     Push("image", ("tcp://127.0.0.1:1",)),
     WeightsChanged(MAX_VERSION, "forged"),
-    Heartbeat(),
+    Heartbeat(answer=True),  # the engine's own scheduler sends others
 ]
 
 
