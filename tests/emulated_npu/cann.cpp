@@ -5,8 +5,9 @@
 // if the runtime has allocated it, and an engine registers nothing else. Of its own memory it reads
 // and writes registered memory alone; a peer's is not checked. An engine listens under its name on an
 // abstract socket, so a peer finds the process by the socket's credentials, and the kernel copies
-// between both.
+// between both. The engine also listens at its name's port: Mooncake takes a port that is free.
 
+#include <netinet/in.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -179,7 +180,7 @@ class AdxlEngine {
 
    private:
     struct State {
-        int listening = -1;
+        int listening = -1, at_port = -1;
         std::map<std::string, pid_t> peers;
         Ranges registered;
     };
@@ -200,6 +201,17 @@ struct Address {
     const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&name); }
 };
 
+// Return a socket that listens at the port of `host:port`; -1 if the port is taken.
+int listening_at_port_of(const std::string& engine) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(std::atoi(engine.c_str() + engine.rfind(':') + 1));
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (!bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) && !listen(fd, 1)) return fd;
+    close(fd);
+    return -1;
+}
+
 }  // namespace
 
 AdxlEngine::AdxlEngine() : state(new State) {}
@@ -210,13 +222,17 @@ Status AdxlEngine::Initialize(const AscendString& name, const std::map<AscendStr
     Address own(name.text());
     state->listening = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (bind(state->listening, own.get(), own.size) || listen(state->listening, 4096)) return FAILED;
+    state->at_port = listening_at_port_of(name.text());
+    if (state->at_port < 0) return FAILED;
     prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY);
     return SUCCESS;
 }
 
 void AdxlEngine::Finalize() {
-    if (state->listening >= 0) close(state->listening);
-    state->listening = -1;
+    for (int* fd : {&state->listening, &state->at_port}) {
+        if (*fd >= 0) close(*fd);
+        *fd = -1;
+    }
 }
 
 Status AdxlEngine::RegisterMem(const MemDesc& memory, MemType type, void*& handle) {
