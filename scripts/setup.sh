@@ -49,15 +49,17 @@ die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 LOG=$(mktemp)
 BASE=$(mktemp)
 CHILD=
-trap 'rm -f "$LOG" "$BASE"; [[ -z $CHILD ]] || kill "$CHILD" 2>/dev/null || true' EXIT
+trap 'rm -f "$LOG" "$BASE"; [[ -z $CHILD ]] || kill -- "-$CHILD" 2>/dev/null || true' EXIT
 
 # step WHAT USUAL_TIME COMMAND...: runs it quietly, with a sign of life, and shows its end if it fails.
 step() {
     local what=$1 usual=$2 began=$SECONDS ticks=0
     shift 2
     say "$what (usually $usual)"
+    set -m  # a process group of its own: an interrupted step ends with all its processes
     "$@" >"$LOG" 2>&1 </dev/null &
     CHILD=$!
+    set +m
     while kill -0 "$CHILD" 2>/dev/null; do
         sleep 0.2
         ticks=$((ticks + 1))
@@ -194,6 +196,7 @@ main() {
         exit 0
     fi
     say "setting up $VENV (a first time usually takes 2 minutes)"
+    rm -f "$STAMP" "$STAMP_OF_ENGINES"  # of other requirements; a step that fails leaves a mixture
     local -a missing
     mapfile -t missing < <(missing_packages)
     if ((${#missing[@]})); then
@@ -227,6 +230,7 @@ set_up() {
     wanted=$(cat "requirements/$1.txt" scripts/setup.sh "scripts/setup-$1.sh" | sha256sum | cut -d' ' -f1)
     [[ ! -x $VENV/bin/python || ! -f $STAMP || $(<"$STAMP") != "$wanted" ]] || exit 0
     say "setting up $VENV (a first time usually takes $2)"
+    rm -f "$STAMP"
     make_venv
     ${4:-:}
     step "installing $3" "30 s" pip_install -r "requirements/$1.txt"
