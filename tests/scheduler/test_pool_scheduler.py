@@ -135,7 +135,7 @@ stream is followed the less, the longer its chunks are fetched
     # A load may end early, which the engine hears of in a step.
     engine; stored 1; add a expect_tokens=64 expect_timeout_ms=60000; admit a -> 64
     step -> load a 0-64 landed 1; watch; sees_arrivals; step; wait 0.8; step; wait 60; step
-    waited stream_min 0.8 stream
+    waited stream_min 0.2 stream
 first step without work waits
     engine; block exists; add a; worked; watch; sees_arrivals; poll a -> pending; step
     waited lookup

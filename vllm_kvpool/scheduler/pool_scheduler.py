@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 RESET_WAIT_S = 5.0
 # In a step that an answer or an arrival ends at once.
 WATCHED_WAIT_S = 30.0
-# While a stream is loaded: its early end comes with a step. Each wait is as long as the time since
-# a chunk has landed, so the end is known after twice its time.
+# While a stream is loaded: its early end comes with a step. The wait is a quarter of
+# the time since a chunk has landed.
 STREAM_WAIT_MIN_S = 0.05
 STREAM_WAIT_S = 10.0
 # `match` is called for each request that waits. Python 3.11 is slow to look up members of an Enum.
@@ -636,7 +636,7 @@ class PoolScheduler:
         wait_s = WATCHED_WAIT_S
         if self._loads.streaming:
             since_landed_s = self._clock() - self._landed_at
-            wait_s = min(STREAM_WAIT_S, max(STREAM_WAIT_MIN_S, since_landed_s))
+            wait_s = min(STREAM_WAIT_S, max(STREAM_WAIT_MIN_S, since_landed_s / 4))
         has_arrivals = self._has_arrivals
         while self._service.wait(self._until_deadline(wait_s), has_arrivals):
             if has_arrivals() or self._take_answers():
