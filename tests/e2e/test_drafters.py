@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.e2e.conftest import EngineShelf
+from tests.e2e.conftest import RELEASE, EngineShelf
 from tests.e2e.engine import Completion, Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens, unpooled
 from tests.support.drafters import (
@@ -24,6 +24,7 @@ from tests.support.drafters import (
     speculation,
 )
 from tests.support.models import make_model
+from tests.support.releases import DRAWN_DRAFTS, since
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -269,6 +270,7 @@ def test_a_lost_cell_of_a_drafter_shortens_hits_only_where_they_are_required(
 
 
 @EACH
+@pytest.mark.skipif(not since(DRAWN_DRAFTS, RELEASE), reason="not on CPUs")
 def test_drafts_behind_a_lost_cell_are_drawn_from_finite_probabilities(
     drafter: Drafter, models: Path, tmp_path: Path, store: str, engines: EngineShelf
 ) -> None:
