@@ -16,6 +16,7 @@ from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.runners import RUNNERS
 from tests.faults.workshop import WITH_STATES, WITH_WINDOWS, Workshop
 from tests.support.faults import Fault
+from tests.support.waiting import wait_until
 from vllm_kvpool.handover.producer import NoticePlace, NoticeServer
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.metrics import MetricsRegistry
@@ -389,6 +390,39 @@ def test_requests_beside_a_waiting_one_go_on(workshop: Workshop) -> None:
     pair.decode.run(LIMIT_S)
     pair.decode.expect([waiting, bystander])
     pair.check()
+
+
+@pytest.mark.parametrize("asks_early", [False, True])
+def test_news_takes_effect_in_the_next_step_of_a_busy_engine(
+    workshop: Workshop, asks_early: bool
+) -> None:
+    """The first step after the answer, or the last chunk, starts the load or fetches the chunk. The
+    load ends before the second step, which reports it. The third step computes the last token."""
+    pair = Pair(workshop)
+    decode, prefill = pair.decode, pair.prefill
+    decode.companions.clear()
+    bystander = decode.add(BYSTANDER, 200)
+    decode.run(LIMIT_S, until=lambda: bool(decode.answers[bystander].tokens))
+    prefill.add(PROMPT, 1, hand_over=True)
+    if asks_early:
+        decoding = pair.expect(decode, PROMPT)
+        prefill.run(LIMIT_S, until=lambda: prefill.num_steps == 3)
+        decode.run(LIMIT_S, until=lambda: decode.pool.load_of(decoding) is not None)
+    prefill.run(LIMIT_S)
+    prefill.settle()
+    if not asks_early:
+        decoding = pair.expect(decode, PROMPT)
+    results = decode.pool._service._results
+    wait_until(lambda: bool(results) and results[-1].is_final)
+    decode.step()
+    for _ in range(2):
+        assert not decode.answers[decoding].tokens
+        wait_until(lambda: all(each.idle for each in decode.executors))
+        decode.step()
+    assert decode.answers[decoding].tokens
+    assert not decode.answers[bystander].ended
+    decode.abort(bystander)
+    assert pair.served(decoding) == len(PROMPT) - 1
 
 
 def test_prompt_in_the_engine_itself_is_not_waited_for(workshop: Workshop) -> None:
