@@ -397,7 +397,8 @@ def test_news_takes_effect_in_the_next_step_of_a_busy_engine(
     workshop: Workshop, asks_early: bool
 ) -> None:
     """The first step after the answer, or the last chunk, starts the load or fetches the chunk. The
-    load ends before the second step, which reports it. The third step computes the last token."""
+    load ends before the second step, which reports it at the latest. The third step computes the
+    last token."""
     pair = Pair(workshop)
     decode, prefill = pair.decode, pair.prefill
     decode.companions.clear()
@@ -416,7 +417,6 @@ def test_news_takes_effect_in_the_next_step_of_a_busy_engine(
     wait_until(lambda: bool(results) and results[-1].is_final)
     decode.step()
     for _ in range(2):
-        assert not decode.answers[decoding].tokens
         wait_until(lambda: all(each.idle for each in decode.executors))
         decode.step()
     assert decode.answers[decoding].tokens
