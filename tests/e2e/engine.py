@@ -180,6 +180,18 @@ class Engine:
         (count,) = set(self._call("images_encoded", None, CALL_TIMEOUT_S))
         return int(count)
 
+    def watch_drafts(self, loaded: int) -> None:
+        """Fill the drafter's pages with NaN, and count what it draws.
+
+        The next request loads so many tokens; of the engine's own cache it has none.
+        """
+        self._call("watch_drafts", loaded, CALL_TIMEOUT_S)
+
+    def draft_probabilities(self) -> dict[str, int]:
+        """Return the drafts that vLLM has drawn since: of finite probabilities, and others."""
+        (counts,) = self._call("draft_probabilities", None, CALL_TIMEOUT_S)
+        return dict(counts)
+
     def reset_pool(self) -> bool:
         """Forget the engine's own cache and its namespace of the pool."""
         return bool(self._call("reset_pool", None, CALL_TIMEOUT_S))

@@ -33,6 +33,8 @@ class Child:
             "reset_encoder_cache": lambda _: self.llm.llm_engine.reset_encoder_cache(),
             "watch_encoder": lambda raises: self.watch_encoder(raises),
             "images_encoded": lambda _: self.unnoticed(_images_encoded),
+            "watch_drafts": lambda loaded: self.unnoticed(_watch_drafts, loaded),
+            "draft_probabilities": lambda _: self.unnoticed(_draft_probabilities),
             "reset_pool": lambda _: self.llm.reset_prefix_cache(reset_connector=True),
             "metrics": lambda _: self.metrics(),
             "by_label": lambda asked: self.by_label(*asked),
@@ -151,14 +153,13 @@ def _sampling(prompt: dict[str, Any]) -> Any:
 
     params = {name: prompt[name] for name in TRANSFER_PARAMS if prompt[name] is not None}
     return SamplingParams(
-        temperature=0.0,
         max_tokens=prompt["max_tokens"],
         # Random weights choose the end token at random; lengths must be what the test asked for.
         ignore_eos=True,
         detokenize=False,
         logprobs=prompt["logprobs"],
         extra_args=params or None,
-        **prompt["sampling"],
+        **{"temperature": 0.0, **prompt["sampling"]},
     )
 
 
@@ -214,6 +215,46 @@ def _watch_encoder(worker: Any, raises: bool) -> None:
 
 def _images_encoded(worker: Any) -> int:
     return int(worker.get_model().images_encoded)
+
+
+def _watch_drafts(worker: Any, loaded: int) -> None:
+    """Fill the drafter's pages with NaN, and watch the probabilities from which it draws.
+
+    From the first draft on, only the pages of the request's first `loaded` tokens may have NaN:
+    vLLM's attention on CPUs reads rows behind a request's last one.
+    """
+    runner, drafter = worker.model_runner, worker.model_runner.drafter
+    layers = runner.compilation_config.static_forward_context
+    pages = [layers[name].kv_cache for name in drafter._draft_attn_layer_names]
+    take, propose = drafter.take_last_draft_probs, drafter.propose
+    counts = {"finite": 0, "other": 0}
+
+    def watched_propose(**inputs: Any) -> Any:
+        table = inputs["common_attn_metadata"].block_table_tensor[0]
+        kept = table[: loaded // runner.cache_config.block_size].tolist()
+        for each in pages:
+            for block, rows in enumerate(each):
+                if block not in kept:
+                    rows.nan_to_num_()
+        drafter.propose = propose
+        return propose(**inputs)
+
+    def watched_take() -> Any:
+        drawn = take()
+        if drawn is not None:
+            finite = int(drawn.isfinite().all(dim=-1).sum())
+            counts["finite"] += finite
+            counts["other"] += drawn[..., 0].numel() - finite
+        return drawn
+
+    for each in pages:
+        each.fill_(float("nan"))
+    drafter.propose, drafter.take_last_draft_probs = watched_propose, watched_take
+    drafter.probabilities = counts
+
+
+def _draft_probabilities(worker: Any) -> dict[str, int]:
+    return dict(worker.model_runner.drafter.probabilities)
 
 
 # Ways of changing weights. Those that hand tensors to the model itself take norms alone: linear

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.e2e.conftest import EngineShelf
+from tests.e2e.conftest import RELEASE, EngineShelf
 from tests.e2e.engine import Completion, Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens, unpooled
 from tests.support.drafters import (
@@ -24,6 +24,7 @@ from tests.support.drafters import (
     speculation,
 )
 from tests.support.models import make_model
+from tests.support.releases import DRAWN_DRAFTS, since
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -64,7 +65,8 @@ class Drafter:
         if self.method == "eagle":
             drafter = make_eagle(models, SHAPE)
         options = {"chunk_tokens": CHUNK, **more.pop("options", {})}
-        llm = {"speculative_config": speculation(self.method, drafter, self.num_tokens)}
+        drafts = more.pop("drafts", {})
+        llm = {"speculative_config": speculation(self.method, drafter, self.num_tokens, **drafts)}
         return EngineSpec(
             model=model,
             kv_transfer_config=pool(store, **options),
@@ -135,6 +137,7 @@ def until_stored(directory: Path, drafter: Drafter, chunks: int) -> None:
 EACH = pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
 OTHERS = EAGLE3 | MODULES
 ALL = pytest.mark.parametrize("drafter", (DRAFTERS | OTHERS).values(), ids=DRAFTERS | OTHERS)
+DRAWN = {"draft_sample_method": "probabilistic"}
 LONG = 128  # tokens of a block of the other engine
 
 
@@ -264,6 +267,26 @@ def test_a_lost_cell_of_a_drafter_shortens_hits_only_where_they_are_required(
     else:
         assert again.cached_tokens <= hit - CHUNK
         assert missing == 0
+
+
+@EACH
+@pytest.mark.skipif(not since(DRAWN_DRAFTS, RELEASE), reason="not on CPUs")
+def test_drafts_behind_a_lost_cell_are_drawn_from_finite_probabilities(
+    drafter: Drafter, models: Path, tmp_path: Path, store: str, engines: EngineShelf
+) -> None:
+    """With NaN in a drafter's pages from before, and with a drafter that draws its drafts."""
+    sampled = replace(prompt(11), sampling={"temperature": 1.0})
+    engine = engines.get(drafter.spec(models, store, drafts=DRAWN))
+    engine.generate(sampled)
+    until_stored(tmp_path / "pool", drafter, PROMPT // CHUNK)
+    draft_cells(tmp_path / "pool")[0].unlink()
+    assert engine.reset_prefix_cache()
+    engine.watch_drafts(FOUND)
+    [loaded] = engine.generate(sampled)
+    assert loaded.cached_tokens == FOUND - drafter.lookahead
+    assert engine.by_label("vllm:kvpool_draft_tokens", "outcome")["missing"] > 0
+    drawn = engine.draft_probabilities()
+    assert drawn["other"] == 0 < drawn["finite"]
 
 
 @EACH

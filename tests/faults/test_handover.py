@@ -4,7 +4,7 @@ Both engines take their steps in this thread; the model checks every byte that d
 """
 
 import random
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -16,12 +16,17 @@ from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.runners import RUNNERS
 from tests.faults.workshop import WITH_STATES, WITH_WINDOWS, Workshop
 from tests.support.faults import Fault
+from tests.support.waiting import wait_until
+from vllm_kvpool.handover.producer import NoticePlace, NoticeServer
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.network.allowed_peers import AllowedPeers
 
 CHANCE = random.Random(7)
 WHOLE_CHUNKS = 8
 PROMPT = CHANCE.choices(range(3, 1000), k=WHOLE_CHUNKS * CHUNK + 11)
 BYSTANDER = CHANCE.choices(range(3, 1000), k=70)
+PLACE = NoticePlace("tcp://127.0.0.1:*", "127.0.0.1", is_required=True)
 LIMIT_S = 60.0
 EVERYTHING = 1 << 30
 PLAIN = FakeModel()
@@ -254,6 +259,39 @@ def test_notices_are_followed_to_the_last_token(workshop: Workshop) -> None:
     assert pair.decode.count("kvpool_notices", "side=decode,event=received") > 0
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(
+    ("told", "least"),
+    [
+        ([], WHOLE_CHUNKS + 1),
+        ([(WHOLE_CHUNKS + 1, None)], WHOLE_CHUNKS + 1),
+        ([(5, None), (2, None), (5, None)], WHOLE_CHUNKS + 1),
+        ([(WHOLE_CHUNKS + 1, WHOLE_CHUNKS + 1)], 0),
+        ([(2, 3)], 0),
+        ([(0, 0)], 0),
+    ],
+    ids=["lost", "all stored", "doubled and late", "all stored, ended", "ended early", "none"],
+)
+def test_false_notices_cost_decode_time_alone(
+    workshop: Workshop, told: list[tuple[int, int | None]], least: int, steps: int
+) -> None:
+    """An endpoint that does not know what prefill stores tells of it. Decode loads `least` chunks
+    or more, and computes the rest."""
+    pair = Pair(workshop)
+    chain = ChunkChain(CHUNK, RequestIdentity())
+    chain.extend(PROMPT)
+    topic = chain.topic(PROMPT)
+    assert topic is not None
+    with closing(NoticeServer(PLACE, AllowedPeers(), MetricsRegistry())) as liar:
+        pair.prefill.add(PROMPT, 1, hand_over=True)
+        expected = {"expect_tokens": EVERYTHING, "expect_timeout_ms": 20_000}
+        decoding = pair.decode.add(PROMPT, **expected, notices=[liar.endpoint])
+        pair.decode_steps(steps)
+        for stored, ended in told:
+            liar.tell(topic, stored, ended)
+        assert pair.served(decoding) >= min(least * CHUNK, len(PROMPT) - 1)
+
+
 def test_decode_that_is_aborted_while_it_waits_leaves_nothing(workshop: Workshop) -> None:
     for steps in range(5):
         pair = Pair(workshop)
@@ -352,6 +390,39 @@ def test_requests_beside_a_waiting_one_go_on(workshop: Workshop) -> None:
     pair.decode.run(LIMIT_S)
     pair.decode.expect([waiting, bystander])
     pair.check()
+
+
+@pytest.mark.parametrize("asks_early", [False, True])
+def test_news_takes_effect_in_the_next_step_of_a_busy_engine(
+    workshop: Workshop, asks_early: bool
+) -> None:
+    """The first step after the answer, or the last chunk, starts the load or fetches the chunk. The
+    load ends before the second step, which reports it at the latest. The third step computes the
+    last token."""
+    pair = Pair(workshop)
+    decode, prefill = pair.decode, pair.prefill
+    decode.companions.clear()
+    bystander = decode.add(BYSTANDER, 200)
+    decode.run(LIMIT_S, until=lambda: bool(decode.answers[bystander].tokens))
+    prefill.add(PROMPT, 1, hand_over=True)
+    if asks_early:
+        decoding = pair.expect(decode, PROMPT)
+        prefill.run(LIMIT_S, until=lambda: prefill.num_steps == 3)
+        decode.run(LIMIT_S, until=lambda: decode.pool.load_of(decoding) is not None)
+    prefill.run(LIMIT_S)
+    prefill.settle()
+    if not asks_early:
+        decoding = pair.expect(decode, PROMPT)
+    results = decode.pool._service._results
+    wait_until(lambda: bool(results) and results[-1].is_final)
+    decode.step()
+    for _ in range(2):
+        wait_until(lambda: all(each.idle for each in decode.executors))
+        decode.step()
+    assert decode.answers[decoding].tokens
+    assert not decode.answers[bystander].ended
+    decode.abort(bystander)
+    assert pair.served(decoding) == len(PROMPT) - 1
 
 
 def test_prompt_in_the_engine_itself_is_not_waited_for(workshop: Workshop) -> None:

@@ -39,5 +39,8 @@ FEATURES_BY_RELEASE = {
 LLAVA = {"0.23.0": False, "0.32.0": True}
 """True if the release's LLaVA can be imported with the pinned transformers."""
 
+DRAWN_DRAFTS = {"0.23.0": False, "0.26.0": True}
+"""True if engines on CPUs start with drafts that are drawn from the drafter's probabilities."""
+
 SLEEPING_WORKERS = {"0.23.0": False, "0.27.0": True}
 """True if a worker looks for its next step again after a lost wake-up, so that it may sleep."""
