@@ -804,7 +804,4 @@ def bench_replicas(quick: bool) -> Result:
 
 
 if __name__ == "__main__":
-    run_script(
-        __doc__,
-        (bench_gather, bench_states, bench_encryption, bench_storage_mode, bench_replicas),
-    )
+    run_script(__doc__)

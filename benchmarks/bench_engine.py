@@ -360,4 +360,4 @@ def bench_scheduler(quick: bool) -> Result:
 
 
 if __name__ == "__main__":
-    run_script(__doc__, (bench_engine, bench_scheduler))
+    run_script(__doc__)

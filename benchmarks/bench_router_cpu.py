@@ -580,8 +580,5 @@ if __name__ == "__main__":
         uvloop.install()
         asyncio.run(serves(int(sys.argv[2]), sys.argv[3:]))
     else:
-        run_script(
-            __doc__,
-            (bench_router_cpu, bench_router_steps, bench_splice),
-            (*IMPORTED, "benchmarks.bare_proxy", "benchmarks.cheap_engine"),
-        )
+        helpers = "benchmarks.bare_proxy", "benchmarks.cheap_engine"
+        run_script(__doc__, preload=(*IMPORTED, *helpers))

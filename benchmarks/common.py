@@ -113,13 +113,13 @@ def cell_text(value: object) -> str:
 
 def run_script(
     doc: str | None,
-    measure: Callable[..., Result] | Sequence[Callable[..., Result]],
+    measure: Callable[..., Result] | None = None,
     preload: Sequence[str] = (),
     **options: str,
 ) -> None:
     """The command line of every benchmark: `[--json FILE] [--quick]`, and its own options.
 
-    A script with several benchmarks gives their functions, `bench_NAME` each, and is told a name.
+    Without `measure` the script has several benchmarks, functions `bench_NAME`, and is told a name.
     `options` has the help of each; `measure(quick, **options)` is given its text, "" without. Rows
     that do not say what they were limited by are given what all of it was limited by. `preload`
     names modules that children use and the script does not import.
@@ -133,11 +133,14 @@ def run_script(
     parser.add_argument("--quick", action="store_true", help="fewer repeats; to see that it runs")
     for name, text in options.items():
         parser.add_argument(f"--{name}", default="", help=text)
-    several = {} if callable(measure) else {name_of(each): each for each in measure}
-    if several:
+    if measure is None:
+        own = vars(sys.modules["__main__"]).items()
+        several = {
+            name.removeprefix("bench_"): each for name, each in own if name.startswith("bench_")
+        }
         parser.add_argument("name", choices=several, help="which benchmark")
     args = parser.parse_args()
-    chosen: Any = several[args.name] if several else measure
+    chosen: Any = measure or several[args.name]
     # As at an interrupt, servers and directories are cleared away.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     meter = Meter()
@@ -152,11 +155,6 @@ def run_script(
     sys.stdout.flush()
     # A native client that could not be closed has been seen to crash the interpreter's exit.
     os._exit(0)
-
-
-def name_of(measure: Callable[..., Result]) -> str:
-    """Return the name of one of a script's benchmarks."""
-    return measure.__name__.removeprefix("bench_")
 
 
 def interleaved(
