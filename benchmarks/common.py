@@ -14,10 +14,8 @@ import re
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -42,7 +40,6 @@ READY_TIMEOUT_S = 90.0
 CALL_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
 LOG_TAIL_BYTES = 4_000
-NATIVE_THREADS = "native threads"
 LIMITED_BY = "limited by"
 _SHARE = re.compile(r"(?<![a-z])p(?:50|99)(?!\d)")
 
@@ -265,19 +262,8 @@ def _answer(target: Any, call: tuple[str, tuple[Any, ...]]) -> tuple[str, Any]:
         return "error", traceback.format_exc()
 
 
-def _thread_seconds() -> dict[str, float]:
-    """Processor time of this process's threads so far, by name."""
-    names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            nanoseconds = int((task / "schedstat").read_text().split()[0])
-            seconds[names.get(int(task.name), NATIVE_THREADS)] += nanoseconds / 1e9
-    return dict(seconds)
-
-
 # What every child answers, whatever object it holds.
-OF_EVERY_CHILD = {"cpu_seconds": time.process_time, "thread_seconds": _thread_seconds}
+OF_EVERY_CHILD = {"cpu_seconds": time.process_time}
 
 
 class Child:
@@ -322,10 +308,6 @@ class Child:
     def cpu_seconds(self) -> float:
         """Processor time of all threads of the child so far, in seconds."""
         return float(self.call("cpu_seconds"))
-
-    def thread_seconds(self) -> dict[str, float]:
-        """The same of each thread that runs, by name; those that Python did not start together."""
-        return dict(self.call("thread_seconds"))
 
     def begin(self, name: str, *args: Any) -> None:
         """Have a method called; `finish` comes next."""
