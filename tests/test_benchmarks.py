@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.bench_device import Costs
 from benchmarks.bench_router_cpu import stream_rows
+from benchmarks.bench_scale import index_costs
 from benchmarks.common import Row, missing, spread
 from benchmarks.limits import FULL, HAND_OVERS, Meter, Usage, limited_by
 from benchmarks.run_all import (
@@ -338,6 +339,12 @@ def test_costs_of_the_simulated_device_are_the_smallest_of_turns() -> None:
         smallest, median = float(str(row["together us a MiB"])), float(str(row["median us a MiB"]))
         assert 0 < smallest <= median
         assert row["together / yardstick"] == smallest / float(str(row["yardstick us a MiB"]))
+
+
+def test_index_of_many_cells_evicts_what_the_benchmark_wrote(tmp_path: Path) -> None:
+    """The index refused its rows: their namespace had no namespace's name."""
+    row = index_costs(10_000, 2, str(tmp_path / "index"))
+    assert float(str(row["put and evict ms"])) > 0
 
 
 def test_room_for_prompts_is_timed_in_the_file_store_itself(tmp_path: Path) -> None:
