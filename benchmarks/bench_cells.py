@@ -64,10 +64,8 @@ from vllm_kvpool.worker.worker_part import WorkerPart
 NUM_LAYERS, LAYER_SPAN = 32, 8
 NUM_HEADS, HEAD_DIM = 8, 128
 CHUNK_TOKENS = 256
-MOVES_A_CALL = 64
 MEGABYTES, QUICK_MEGABYTES = 192, 32
 COPIES, QUICK_COPIES = 7, 2
-TABLE_TOKENS = (MOVES_A_CALL * CHUNK_TOKENS, 131_072)
 
 
 @dataclass(frozen=True)
@@ -180,63 +178,17 @@ def measure_case(case: Case, megabytes: int, repeats: int) -> Row:
     }
 
 
-def measure_tables(repeats: int) -> list[Row]:
-    """One call moves a cell of each of the last 64 chunks of a request, for each length of it."""
-    case = Case("LBHNC", "float16", 16)
-    num_blocks = max(TABLE_TOKENS) // case.block
-    pages = torch.ones((num_blocks, 1, case.block, 2 * HEAD_DIM), dtype=case.torch_dtype)
-    copier = CpuCopier([from_token_content(pages)])
-    cell_bytes = CHUNK_TOKENS * case.row_bytes
-    slots = torch.zeros(MOVES_A_CALL * cell_bytes, dtype=torch.uint8)
-
-    places = np.array([(0, 1, 0, 1)])
-
-    def moves(num_tokens: int) -> list[SlabMove]:
-        table = tuple(range(num_tokens // case.block))
-        first = num_tokens - MOVES_A_CALL * CHUNK_TOKENS
-        return [
-            SlabMove(
-                addresses=np.array([slots.data_ptr() + i * cell_bytes]),
-                places=places,
-                block_ids=table,
-                table_start=0,
-                chunk_start=start,
-                chunk_tokens=CHUNK_TOKENS,
-                token_start=start,
-                token_stop=start + CHUNK_TOKENS,
-            )
-            for i, start in enumerate(range(first, num_tokens, CHUNK_TOKENS))
-        ]
-
-    def cpu_us(batch: list[SlabMove]) -> float:
-        start = time.thread_time()
-        copier.gather(batch)
-        return (time.thread_time() - start) * 1e6 / MOVES_A_CALL
-
-    batches = [moves(num_tokens) for num_tokens in TABLE_TOKENS]
-    times = [[cpu_us(batch) for batch in batches] for _ in range(5 * repeats)]
-    return [
-        {"layout": case.layout, "dtype": case.dtype, "block": case.block}
-        | {"table_tokens": num_tokens, "us_a_move": round(statistics.median(column), 1)}
-        for num_tokens, column in zip(TABLE_TOKENS, zip(*times, strict=True), strict=True)
-    ]
-
-
 def bench_gather(quick: bool) -> Result:
     """Gather and scatter on one CPU thread, against one memcpy of the same bytes in the same run.
 
     `ratio` is two memcpys' time over that of a gather and a scatter. Repeats of the three are
     interleaved and medians taken. Pages hold twice the tokens that are moved, in blocks drawn at
     random; each call moves all heads of one chunk and span, as the lanes do.
-
-    `us_a_move` is the processor time of a move of one head, layer and chunk whose block table is
-    that of `table_tokens` tokens: it should not depend on them.
     """
     torch.set_num_threads(1)
     CpuCopier([]).warm_up()  # compiling is not what is measured
     megabytes, repeats = (QUICK_MEGABYTES, QUICK_COPIES) if quick else (MEGABYTES, COPIES)
-    rows = [measure_case(case, megabytes, repeats) for case in CASES]
-    return Result(rows + measure_tables(repeats))
+    return Result([measure_case(case, megabytes, repeats) for case in CASES])
 
 
 # Recurrent states
@@ -632,7 +584,7 @@ def add_ratios(rows: list[Row]) -> None:
 # Ranks that hold the same KV
 
 LATENT = Geometry(heads=1, head_dim=288, tokens=4096)  # K and V of 288: a latent of 576
-RANK_COUNTS, QUICK_RANK_COUNTS = (1, 2, 4), (2,)
+RANK_COUNTS, QUICK_RANK_COUNTS = (2, 4), (2,)
 HOST_BYTES = 1 << 30
 PROMPTS, QUICK_PROMPTS = 4, 1
 AGAIN = 5  # loads of a prompt out of host memory, after that from files
@@ -771,7 +723,7 @@ def ranks_rows(url: str, ranks: int, repeats: int, meeting: Path) -> list[Row]:
 def bench_replicas(quick: bool) -> Result:
     """What ranks that hold the same KV fetch and keep, each for itself and one for all.
 
-    One, two and four ranks of an MLA model (one latent of 576 float16 for each token and layer, 16
+    Two and four ranks of an MLA model (one latent of 576 float16 for each token and layer, 16
     layers), each a process with a host tier before files on this machine's disk. All of them load
     prompts of 4,096 tokens: new ones from files, and again out of host memory. With `each for
     itself` ranks do not know of each other, as on hosts of their own. Gets, bytes fetched and bytes
@@ -790,21 +742,12 @@ def bench_replicas(quick: bool) -> Result:
         for ranks in QUICK_RANK_COUNTS if quick else RANK_COUNTS:
             rows = ranks_rows(url, ranks, repeats, directory / f"meeting-{ranks}")
             result.rows += rows
-            if ranks == 1:
-                continue
             for what, column in (("bytes fetched", "MB fetched"), ("host memory held", "MB held")):
                 alone, shared = (float(str(row[column])) for row in rows[:2])
                 what = f"{what} by {ranks} replicas, over each for itself"
                 result.targets.append(Target(what, shared / alone, 1.04 / ranks, False))
-    result.notes.append(
-        "At one rank both ways are the same code: what its two rows differ by is noise, and CPU "
-        "seconds and times of more ranks say no more than that."
-    )
     return result
 
 
 if __name__ == "__main__":
-    run_script(
-        __doc__,
-        (bench_gather, bench_states, bench_encryption, bench_storage_mode, bench_replicas),
-    )
+    run_script(__doc__)

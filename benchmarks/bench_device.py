@@ -15,6 +15,12 @@ Llama 3 8B: 32 layers, 8 heads of 128, 16 bits, chunks of 256 tokens; one of 1 M
   work, so that the simulation is not counted; beside a store too, whose calls and checksums see 64
   bytes a cell.
 * Time from a plan to its first copy, and the batches of a GiB.
+
+Neighbours of the machine take processor time and caches for seconds at a time. So all rows take
+turns, over the whole run, and targets judge the smallest of their values. Two yardsticks run in the
+same turns, to compare machines: `bare thread` keeps the link busy in rounds of 16 MiB and does
+nothing else, in each situation; `yardstick` is a fixed loop of Python with an object, an entry of
+a dictionary and a small array for each MiB.
 """
 
 import contextlib
@@ -22,7 +28,7 @@ import os
 import statistics
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -61,6 +67,7 @@ from vllm_kvpool.transfer.graph import Batch
 from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.lanes import BatchRunner
 from vllm_kvpool.transfer.ops import (
+    CellOutcome,
     JobId,
     JobPages,
     LoadDone,
@@ -88,7 +95,9 @@ STAGING_CELLS, KEPT_CELLS = 1024, 8192
 NUM_BLOCKS = 2 * max(SIZES) // BLOCK
 PAGES_SHAPE = (NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, BLOCK, 2 * HEAD_DIM)
 SLOT_BYTES = (1 << 20) + SLOT_ALIGNMENT
-REPEATS, QUICK_REPEATS = 7, 2
+TURNS, QUICK_TURNS = 12, 1
+COSTS_PER_TURN = 4
+ROUND_BYTES = 16 << 20  # of a bare thread, as of the copier
 
 LINK_BYTES_S = 54.5e9
 LIST_COPY_LOSS_S, COPY_LOSS_S = 0.5e-6, 4.8e-6
@@ -109,7 +118,6 @@ class Link:
     """One direction of the simulated link: until when it is busy, and its first copy."""
 
     free_at: float = 0.0
-    num_bytes: int = 0
     first_at: float | None = None
 
     def restart(self) -> None:
@@ -122,7 +130,6 @@ class Link:
         if self.first_at is None:
             self.first_at = now
         nbytes = int(copies[:, 2].sum())
-        self.num_bytes += nbytes
         loss_s = LIST_COPY_LOSS_S if len(copies) > 1 else COPY_LOSS_S
         seconds = nbytes / LINK_BYTES_S + len(copies) * loss_s
         self.free_at = max(now, start, self.free_at) + seconds
@@ -333,9 +340,11 @@ class Rig:
             return runner.perform(batch)
 
         threads = {lane: threads for lane, (threads, _) in lanes.items()}
+        others = set(threading.enumerate())
         self.executor = Executor(
             engine, planner, perform, threads, self.registry, on_lane_start=device.enter_thread
         )
+        self._threads = set(threading.enumerate()) - others
         self._device = device
         self._next_job = 0
 
@@ -361,12 +370,22 @@ class Rig:
         deadline = time.perf_counter() + LIMIT_S
 
         def is_over(reports: Sequence[Report]) -> bool:
-            return any(isinstance(r, kind) and getattr(r, "job_id", None) == job for r in reports)
+            found = [r for r in reports if isinstance(r, kind) and getattr(r, "job_id", 0) == job]
+            assert all(getattr(r, "reason", CellOutcome.DONE) is CellOutcome.DONE for r in found)
+            return bool(found)
 
         while not self.executor.wait(is_over, min(0.5, LIMIT_S)):
             if time.perf_counter() > deadline:
                 raise DidNotFinish(f"job {job} has not ended after {LIMIT_S:g} s")
         return time.perf_counter()
+
+    def thread_seconds(self) -> dict[str, float]:
+        """Processor time of the engine's thread and of lanes so far, by what they are."""
+        seconds = {"engine": 0.0, "lanes": 0.0}
+        for thread in self._threads:
+            ran = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]
+            seconds["engine" if thread.name == "kvpool-engine" else "lanes"] += int(ran) / 1e9
+        return seconds
 
     def drain(self) -> None:
         self.executor.drain()
@@ -467,96 +486,154 @@ def steps(rig: Rig, streams: SimulatedStreams) -> Iterator[None]:
     rig.drain()
 
 
-def times(sizes: Sequence[int], repeats: int) -> list[Row]:
-    streams = SimulatedStreams(takes_time=True)
-    rig = Rig(simulated(streams))
-    rows: list[Row] = []
-    around: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-        ALONE: contextlib.nullcontext,
-        BESIDE: lambda: repeated(hold_lock),
-        STEPS: lambda: steps(rig, streams),
-    }
-    for num_tokens in sizes:
+def bare_thread(streams: SimulatedStreams, num_tokens: int) -> float:
+    """Return the seconds of rounds over the link, two of which are under way."""
+    stream = streams.new_stream()
+    copy = streams.device_addresses.ranges[0].start, 0, ROUND_BYTES // 2
+    copies = np.array([copy, copy], np.int64)
+    start = time.perf_counter()
+    under_way = [stream.record()]
+    for _ in range(num_tokens * TOKEN_BYTES // ROUND_BYTES):
+        stream.copy(copies)
+        under_way.append(stream.record())
+        under_way.pop(0).synchronize()
+    under_way.pop().synchronize()
+    return time.perf_counter() - start
+
+
+def yardstick() -> float:
+    """Return the processor time of a fixed loop of Python."""
+    start = time.thread_time()
+    cells: dict[bytes, Timed] = {}
+    for number in range(COST_TOKENS * TOKEN_BYTES >> 20):
+        cells[number.to_bytes(16, "big")] = Timed(float(number), 0.0)
+        np.array([number, number + 1], np.int64)
+    assert all(cells.pop(key).first_s == 0.0 for key in list(cells))
+    return time.thread_time() - start
+
+
+class Times:
+    """Loads and saves of all sizes in all situations, over a link that takes time."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._streams = SimulatedStreams(takes_time=True)
+        self._rig = Rig(simulated(self._streams))
+        self._found: defaultdict[tuple[str, int, bool], list[Timed]] = defaultdict(list)
+        self._bare: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+
+    def turn(self) -> None:
+        """Time each load and save once, and a bare thread's."""
+        around: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+            ALONE: contextlib.nullcontext,
+            BESIDE: lambda: repeated(hold_lock),
+            STEPS: lambda: steps(self._rig, self._streams),
+        }
         for situation, context in around.items():
-            stored = save(rig, num_tokens)
+            stored = {num_tokens: save(self._rig, num_tokens) for num_tokens in self._sizes}
             with context():
-                for is_save in (False, True):
-                    found = [
-                        timed(
-                            rig,
-                            streams,
-                            num_tokens,
-                            new_hashes(num_tokens) if is_save else stored,
-                            is_save=is_save,
-                        )
-                        for _ in range(repeats)
-                    ]
-                    ms = [1000 * each.seconds for each in found]
-                    link_ms = 1000 * num_tokens * TOKEN_BYTES / LINK_BYTES_S
-                    rows.append(
-                        {
-                            "what": "save" if is_save else "load",
-                            "tokens": num_tokens,
-                            "situation": situation,
-                            "median ms": statistics.median(ms),
-                            "best ms": min(ms),
-                            "link ms": link_ms,
-                            "best / link": min(ms) / link_ms,
-                            "first copy after, best ms": 1000 * min(e.first_s for e in found),
-                        }
-                    )
-    rig.close()
-    return rows
+                if situation != ALONE:
+                    time.sleep(2.5 * STEP_S)  # until the model is ahead
+                for num_tokens, hashes in stored.items():
+                    self._bare[situation, num_tokens].append(bare_thread(self._streams, num_tokens))
+                    for is_save in (False, True):
+                        moved = new_hashes(num_tokens) if is_save else hashes
+                        each = timed(self._rig, self._streams, num_tokens, moved, is_save=is_save)
+                        self._found[situation, num_tokens, is_save].append(each)
+
+    def rows(self) -> list[Row]:
+        return [
+            self._row(*each) for each in sorted(self._found, key=lambda each: (each[1], each[0]))
+        ]
+
+    def _row(self, situation: str, num_tokens: int, is_save: bool) -> Row:
+        found = self._found[situation, num_tokens, is_save]
+        ms = [1000 * each.seconds for each in found]
+        link_ms = 1000 * num_tokens * TOKEN_BYTES / LINK_BYTES_S
+        bare_ms = 1000 * min(self._bare[situation, num_tokens])
+        return {
+            "what": "save" if is_save else "load",
+            "tokens": num_tokens,
+            "situation": situation,
+            "best ms": min(ms),
+            "median ms": statistics.median(ms),
+            "link ms": link_ms,
+            "best / link": min(ms) / link_ms,
+            "median / link": statistics.median(ms) / link_ms,
+            "bare thread / link": bare_ms / link_ms,
+            "first copy after, best ms": 1000 * min(each.first_s for each in found),
+        }
+
+    def close(self) -> None:
+        self._rig.close()
 
 
-def thread_seconds() -> dict[str, float]:
-    """Processor time of the engine's thread and of lanes so far, by what they are."""
-    seconds = {"engine": 0.0, "lanes": 0.0}
-    for thread in threading.enumerate():
-        if thread.name.startswith("kvpool-"):
-            ran = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]
-            seconds["engine" if thread.name == "kvpool-engine" else "lanes"] += int(ran) / 1e9
-    return seconds
-
-
-def costs(repeats: int) -> list[Row]:
+class Costs:
     """Processor time over a device that takes none, for each MiB."""
-    rows: list[Row] = []
-    mib = COST_TOKENS * TOKEN_BYTES >> 20
-    for stores, kept in ((0, KEPT_CELLS), (1, 0)):
-        rig = Rig(simulated(SimulatedStreams(takes_time=False)), stores=stores, kept=kept)
-        stored = save(rig, COST_TOKENS)
-        for is_save in (False, True):
-            spent: list[dict[str, float]] = []
-            counted: list[Counter[OpKind]] = []
-            for _ in range(repeats):
-                hashes = new_hashes(COST_TOKENS) if is_save else stored
+
+    def __init__(self) -> None:
+        self._rigs = {
+            name: Rig(simulated(SimulatedStreams(takes_time=False)), stores=stores, kept=kept)
+            for name, stores, kept in (("host memory", 0, KEPT_CELLS), ("a store", 1, 0))
+        }
+        self._stored = {name: save(rig, COST_TOKENS) for name, rig in self._rigs.items()}
+        self._spent: defaultdict[tuple[str, bool], list[dict[str, float]]] = defaultdict(list)
+        self._batches: dict[tuple[str, bool], int] = {}
+        self._yardsticks: list[float] = []
+
+    def turn(self) -> None:
+        """Measure each load and save once, and the yardstick."""
+        for name, rig in self._rigs.items():
+            for is_save in (False, True):
+                hashes = new_hashes(COST_TOKENS) if is_save else self._stored[name]
                 plan = rig.request(COST_TOKENS, is_save, hashes)
-                before, rig.batches = thread_seconds(), Counter()
+                before, rig.batches = rig.thread_seconds(), Counter()
                 perform(rig, plan)
-                after = thread_seconds()
-                spent.append({name: after[name] - before[name] for name in after})
-                counted.append(rig.batches)
+                after = rig.thread_seconds()
+                self._spent[name, is_save].append(
+                    {each: after[each] - before[each] for each in after}
+                )
+                kind = OpKind.GATHER if is_save else OpKind.SCATTER
+                self._batches[name, is_save] = rig.batches[kind]
+        self._yardsticks.append(yardstick())
+
+    def rows(self) -> list[Row]:
+        us = 1e6 / (COST_TOKENS * TOKEN_BYTES >> 20)
+        measure = us * min(self._yardsticks)
+        rows: list[Row] = []
+        for (name, is_save), spent in self._spent.items():
             best = min(spent, key=lambda each: sum(each.values()))
+            together = us * sum(best.values())
             rows.append(
                 {
                     "what": "save" if is_save else "load",
-                    "through": "a store" if stores else "host memory",
-                    "engine us a MiB": 1e6 * best["engine"] / mib,
-                    "lanes us a MiB": 1e6 * best["lanes"] / mib,
-                    "together us a MiB": 1e6 * sum(best.values()) / mib,
-                    "batches": counted[-1][OpKind.GATHER if is_save else OpKind.SCATTER],
+                    "through": name,
+                    "engine us a MiB": us * best["engine"],
+                    "lanes us a MiB": us * best["lanes"],
+                    "together us a MiB": together,
+                    "median us a MiB": us * statistics.median(sum(e.values()) for e in spent),
+                    "yardstick us a MiB": measure,
+                    "together / yardstick": together / measure,
+                    "batches": self._batches[name, is_save],
                 }
             )
-        rig.close()
-    return rows
+        return rows
+
+    def close(self) -> None:
+        for rig in self._rigs.values():
+            rig.close()
 
 
 def measure(quick: bool) -> Result:
-    repeats = QUICK_REPEATS if quick else REPEATS
     result = Result()
-    cost_rows = costs(repeats)
-    time_rows = times(QUICK_SIZES if quick else SIZES, repeats)
+    times, costs = Times(QUICK_SIZES if quick else SIZES), Costs()
+    for _ in range(QUICK_TURNS if quick else TURNS):
+        times.turn()
+        for _ in range(COSTS_PER_TURN):
+            costs.turn()
+    time_rows, cost_rows = times.rows(), costs.rows()
+    times.close()
+    costs.close()
     result.rows = [*time_rows, *cost_rows]
     limits = {
         ("load", "host memory"): LOAD_US,

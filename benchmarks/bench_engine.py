@@ -130,20 +130,6 @@ def round_trips(rounds: int) -> list[float]:
     return times[WARM_UP:]
 
 
-def three_ops(rounds: int) -> list[float]:
-    """A load of a cell that has to be fetched: GET, CHECK and SCATTER, one after another."""
-    bench = make(tiers=1, keep=0)
-    times = []
-    for number in range(rounds + WARM_UP):
-        start = time.perf_counter()
-        plan = LoadPlan(JobId(number), "r", 0, (os.urandom(16),), PAGES, 0, CHUNK)
-        bench.executor.post(plan)
-        bench.wait(LoadDone, 1)
-        times.append(time.perf_counter() - start)
-    bench.executor.close(1.0)
-    return times[WARM_UP:]
-
-
 def lane_death() -> tuple[float, int]:
     """Seconds from the death to the last report, and how many saves were under way at death."""
     putting = threading.Event()
@@ -177,8 +163,7 @@ def bench_engine(quick: bool) -> Result:
     """The transfer engine without any data: round trips through its threads, and a lane that dies.
 
     Round trip: a plan of one op (a scatter of a cell that is in host memory, which moves nothing)
-    from the model's thread to the engine thread, to a lane, back, and to the model's thread; and
-    one of three ops, one after another.
+    from the model's thread to the engine thread, to a lane, back, and to the model's thread.
 
     Death of a lane: 1,000 saves of one cell each are under way when the thread that puts them is
     ended from outside; measured is the time until every one of them has been reported.
@@ -188,18 +173,10 @@ def bench_engine(quick: bool) -> Result:
     meter = Meter()
     with meter.of("one op"):
         one = round_trips(rounds)
-    with meter.of("three ops in a row"):
-        more = three_ops(rounds)
     with meter.of("death"):
         seconds, left = lane_death()
-    for name, times in (("one op", one), ("three ops in a row", more)):
-        result.rows.append(
-            {
-                "graph": name,
-                **spread("", "us", [1e6 * each for each in times]),
-                LIMITED_BY: meter.limited_by(name),
-            }
-        )
+    times = spread("", "us", [1e6 * each for each in one])
+    result.rows.append({"graph": "one op", **times, LIMITED_BY: meter.limited_by("one op")})
     row: Row = {"graph": f"{GRAPHS} saves, lane killed", "seconds to the last": seconds}
     result.rows.append(row | {LIMITED_BY: meter.limited_by("death")})
     result.targets += [
@@ -360,4 +337,4 @@ def bench_scheduler(quick: bool) -> Result:
 
 
 if __name__ == "__main__":
-    run_script(__doc__, (bench_engine, bench_scheduler))
+    run_script(__doc__)

@@ -22,8 +22,8 @@ copies, hashes and Python together. Over loopback the transport fills both cores
 with waits that poll, so a rate tells how the two share them; processor time tells what a mover
 takes from the engine beside it, and is what the targets are about. A target is the median of the
 ratios of single rounds, as polling counts the time that others hold the cores. Notes have the
-quartiles and the processor time of each thread: the one that calls Mooncake polls until its call
-is done in every mover but `kvpool`, whose waits sleep.
+quartiles. The thread that calls Mooncake polls until its call is done in every mover but `kvpool`,
+whose waits sleep.
 """
 
 import threading
@@ -65,18 +65,16 @@ INTREE_BLOCK = 16  # vLLM's default, whose segments are small; with large ones i
 MIN_INTREE_RATIO, MAX_CPU_RATIO = 5.0, 1.5
 IN_TREE_IMPORTED = ("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker",)
 IDLE_S = 2.0
-MIN_SHOWN_S = 50e-6  # of a thread
 
 WAYS = ("save", "load")
 Outcome = float | str  # seconds, or what went wrong
 
 
 class Spent(NamedTuple):
-    """What one move took: wall time, and processor time of the mover's process and its threads."""
+    """What one move took: wall time, and processor time of the mover's process."""
 
     seconds: float
     cpu_seconds: float
-    by_thread: dict[str, float]  # but for the main one, which answers the benchmark's questions
 
 
 Rounds = dict[str, list[Spent]]  # by way
@@ -218,16 +216,9 @@ def one_round(child: Child, seed: int, *, check: bool) -> tuple[Spent, Spent]:
 
 
 def _move(child: Child, way: str, seed: int) -> Spent:
-    threads_before = child.thread_seconds()
     before = child.cpu_seconds()
     seconds = child.call(way, seed, LIMIT_S, timeout_s=LIMIT_S + GRACE_S)
-    spent = child.cpu_seconds() - before
-    by_thread = {
-        name: after - threads_before.get(name, 0.0)
-        for name, after in child.thread_seconds().items()
-        if name != "MainThread"
-    }
-    return Spent(seconds, spent, by_thread)
+    return Spent(seconds, child.cpu_seconds() - before)
 
 
 def measure_sides(
@@ -383,21 +374,6 @@ def add_cpu_target(label: str, way: str, rounds: dict[str, Rounds], result: Resu
     result.notes.append(
         f"{what}: {len(ratios)} rounds beside `{plain}`, quartiles {low:.3g} and {high:.3g}"
     )
-    for name in ("kvpool", plain):
-        result.notes.append(f"{label}, {name}: {thread_text(rounds[name][way])}")
-
-
-def thread_text(moves: list[Spent]) -> str:
-    """Processor time by thread, the medians of all moves."""
-    by_thread = {
-        name: median(spent.by_thread.get(name, 0.0) for spent in moves)
-        for name in moves[0].by_thread
-    }
-    # What the main thread takes to answer the benchmark's questions is not the mover's.
-    rest = median(spent.cpu_seconds - sum(spent.by_thread.values()) for spent in moves)
-    parts = sorted((by_thread | {"main thread": rest}).items(), key=lambda part: -part[1])
-    shown = ", ".join(f"{name} {1e3 * took:.1f}" for name, took in parts if took > MIN_SHOWN_S)
-    return f"processor time in ms a round: {shown}"
 
 
 def seconds(outcome: Outcome) -> float:

@@ -378,4 +378,4 @@ def bench_router_burst(quick: bool) -> Result:
 
 
 if __name__ == "__main__":
-    run_script(__doc__, (bench_router, bench_router_burst), IMPORTED)
+    run_script(__doc__, preload=IMPORTED)

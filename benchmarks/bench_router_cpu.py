@@ -61,9 +61,8 @@ CLIENTS, STREAMS, STREAM_TOKENS = 4, 16, 200
 MAX_REQUEST_US, MAX_TOKEN_US = 200.0, 35.0
 OURS, ALONE, PASS = "ours", "ours, data plane alone", "aiohttp pass-through"
 BARE = "bare proxy"
-THEIRS, HAPROXY, NGINX = "vllm-router", "haproxy", "nginx"
-PROGRAMS = {THEIRS: "VLLM_ROUTER", HAPROXY: "HAPROXY", NGINX: "NGINX"}
-"""Environment variables with the paths of other proxies."""
+THEIRS = "vllm-router"
+PEER = "VLLM_ROUTER"  # the environment variable with its path
 MODES = {
     BARE: "benchmarks.bare_proxy",
     ALONE: "benchmarks.bench_router_cpu alone",
@@ -89,66 +88,16 @@ def side(name: str, scratch: Path) -> Iterator[tuple[str, int]]:
             router = stack.enter_context(our_router(scratch, replicas, ENGINES))
             url, pid = router.url, router.pid
         else:
-            command = partial(_command, name, scratch, urls)
+            command = partial(_command, name, urls)
             url, pid = stack.enter_context(other_router(command, scratch))
         yield url.removeprefix("http://"), pid
 
 
-def _command(name: str, scratch: Path, urls: list[str], front: int, admin: int) -> list[str]:
+def _command(name: str, urls: list[str], front: int, admin: int) -> list[str]:
     """Of another proxy with one worker."""
     if name in MODES:
         return [sys.executable, "-m", *MODES[name].split(), str(front), *urls]
-    program, config = os.environ[PROGRAMS[name]], scratch / "proxy.conf"
-    if name == THEIRS:
-        return [program, *peer_arguments(front, admin), "--worker-urls", *urls]
-    places = [url.removeprefix("http://") for url in urls]
-    if name == HAPROXY:
-        servers = "".join(f" server s{n} {each}\n" for n, each in enumerate(places))
-        config.write_text(HAPROXY_CONF.format(front=front, servers=servers))
-        return [program, "-db", "-f", str(config)]
-    servers = "".join(f"server {each};" for each in places)
-    config.write_text(NGINX_CONF.format(front=front, servers=servers, scratch=scratch))
-    return [program, "-e", str(scratch / "error.log"), "-c", str(config)]
-
-
-HAPROXY_CONF = """\
-global
- nbthread 1
-defaults
- mode http
- timeout connect 5s
- timeout client 120s
- timeout server 120s
- http-reuse always
-listen router
- bind 127.0.0.1:{front}
- balance roundrobin
-{servers}"""
-NGINX_CONF = """\
-daemon off;
-master_process off;
-pid {scratch}/nginx.pid;
-events {{ worker_connections 4096; }}
-http {{
- access_log off;
- client_body_temp_path {scratch}/body;
- proxy_temp_path {scratch}/proxy;
- fastcgi_temp_path {scratch}/fastcgi;
- uwsgi_temp_path {scratch}/uwsgi;
- scgi_temp_path {scratch}/scgi;
- keepalive_requests 1000000000;
- upstream engines {{ {servers} keepalive 64; keepalive_requests 1000000000; }}
- server {{
-  listen 127.0.0.1:{front};
-  location / {{
-   proxy_pass http://engines;
-   proxy_http_version 1.1;
-   proxy_set_header Connection "";
-   proxy_buffering off;
-  }}
- }}
-}}
-"""
+    return [os.environ[PEER], *peer_arguments(front, admin), "--worker-urls", *urls]
 
 
 async def _pass_through(port: int, urls: list[str]) -> None:
@@ -291,12 +240,11 @@ def bench_router_cpu(quick: bool) -> Result:
     is a completion of one token in one piece; streams are read one token at a time, as they come
     from an engine. The data plane alone has no controller: requests go to the engines in turn. The
     bare proxy and the pass-through decide nothing: the least that Python does over httptools and
-    with aiohttp. Others are measured where their program is named; haproxy and nginx, in C, go in
-    turn, too. `limited by` is about short requests.
+    with aiohttp. vllm-router is measured where VLLM_ROUTER names it. `limited by` is about short
+    requests.
     """
     seconds, repeats = (0.5, 1) if quick else (2.0, 2)
-    names = [OURS, ALONE, BARE, PASS]
-    names += [name for name, variable in PROGRAMS.items() if os.environ.get(variable)]
+    names = [OURS, ALONE, BARE, PASS, *([THEIRS] if os.environ.get(PEER) else [])]
     found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
     meter = Meter()
     with tempfile.TemporaryDirectory() as folder:
@@ -329,7 +277,7 @@ def bench_router_cpu(quick: bool) -> Result:
                 Target("CPU of a streamed token", token, MAX_TOKEN_US, False, "us"),
             ]
     result.notes.append(f"CPU of the router's processes; the best of {repeats}; {ENGINES} engines")
-    if peer := os.environ.get(PROGRAMS[THEIRS]):
+    if peer := os.environ.get(PEER):
         result.notes.append(peer_release(peer))
     return result
 
@@ -580,8 +528,5 @@ if __name__ == "__main__":
         uvloop.install()
         asyncio.run(serves(int(sys.argv[2]), sys.argv[3:]))
     else:
-        run_script(
-            __doc__,
-            (bench_router_cpu, bench_router_steps, bench_splice),
-            (*IMPORTED, "benchmarks.bare_proxy", "benchmarks.cheap_engine"),
-        )
+        helpers = "benchmarks.bare_proxy", "benchmarks.cheap_engine"
+        run_script(__doc__, preload=(*IMPORTED, *helpers))

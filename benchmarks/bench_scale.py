@@ -25,7 +25,7 @@ from benchmarks.limits import Meter
 from tests.support.buffers import BufferArena
 from tests.support.mooncake_master import HOST, MooncakeMaster
 from tests.support.store_contract import key_of, new_namespace
-from vllm_kvpool.identity.keys import chunk_id_of_key
+from vllm_kvpool.identity.keys import chunk_id_of_key, make_namespace
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES
 from vllm_kvpool.storage.file.index import FileIndex
@@ -46,7 +46,7 @@ NUM_HITS = 128
 REPLICAS, QUICK_REPLICAS = (512, 4096), (512,)
 WARM_S, MEASURED_S, QUICK_S = 4.0, 2.0, 0.5
 BEARABLE = dict(LOADS)["bearable"]
-NAMESPACE = "scale"
+NAMESPACE = make_namespace("scale", "0" * 12)
 
 
 def master_costs(num_keys: int) -> Iterator[Row]:

@@ -14,10 +14,8 @@ import re
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -42,7 +40,6 @@ READY_TIMEOUT_S = 90.0
 CALL_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
 LOG_TAIL_BYTES = 4_000
-NATIVE_THREADS = "native threads"
 LIMITED_BY = "limited by"
 _SHARE = re.compile(r"(?<![a-z])p(?:50|99)(?!\d)")
 
@@ -113,13 +110,13 @@ def cell_text(value: object) -> str:
 
 def run_script(
     doc: str | None,
-    measure: Callable[..., Result] | Sequence[Callable[..., Result]],
+    measure: Callable[..., Result] | None = None,
     preload: Sequence[str] = (),
     **options: str,
 ) -> None:
     """The command line of every benchmark: `[--json FILE] [--quick]`, and its own options.
 
-    A script with several benchmarks gives their functions, `bench_NAME` each, and is told a name.
+    Without `measure` the script has several benchmarks, functions `bench_NAME`, and is told a name.
     `options` has the help of each; `measure(quick, **options)` is given its text, "" without. Rows
     that do not say what they were limited by are given what all of it was limited by. `preload`
     names modules that children use and the script does not import.
@@ -133,11 +130,14 @@ def run_script(
     parser.add_argument("--quick", action="store_true", help="fewer repeats; to see that it runs")
     for name, text in options.items():
         parser.add_argument(f"--{name}", default="", help=text)
-    several = {} if callable(measure) else {name_of(each): each for each in measure}
-    if several:
+    if measure is None:
+        own = vars(sys.modules["__main__"]).items()
+        several = {
+            name.removeprefix("bench_"): each for name, each in own if name.startswith("bench_")
+        }
         parser.add_argument("name", choices=several, help="which benchmark")
     args = parser.parse_args()
-    chosen: Any = several[args.name] if several else measure
+    chosen: Any = measure or several[args.name]
     # As at an interrupt, servers and directories are cleared away.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     meter = Meter()
@@ -152,11 +152,6 @@ def run_script(
     sys.stdout.flush()
     # A native client that could not be closed has been seen to crash the interpreter's exit.
     os._exit(0)
-
-
-def name_of(measure: Callable[..., Result]) -> str:
-    """Return the name of one of a script's benchmarks."""
-    return measure.__name__.removeprefix("bench_")
 
 
 def interleaved(
@@ -267,19 +262,8 @@ def _answer(target: Any, call: tuple[str, tuple[Any, ...]]) -> tuple[str, Any]:
         return "error", traceback.format_exc()
 
 
-def _thread_seconds() -> dict[str, float]:
-    """Processor time of this process's threads so far, by name."""
-    names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            nanoseconds = int((task / "schedstat").read_text().split()[0])
-            seconds[names.get(int(task.name), NATIVE_THREADS)] += nanoseconds / 1e9
-    return dict(seconds)
-
-
 # What every child answers, whatever object it holds.
-OF_EVERY_CHILD = {"cpu_seconds": time.process_time, "thread_seconds": _thread_seconds}
+OF_EVERY_CHILD = {"cpu_seconds": time.process_time}
 
 
 class Child:
@@ -324,10 +308,6 @@ class Child:
     def cpu_seconds(self) -> float:
         """Processor time of all threads of the child so far, in seconds."""
         return float(self.call("cpu_seconds"))
-
-    def thread_seconds(self) -> dict[str, float]:
-        """The same of each thread that runs, by name; those that Python did not start together."""
-        return dict(self.call("thread_seconds"))
 
     def begin(self, name: str, *args: Any) -> None:
         """Have a method called; `finish` comes next."""

@@ -1,4 +1,4 @@
-"""The tables of README.md and of three documents in docs/, from the kept results.
+"""The tables of README.md and of four documents in docs/, from the kept results.
 
     python benchmarks/figures.py
 
@@ -21,6 +21,7 @@ README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 COMPARISON = ROOT / "docs" / "comparison.md"
 DECISIONS = ROOT / "docs" / "decisions.md"
+DEVICES = ROOT / "docs" / "devices.md"
 TEMPLATE = Path(__file__).with_name("figures.md.jinja")
 TABLE = re.compile(r"<!-- ((?!end )[\w ]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 HEAD = "| figure | vllm-kvpool | compared with | times better |\n|---|---|---|---|"
@@ -155,7 +156,7 @@ def names_of(document: Path) -> list[str]:
 
 def documents(kept: Kept) -> dict[Path, dict[str, str]]:
     """Return the tables of each document by name."""
-    each = (README, PERFORMANCE, COMPARISON, DECISIONS)
+    each = (README, PERFORMANCE, COMPARISON, DECISIONS, DEVICES)
     return {document: tables(kept, names_of(document)) for document in each}
 
 

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from tests.support.orphans import ending_with_parent
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+SUMMARY = RESULTS / "SUMMARY.md"
 SCRIPT_TIMEOUT_S = 1800.0
 PR_SET_CHILD_SUBREAPER = 36
 END_ROUNDS, END_TIMEOUT_S = 3, 10.0
@@ -222,6 +224,13 @@ def summary(results: Mapping[str, dict[str, Any]], surroundings: dict[str, str])
     return "\n".join(lines) + "\n"
 
 
+def kept_summary() -> str:
+    """Return the text of SUMMARY.md: the kept results, beside the machine that most came from."""
+    kept = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    machines = Counter(tuple(result["machine"].items()) for result in kept.values())
+    return summary(kept, dict(machines.most_common(1)[0][0]))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer repeats; keeps no results")
@@ -254,8 +263,7 @@ def keep(name: str, result: dict[str, Any]) -> None:
 
 def write_documents() -> None:
     """Write what is made of the kept results: SUMMARY.md, docs/scale.md, the documents' tables."""
-    kept = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    (RESULTS / "SUMMARY.md").write_text(summary(kept, machine()))
+    SUMMARY.write_text(kept_summary())
     scale.main()
     figures.main()
 

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.figures import (
     COMPARISON,
     DECISIONS,
+    DEVICES,
     PERFORMANCE,
     README,
     TEMPLATE,
@@ -33,7 +34,7 @@ def figures(name: str) -> list[Figure]:
 
 
 @pytest.mark.parametrize(
-    "document", [README, PERFORMANCE, COMPARISON, DECISIONS], ids=lambda path: path.name
+    "document", [README, PERFORMANCE, COMPARISON, DECISIONS, DEVICES], ids=lambda path: path.name
 )
 def test_a_document_has_the_tables_of_the_kept_results(document: Path) -> None:
     text = document.read_text()
