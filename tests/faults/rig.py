@@ -363,7 +363,7 @@ class Rig:
         return own or any(rig.busy for rig in self.companions)
 
     def settle(self) -> None:
-        """Wait until no transfer is in progress, and take the workers' reports."""
+        """Wait until no transfer and no reset is in progress, and take the workers' reports."""
         self.drain()
         deadline = time.monotonic() + SETTLE_S
         for rank in self.ranks:
@@ -371,6 +371,10 @@ class Rig:
                 assert time.monotonic() < deadline, f"transfers do not end: {self.describe()}"
                 time.sleep(0.001)
         self.take_reports()
+        while self.spec.pool and self.pool._validity.reset.pending:
+            assert time.monotonic() < deadline, f"a reset does not end: {self.describe()}"
+            self.take_reports()
+            time.sleep(PAUSE_S)
 
     def take_reports(self) -> None:
         """Take the workers' reports, by a step."""

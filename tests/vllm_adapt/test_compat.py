@@ -148,8 +148,8 @@ def test_a_rows_bytes_are_the_same_by_either_releases_names(dtype: torch.dtype) 
     assert not compat.has_own_content(older)
 
 
-# Tested releases that accept failed loads by request.
-BY_REQUEST = {"0.23.0": False, "0.32.0": True}
+# Releases that accept failed loads by request.
+BY_REQUEST = {"0.23.0": False, "0.30.0": True}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -271,7 +271,10 @@ def test_the_second_model_runner_takes_no_step_back() -> None:
     )
     again = SimpleNamespace(req_ids=["a"], num_computed_tokens=[32], new_block_ids=[None])
     step = SimpleNamespace(
-        scheduled_cached_reqs=again, new_block_ids_to_zero=None, kv_cache_block_copies=None
+        scheduled_cached_reqs=again,
+        new_block_ids_to_zero=None,
+        kv_cache_block_copies=None,
+        block_table_updates=None,  # of 0.31
     )
     runner: Any = SimpleNamespace(req_states=counts)
     GPUModelRunner.update_requests(runner, step)

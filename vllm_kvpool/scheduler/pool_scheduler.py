@@ -562,8 +562,9 @@ class PoolScheduler:
 
     @property
     def has_pending(self) -> bool:
-        """True if a further step is needed: to release blocks, or to end hand-overs."""
-        return self.saves.has_pending or self._lookups.has_unnamed
+        """True if a further step is needed: to release blocks, or to end hand-overs or a reset."""
+        is_resetting = self._validity.reset.needs_step
+        return self.saves.has_pending or self._lookups.has_unnamed or is_resetting
 
     def _note_starts(self, step: ScheduledStep) -> None:
         """Note which requests run in the step, or wait, and those that another connector loads for.

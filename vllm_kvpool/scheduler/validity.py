@@ -40,6 +40,11 @@ class Reset:
         """True if cells from before the newest reset may still be in the stores."""
         return self.ended < self.generation
 
+    @property
+    def needs_step(self) -> bool:
+        """True until every rank has dropped its saves, which ranks report in a step."""
+        return self.pending and self.acks < self.num_ranks
+
     def acked(self, ranks: int) -> bool:
         """Count `ranks` more ranks that have dropped their saves; return True after the last."""
         before, self.acks = self.acks, self.acks + ranks
