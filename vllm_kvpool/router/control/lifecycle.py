@@ -95,8 +95,7 @@ class Lifecycle:
 
     def warmed(self, replica: Replica) -> None:
         """Make a warming replica serve after its first answer; others stay as they are."""
-        if replica.state in (State.AUS_PREFILL, State.AUS_DECODE):
-            self._ready(replica, "has answered a request")
+        self._ready(replica, "has answered a request")
 
     def failed(self, replica: Replica, why: str) -> None:
         """Take a replica out of service whose engine has ended, or does not answer."""
@@ -247,7 +246,7 @@ class Lifecycle:
         is_done = replica.is_idle if replica.goal.is_final else not replica.work
         if is_done and (is_late or all(each.source != source for each in state.migration)):
             self._drained(replica)
-        elif is_late and state.servers():
+        elif is_late and (state.fleet.prefillers() or state.fleet.decoders()):
             # Each goes on elsewhere where it stopped, or ends; so no drain takes for ever.
             ends = drained_s >= state.settings.answer_timeout_s
             for request_id, active in replica.work.active.items():
