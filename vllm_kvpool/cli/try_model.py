@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -246,10 +247,14 @@ def _engines(
             text = f"{side}: starting the engine"
             say(text)
             engines[side] = _start(trial, side, directory / f"engine-{number}.log", stack)
-            engines[side].wait_ready(lambda s, text=text: say(f"{text}, {s:.0f} s so far"))
+            engines[side].wait_ready(partial(_say_wait, say, text))
             engines[side].read_model()
         yield engines
         say("stopping both engines")
+
+
+def _say_wait(say: Callable[[str], None], text: str, waited_s: float) -> None:
+    say(f"{text}, {waited_s:.0f} s so far")
 
 
 def _start(trial: Trial, side: str, log: Path, stack: contextlib.ExitStack) -> _Engine:
