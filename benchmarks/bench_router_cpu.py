@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import psutil  # type: ignore[import-untyped]
 import uvloop
@@ -41,11 +41,10 @@ from tests.support.router_world import World
 from tests.support.server_process import free_ports
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.events import Action, Decode, Event, Mode
+from vllm_kvpool.router.control.events import Action, Decode, Event, Mode, RequestEvent
 from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.settings import PlannerConfig
 from vllm_kvpool.router.control.states import ReplicaId, Role
-from vllm_kvpool.router.dataplane.control_plane import ControlPlane, RequestEvent
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
 from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, parse_request
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
@@ -54,6 +53,9 @@ from vllm_kvpool.router.dataplane.resume.stream_resumer import Resume, StreamRes
 from vllm_kvpool.router.dataplane.sse import Events, frames
 from vllm_kvpool.router.ops.request_log import RequestLog
 from vllm_kvpool.router.run import GC_THRESHOLD
+
+if TYPE_CHECKING:
+    from vllm_kvpool.router.dataplane.control_plane import ControlPlane
 
 ENGINES = 4
 TICK_S = 0.005

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.embeds.items import digest_of
-from vllm_kvpool.embeds.dataplane.io_workers import BATCH_BYTES, IoWorkers, batches_of
+from vllm_kvpool.embeds.dataplane.io_workers import BATCH_BYTES, IoWorkers
 from vllm_kvpool.embeds.faults import DRAINER
 from vllm_kvpool.embeds.machines.effects import Allocate, DrainRows
-from vllm_kvpool.embeds.protocol.messages import SharedWindow, WriteFailed, Wrote
+from vllm_kvpool.embeds.protocol.messages import SharedWindow, WriteFailed, Wrote, batches_of
 from vllm_kvpool.embeds.protocol.rows import ItemShape, RowRun
 
 
 @given(st.lists(st.integers(0, 2 * BATCH_BYTES)))
 def test_batches_keep_the_order_and_their_bound(sizes: list[int]) -> None:
-    batches = list(batches_of(sizes, lambda nbytes: nbytes))
+    batches = list(batches_of(sizes, lambda nbytes: nbytes, BATCH_BYTES))
     assert [nbytes for batch in batches for nbytes in batch] == sizes
     assert all(len(batch) == 1 or sum(batch) <= BATCH_BYTES for batch in batches)
     for batch, following in itertools.pairwise(batches):

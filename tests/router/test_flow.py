@@ -202,7 +202,7 @@ def test_prompt_that_the_pool_has_is_no_work_for_those_that_come_later() -> None
     pressure, rest = steps.controller.admission.pressure(""), 4 * (12_000 - 28 * 256)
     assert pressure.queued_tokens == 5000 + rest
     assert steps.controller.state.backlog_tokens() == rest
-    assert pressure.queued_blocks >= 4 * 12_000 / 16
+    assert pressure.reserved_tokens >= 4 * 12_000
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from vllm_kvpool.router.control.events import Measured, Sample
 from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.placement import MAX_TRIED, Ranking
 from vllm_kvpool.router.control.request_flow import RETRY_EVERY_S, Retry
-from vllm_kvpool.router.control.requests import DEFAULT_BLOCK_SIZE, RequestId
+from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role
 from vllm_kvpool.router.control.work import ActiveRequest
 
@@ -47,30 +47,17 @@ def test_of_many_that_are_not_accepted_only_some_are_tried() -> None:
     assert len(tried) == MAX_TRIED
 
 
-def test_block_size_of_a_model_is_the_mean_of_the_decoders_that_serve_it_now() -> None:
+def test_room_is_that_of_all_blocks_of_a_model_whatever_their_sizes() -> None:
     steps = Steps()
     steps.fleet(prefill="p", decode="d e f")
     steps.controller.state.fleet.list_models(steps.replica("f"), frozenset({"other"}))
-    for replica, block_size in (("d", 16), ("e", 256), ("f", 1024)):
-        sample = Sample(total_blocks=1000, block_size=block_size)
-        steps.step(Measured(ReplicaId(replica), sample))
-    assert steps.controller.admission.pressure("m").block_tokens == (16 + 256) // 2
-    steps.remove("e")
-    assert steps.controller.admission.pressure("m").block_tokens == 16
-    steps.remove("d")
-    assert steps.controller.admission.pressure("m").block_tokens == DEFAULT_BLOCK_SIZE
-
-
-def test_room_is_that_of_all_blocks_whatever_their_sizes() -> None:
-    steps = Steps()
-    steps.fleet(prefill="p", decode="d e")
-    for replica, block_size, blocks in (("d", 16, 16_000), ("e", 256, 1_000)):
+    for replica, block_size, blocks in (("d", 16, 16_000), ("e", 256, 1_000), ("f", 1024, 500)):
         sample = Sample(total_blocks=blocks, block_size=block_size)
         steps.step(Measured(ReplicaId(replica), sample))
     pressure = steps.controller.admission.pressure("m")
     headroom = steps.controller.state.settings.headroom
     capacity = headroom * (16 * 16_000 + 256 * 1_000)
-    assert pressure.room_blocks * pressure.block_tokens == pytest.approx(capacity, rel=0.01)
+    assert pressure.room_tokens == pytest.approx(capacity, rel=0.01)
 
 
 DONE, DECODED = RequestId("done"), RequestId("decoded")

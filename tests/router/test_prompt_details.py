@@ -90,15 +90,15 @@ def let_tell(monkeypatch: pytest.MonkeyPatch, rig: RouterRig, says: tuple[Any, .
 
 def delay_prefill(monkeypatch: pytest.MonkeyPatch, late_s: float) -> None:
     """Have the answers of prefill engines come later."""
-    own = Upstream.post
+    own = Upstream.ask
 
-    async def post(upstream: Upstream, url: str, body: bytes, *more: Any, **named: Any) -> Any:
-        answer = await own(upstream, url, body, *more, **named)
-        if b'"hand_over":true' in body:
+    async def ask(upstream: Upstream, url: str, *more: Any, **named: Any) -> Any:
+        answer = await own(upstream, url, *more, **named)
+        if more and b'"hand_over":true' in more[0]:
             await asyncio.sleep(late_s)
         return answer
 
-    monkeypatch.setattr(Upstream, "post", post)
+    monkeypatch.setattr(Upstream, "ask", ask)
 
 
 async def details_of(rig: RouterRig, path: str, body: Body) -> Any:

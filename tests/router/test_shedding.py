@@ -37,9 +37,9 @@ CALM = Pressure(
     queued_tokens=0.0,
     prefill_replicas=2,
     decode_replicas=3,
-    queued_blocks=0.0,
-    room_blocks=1000.0,
-    committed_blocks=800.0,
+    reserved_tokens=0.0,
+    room_tokens=16_000.0,
+    committed_tokens=12_800.0,
     committed_requests=10,
     is_saturated=False,
     rates=RATES,
@@ -68,7 +68,7 @@ def asking(
 
 
 ASK = asking()
-EMPTY = {"room_blocks": 0.0, "committed_requests": 0}
+EMPTY = {"room_tokens": 0.0, "committed_requests": 0}
 
 
 def own_decode_wait_s(pressure: Pressure) -> float:
@@ -99,14 +99,14 @@ WAITING = {"queued_requests": 6, "starts_per_s": 5.0, "is_waiting_for_decoder": 
         # Without prefill replicas three decode replicas compute 5,000 tokens/s each.
         (prefill_wait_s, {"queued_tokens": 30_000.0, "prefill_replicas": 0}, 2.0),
         (own_decode_wait_s, {}, 0.0),
-        (own_decode_wait_s, {"queued_blocks": 920.0}, 0.0),  # and its own 80: exactly the room
-        # 3 * 1000 tokens/s end 30 requests of 80 blocks each second: 2400 blocks/s.
-        (own_decode_wait_s, {"queued_blocks": 5720.0}, 2.0),
-        (own_decode_wait_s, {"room_blocks": 0.0}, 80 / 2400),
+        (own_decode_wait_s, {"reserved_tokens": 14_720.0}, 0.0),  # and its own 1,280: just the room
+        # 3 * 1000 tokens/s end 30 requests of 1,280 tokens each second: 38,400 tokens/s.
+        (own_decode_wait_s, {"reserved_tokens": 91_520.0}, 2.0),
+        (own_decode_wait_s, {"room_tokens": 0.0}, 1280 / 38_400),
         # Nothing will end; but one that has nothing takes what is next, however large it is.
         (own_decode_wait_s, EMPTY, 0.0),
         (own_decode_wait_s, EMPTY | {"queued_requests": 1}, math.inf),
-        (own_decode_wait_s, {"room_blocks": 0.0, "committed_blocks": 0.0}, math.inf),
+        (own_decode_wait_s, {"room_tokens": 0.0, "committed_tokens": 0.0}, math.inf),
         # No request waits for a decoder.
         (start_wait_s, WAITING | {"starting_requests": 4, "is_waiting_for_decoder": False}, 0.0),
         (start_wait_s, WAITING | {"starting_requests": 4}, 2.0),
@@ -121,7 +121,7 @@ def test_wait_is_work_by_what_is_done_in_a_second(
 
 def test_what_is_only_assumed_delays_nobody() -> None:
     rates = replace(RATES, unmeasured=frozenset({"prefill_tokens_per_s", "step_base_s"}))
-    full = replace(CALM, queued_tokens=1e6, queued_blocks=1e6, room_blocks=0.0, rates=rates)
+    full = replace(CALM, queued_tokens=1e6, reserved_tokens=1e6, room_tokens=0.0, rates=rates)
     assert only(full) is None
 
 
@@ -170,7 +170,7 @@ def test_a_long_hand_over_does_not_shut_an_idle_deployment() -> None:
     [
         ({"queued_tokens": 1e6}, 429, RejectionReason.PREFILL_WAIT),
         ({"queued_requests": 80}, 429, RejectionReason.QUEUE_FULL),
-        ({"queued_blocks": 1e5}, 503, RejectionReason.DECODE_WAIT),
+        ({"reserved_tokens": 1e5}, 503, RejectionReason.DECODE_WAIT),
         (WAITING | {"queued_requests": 50}, 429, RejectionReason.START_WAIT),
         ({"queued_tokens": 1e6, "is_saturated": True}, 503, RejectionReason.DECODE_WAIT),
         (EMPTY | {"queued_requests": 1}, 503, RejectionReason.DECODE_WAIT),

@@ -69,7 +69,7 @@ async def test_what_breaks(name: str, streams: bool) -> None:
     answer, kind = BROKEN[name]
     async with calls() as engines, player(answer) as (url, _):
         with pytest.raises(EngineLost) as caught:
-            await (take(engines, url) if streams else engines.post(url, b"{}"))
+            await (take(engines, url) if streams else engines.ask(url, b"{}"))
         assert type(caught.value) is kind, caught.value
 
 
@@ -78,10 +78,10 @@ async def test_nobody_listens() -> None:
         async with player() as (url, _):
             pass
         with pytest.raises(EngineUnreached) as caught:
-            await engines.post(url, b"")
+            await engines.ask(url, b"")
         assert caught.value.is_refused
         with pytest.raises(EngineUnreached) as caught:
-            await engines.get("http://name.invalid:1", 1.0)
+            await engines.ask("http://name.invalid:1", timeout_s=1.0)
         assert not caught.value.is_refused
 
 
@@ -90,9 +90,9 @@ async def test_a_post_is_sent_once() -> None:
     async with calls() as engines, player(FINE, (CUT,), FINE) as (url, heard):
         for _ in range(2):
             with contextlib.suppress(EngineBroke):
-                assert (await engines.post(url, b"{}")).body == b"ok"
+                assert (await engines.ask(url, b"{}")).body == b"ok"
         assert len(heard.heads) == 2
-        assert (await engines.post(url, b"{}")).body == b"ok"
+        assert (await engines.ask(url, b"{}")).body == b"ok"
 
 
 async def test_who_has_had_the_request_and_is_gone_is_not_unreached() -> None:
@@ -108,20 +108,20 @@ async def test_who_has_had_the_request_and_is_gone_is_not_unreached() -> None:
         listening.append(await asyncio.start_server(serve, "127.0.0.1", 0))
         port = listening[0].sockets[0].getsockname()[1]
         with pytest.raises(EngineBroke):
-            await engines.post(f"http://127.0.0.1:{port}", b"{}")
+            await engines.ask(f"http://127.0.0.1:{port}", b"{}")
 
 
 async def test_a_redirection_is_not_followed() -> None:
     away = whole(b"", "307 Go", "Location: http://name.invalid/")
     async with calls() as engines, player(away) as (url, _):
-        assert (await engines.post(url, b"{}")).status == 307
+        assert (await engines.ask(url, b"{}")).status == 307
 
 
 async def test_keys_and_bodies() -> None:
     async with calls() as engines, player(FINE) as (url, heard):
-        await engines.post(url, b"")
-        await engines.post(url, b"{}", {"X": "y"})
-        await engines.get(url, 1.0)
+        await engines.ask(url, b"")
+        await engines.ask(url, b"{}", {"X": "y"})
+        await engines.ask(url, timeout_s=1.0)
     own, clients, watch = heard.heads
     for head in (own, watch):
         assert b"Authorization: Bearer key" in head
@@ -132,16 +132,16 @@ async def test_keys_and_bodies() -> None:
 
 async def test_an_answer_beyond_all_bounds() -> None:
     async with calls() as engines, player(whole(b"x" * 5000)) as (url, _):
-        assert len((await engines.get(url, 1.0, most_bytes=5000)).body) == 5000
+        assert len((await engines.ask(url, timeout_s=1.0, most_bytes=5000)).body) == 5000
         with pytest.raises(EngineLost, match="more than 4999 bytes"):
-            await engines.get(url, 1.0, most_bytes=4999)
+            await engines.ask(url, timeout_s=1.0, most_bytes=4999)
 
 
 async def test_a_large_body_is_sent() -> None:
     async with calls(answer_timeout_s=10.0) as engines, ScriptedEngine(FAST) as engine:
         body = b'{"model":"scripted","prompt":"x","user":"%b"}' % (b"x" * (3 << 20))
         headers = {"Content-Type": "application/json"}
-        answer = await engines.post(f"{engine.url}/v1/completions", body, headers)
+        answer = await engines.ask(f"{engine.url}/v1/completions", body, headers)
         assert answer.status == 200
 
 
@@ -357,14 +357,14 @@ def test_lines_that_are_not_asked_for_are_not_even_parsed() -> None:
 async def test_it_closes_whatever_is_being_connected(num_turns: int) -> None:
     async with player(FINE) as (url, _):
         engines = quick_upstream(silence_timeout_s=5.0, answer_timeout_s=5.0)
-        assert (await engines.post(url, b"")).status == 200
-        calls = [asyncio.ensure_future(engines.post(url, b"")) for _ in range(4)]
+        assert (await engines.ask(url, b"")).status == 200
+        calls = [asyncio.ensure_future(engines.ask(url, b"")) for _ in range(4)]
         await turns(num_turns)
         async with asyncio.timeout(2.0):
             await engines.close()
             ended = await asyncio.gather(*calls, return_exceptions=True)
         with pytest.raises(EngineUnreached, match="the router ends"):
-            await engines.post(url, b"")
+            await engines.ask(url, b"")
     assert all(isinstance(each, EngineLost) or each.status == 200 for each in ended)
 
 
@@ -388,26 +388,26 @@ async def test_a_connection_that_nobody_uses_is_closed_though_its_engine_does_no
     monkeypatch.setattr(upstream, "KEEP_ALIVE_S", 0.05)
     async with player(FINE) as (url, _), calls() as engines:
         for _ in range(2):  # the second time as the first
-            assert (await engines.post(url, b"")).status == 200
+            assert (await engines.ask(url, b"")).status == 200
             await until(lambda: not (engines._connections or engines._idle), 5.0)
 
 
 async def test_engine_that_is_gone_leaves_no_list_of_idle_connections() -> None:
     async with calls() as engines:
         async with player(FINE, (CUT,)) as (url, _):
-            assert (await engines.post(url, b"")).status == 200
+            assert (await engines.ask(url, b"")).status == 200
             assert len(engines._idle) == 1
             with pytest.raises(EngineBroke):
-                await engines.post(url, b"")
+                await engines.ask(url, b"")
             assert not engines._idle, "its last connection ended during a call"
         with pytest.raises(EngineUnreached):
-            await engines.post(url, b"")
+            await engines.ask(url, b"")
         assert not engines._idle, "its host refuses connections"
 
 
 async def test_timer_of_an_idle_connection_ends_with_the_connection() -> None:
     async with calls() as engines, player(FINE) as (url, _):
-        assert (await engines.post(url, b"")).status == 200
+        assert (await engines.ask(url, b"")).status == 200
         [connection] = engines._connections
         timer = connection._unused
         assert timer is not None

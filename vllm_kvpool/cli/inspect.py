@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvpool.cli.common.prompt import names_of
@@ -184,29 +184,17 @@ def details(named: NamedStore, progress: Callable[[], object] = lambda: None) ->
 
 
 @dataclass(slots=True)
-class _Kind:
-    """The chunks of one namespace and kind of layer."""
-
-    chunks: int = 0
-    cells: int = 0
-    nbytes: int = 0
-    hits: int = 0
-    used_bytes: int = 0
-    pinned: int = 0
-    written_ns: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class _Node:
     """A chunk in the tree of prompts that begin alike."""
 
-    id: int
-    parent: int | None
-    kind: tuple[str, str]
+    chunk: ChunkUsage
+    which: tuple[str, str]
+    """Its namespace and kind of layer."""
     chunk_hash: str
-    num_chunks: int  # from the start of the prompt to its end
-    nbytes: int
-    hits: int
+    parent: "_Node | None"
+    nbytes: int = 0
+    """With those of the chunks behind it, as `hits` and `leaves`."""
+    hits: int = 0
     children: int = 0
     leaves: int = 0
 
@@ -219,7 +207,7 @@ def described_chunks(
     A prefix counts with the bytes behind it.
     `chunks` has parents before children (pure).
     """
-    kinds: defaultdict[tuple[str, str], _Kind] = defaultdict(_Kind)
+    kinds: defaultdict[tuple[str, str], list[ChunkUsage]] = defaultdict(list)
     nodes: dict[int, _Node] = {}
     for chunk in chunks:
         try:
@@ -227,73 +215,69 @@ def described_chunks(
         except ValueError:  # of another release
             continue
         which = (chunk.namespace, name.span.layer_group)
-        kind = kinds[which]
-        kind.chunks += 1
-        kind.cells += chunk.num_cells
-        kind.nbytes += chunk.nbytes
-        kind.hits += chunk.num_hits
-        kind.used_bytes += chunk.nbytes * (chunk.num_hits > 0)
-        kind.pinned += chunk.pinned_until_ns > now_ns
-        kind.written_ns.append(chunk.written_ns)
+        kinds[which].append(chunk)
         parent = nodes.get(chunk.parent) if chunk.parent is not None else None
-        above = chunk.parent if parent else None
-        sums = (chunk.nbytes, chunk.num_hits)
-        num_chunks = chunk.position + 1
-        nodes[chunk.id] = _Node(chunk.id, above, which, name.chunk_hash.hex(), num_chunks, *sums)
-        if parent:
-            parent.children += 1
+        nodes[chunk.id] = _Node(chunk, which, name.chunk_hash.hex(), parent)
     return {
         "kinds": [_kind_shown(*each, now_ns) for each in sorted(kinds.items())],
-        "prefixes": _prefixes(nodes, chunk_tokens),
+        "prefixes": _prefixes(list(nodes.values()), chunk_tokens),
     }
 
 
-def _kind_shown(which: tuple[str, str], kind: _Kind, now_ns: int) -> dict[str, Any]:
-    ages = [(now_ns - each) / 1e9 for each in kind.written_ns]
+def _kind_shown(
+    which: tuple[str, str], chunks: Sequence[ChunkUsage], now_ns: int
+) -> dict[str, Any]:
+    ages = [(now_ns - each.written_ns) / 1e9 for each in chunks]
+    nbytes = sum(each.nbytes for each in chunks)
     return {
         "namespace": which[0],
         "kind": which[1],
-        "chunks": kind.chunks,
-        "cells": kind.cells,
-        "bytes": kind.nbytes,
-        "hits": kind.hits,
-        "used": kind.used_bytes / kind.nbytes,
-        "pinned": kind.pinned,
+        "chunks": len(chunks),
+        "cells": sum(each.num_cells for each in chunks),
+        "bytes": nbytes,
+        "hits": sum(each.num_hits for each in chunks),
+        "used": sum(each.nbytes for each in chunks if each.num_hits) / nbytes,
+        "pinned": sum(each.pinned_until_ns > now_ns for each in chunks),
         "newest_s": min(ages),
         "median_s": statistics.median(ages),
         "oldest_s": max(ages),
     }
 
 
-def _prefixes(nodes: Mapping[int, _Node], chunk_tokens: Mapping[str, int]) -> list[dict[str, Any]]:
+def _prefixes(nodes: Sequence[_Node], chunk_tokens: Mapping[str, int]) -> list[dict[str, Any]]:
     """Return the prefixes with most bytes in and after them.
 
     Each reaches to where its prompts part or end.
     """
-    for node in reversed(list(nodes.values())):  # children before parents
+    only_child: dict[int, _Node] = {}
+    for node in reversed(nodes):  # children before parents
+        node.nbytes += node.chunk.nbytes
+        node.hits += node.chunk.num_hits
         node.leaves = node.leaves or 1
-        if node.parent is not None:
-            nodes[node.parent].nbytes += node.nbytes
-            nodes[node.parent].hits += node.hits
-            nodes[node.parent].leaves += node.leaves
-    child_of = {node.parent: node for node in nodes.values() if node.parent is not None}
-    roots = [node for node in nodes.values() if node.parent is None]
+        if (parent := node.parent) is not None:
+            parent.nbytes += node.nbytes
+            parent.hits += node.hits
+            parent.leaves += node.leaves
+            parent.children += 1
+            only_child[parent.chunk.id] = node
+    roots = [node for node in nodes if node.parent is None]
     found = []
     taken: Counter[tuple[str, str]] = Counter()
     for root in sorted(roots, key=lambda node: -node.nbytes):
-        if taken[root.kind] >= MOST_PREFIXES:
+        if taken[root.which] >= MOST_PREFIXES:
             continue
-        taken[root.kind] += 1
+        taken[root.which] += 1
         end = root
         while end.children == 1:
-            end = child_of[end.id]
-        namespace, kind = root.kind
+            end = only_child[end.chunk.id]
+        namespace, kind = root.which
+        tokens = (end.chunk.position + 1) * chunk_tokens.get(namespace, 0)
         found.append(
             {
                 "namespace": namespace,
                 "kind": kind,
                 "chunk": end.chunk_hash,
-                "tokens": end.num_chunks * chunk_tokens.get(namespace, 0) or None,
+                "tokens": tokens or None,
                 "prompts": root.leaves,
                 "bytes": root.nbytes,
                 "hits": root.hits,

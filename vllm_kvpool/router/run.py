@@ -39,14 +39,11 @@ from vllm_kvpool.router.control.events import (
     Arrived,
     Decode,
     Event,
-    Load,
     Prefill,
-    Probe,
     Refuse,
+    ReplicaAction,
     RequestMessage,
-    Retire,
     Tick,
-    Warm,
 )
 from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import TAKES_DECODE, TAKES_PREFILL, UP, ReplicaId
@@ -229,11 +226,11 @@ class Router:
 
     def _fail(self, told: Event | Action) -> None:
         """Fail the request that `told` is of, if any: it has met a bug."""
-        if not isinstance(told, RequestMessage):
+        of_request = told.ask if isinstance(told, Arrived) else told
+        if not isinstance(of_request, RequestSpec | RequestMessage):
             return
-        request_id = told.ask.request_id if isinstance(told, Arrived) else told.request_id
-        if request_id in self._open:
-            self._open[request_id].fail()
+        if of_request.request_id in self._open:
+            self._open[of_request.request_id].fail()
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -244,7 +241,7 @@ class Router:
             case Abort(request_id, replica):
                 if request_id in self._open:
                     self._open[request_id].abort(replica)
-            case Load() | Warm() | Probe() | Retire():
+            case ReplicaAction():
                 self.replicas.perform(action)
 
     def _tick(self) -> None:

@@ -7,10 +7,9 @@ thread starts together, several small pieces per thread; each piece is reported 
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from vllm_kvpool.embeds.dataplane.row_bytes import (
     Bytes,
@@ -41,7 +40,7 @@ from vllm_kvpool.embeds.machines.effects import (
     Release,
     Write,
 )
-from vllm_kvpool.embeds.protocol.messages import Window, WriteFailed, Wrote
+from vllm_kvpool.embeds.protocol.messages import Window, WriteFailed, Wrote, batches_of
 from vllm_kvpool.embeds.protocol.rows import ItemShape
 from vllm_kvpool.network.work_thread import WorkThread
 
@@ -49,26 +48,6 @@ BATCH_BYTES = 1 << 20  # copying them takes long compared with waking a thread
 WRITE_BATCH_BYTES = 4 << 20
 """Written together: a network answers each write, and each answer is waited for."""
 JOIN_S = 0.5
-
-W = TypeVar("W")
-
-
-def batches_of(
-    works: Iterable[W], nbytes_of: Callable[[W], int], most_bytes: int = BATCH_BYTES
-) -> Iterator[list[W]]:
-    """Yield batches of at most so many bytes, or of one piece, in order."""
-    batch: list[W] = []
-    batch_bytes = 0
-    for work in works:
-        nbytes = nbytes_of(work)
-        if batch and batch_bytes + nbytes > most_bytes:
-            yield batch
-            batch, batch_bytes = [], 0
-        batch.append(work)
-        batch_bytes += nbytes
-    if batch:
-        yield batch
-
 
 _Drain = tuple[DrainRows, RowCopy]
 _Writes = tuple[Window, list[tuple[Write, RowCopy]]]  # to one window, at once
@@ -227,11 +206,13 @@ class IoWorkers:
                 shard = hash(piece[0].mm_hash) % len(self._draining)
                 shards.setdefault(shard, []).append(piece)
             for shard, pieces in shards.items():
-                for drains in batches_of(pieces, _nbytes_of):
+                for drains in batches_of(pieces, _nbytes_of, BATCH_BYTES):
                     self._draining[shard].put(drains)
         if self._to_prepare:
             outputs, self._to_prepare = self._to_prepare, []
-            for batch in batches_of(outputs, lambda each: sampled_bytes(each[1].shape)):
+            for batch in batches_of(
+                outputs, lambda each: sampled_bytes(each[1].shape), BATCH_BYTES
+            ):
                 self._preparing.put(batch)
         if self._to_write:
             windows, self._to_write = self._to_write, {}

@@ -6,9 +6,9 @@ a side that waits for an answer repeats its message (`repeat_s`), and repetition
 an item's consumer, P its producer, S the scheduler of either.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -45,6 +45,26 @@ TransferId = Annotated[int, Meta(ge=1)]
 """A number that a producer gives to a transfer; 0 stands for a grant without a transfer."""
 Seconds = Annotated[float, Meta(ge=0)]
 """A time that a peer has chosen; NaN would never be over."""
+
+
+T = TypeVar("T")
+
+
+def batches_of(
+    pieces: Iterable[T], nbytes_of: Callable[[T], int], most_bytes: int, most: int | None = None
+) -> Iterator[list[T]]:
+    """Yield batches of at most so many bytes and pieces, or of one piece, in order."""
+    batch: list[T] = []
+    batch_bytes = 0
+    for piece in pieces:
+        nbytes = nbytes_of(piece)
+        if batch and (batch_bytes + nbytes > most_bytes or len(batch) == most):
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(piece)
+        batch_bytes += nbytes
+    if batch:
+        yield batch
 
 
 class PeerRole(Enum):
@@ -349,14 +369,7 @@ class Requested(msgspec.Struct, frozen=True, gc=False, tag="requested"):
     @classmethod
     def all(cls, names: Iterable[str]) -> "list[Requested]":
         """Return the messages that name all items, none of them larger than a frame."""
-        pieces: list[list[str]] = [[]]
-        nbytes = 0
-        for name in names:
-            nbytes += len(name.encode())
-            if nbytes > PART_BYTES:
-                pieces.append([])
-                nbytes = 0
-            pieces[-1].append(name)
+        pieces = [*batches_of(names, lambda name: len(name.encode()), PART_BYTES)] or [[]]
         return [cls(tuple(piece), part, len(pieces)) for part, piece in enumerate(pieces)]
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 from vllm_kvpool.embeds.protocol.messages import (
     FULL_FRAME_BYTES,
@@ -14,13 +13,11 @@ from vllm_kvpool.embeds.protocol.messages import (
     Message,
     MetricSamples,
     Taken,
+    batches_of,
     encode,
     encode_body,
 )
 from vllm_kvpool.network.transport_zmq import Link
-
-if TYPE_CHECKING:
-    import msgspec
 
 NOT_URGENT = frozenset((Complete, Taken, HeldBytes, MetricSamples))
 """Messages that wait for the next frame to the same peer, at most `LATEST_S`."""
@@ -61,13 +58,8 @@ class Outbox:
     def frames(self, queued: list[tuple[str, Message]]) -> Iterator[bytes]:
         """Yield the messages in as few frames as possible, each to one target."""
         for target, messages in groupby(queued, key=itemgetter(0)):
-            bodies: list[msgspec.Raw] = []
-            nbytes = 0
-            for _, body in messages:
-                raw = encode_body(body)
-                nbytes += len(memoryview(raw))
-                if bodies and (nbytes > FULL_FRAME_BYTES or len(bodies) == MAX_MESSAGES):
-                    yield encode(Envelope(self._source, target, tuple(bodies)))
-                    bodies, nbytes = [], len(memoryview(raw))
-                bodies.append(raw)
-            yield encode(Envelope(self._source, target, tuple(bodies)))
+            raws = (encode_body(body) for _, body in messages)
+            for bodies in batches_of(
+                raws, lambda raw: len(memoryview(raw)), FULL_FRAME_BYTES, MAX_MESSAGES
+            ):
+                yield encode(Envelope(self._source, target, tuple(bodies)))

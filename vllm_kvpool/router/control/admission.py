@@ -96,22 +96,19 @@ class Admission:
         state = self._state
         snapshot = state.rates.current(state.now)
         totals, waiting = state.totals(model), self.waiting(model)
-        mean_tokens = snapshot.output_tokens_per_request
-        size = totals.block_size
-        to_come = waiting.prompt_tokens + waiting.requests * mean_tokens
+        answer_tokens = snapshot.output_tokens_per_request
         group = state.fleet.group_of((model,))
         starts = self._starts.get(group)
         return Pressure(
             now=state.now,
-            block_tokens=size,
             model=model,
             queued_requests=waiting.requests,
             queued_tokens=waiting.uncached_tokens + totals.prefill_tokens,
             prefill_replicas=0 if state.collapse() is not None else totals.prefill_replicas,
             decode_replicas=totals.decode_replicas,
-            queued_blocks=to_come / size,
-            room_blocks=float("inf") if totals.num_unsized else totals.room_tokens / size,
-            committed_blocks=totals.committed_blocks,
+            reserved_tokens=waiting.prompt_tokens + waiting.requests * answer_tokens,
+            room_tokens=float("inf") if totals.num_unsized else totals.room_tokens,
+            committed_tokens=totals.committed_tokens,
             committed_requests=totals.committed_requests,
             is_saturated=self._is_saturated(model),
             rates=snapshot,

@@ -131,23 +131,20 @@ class Controller:
                 self.scaling.mode = mode
             case Tick():
                 self.state.watch_pool()
-            case _:
+            case ReplicaEvent():
                 self._of_replica(event)
 
-    def _of_replica(
-        self,
-        event: ReplicaEvent,
-    ) -> None:
+    def _of_replica(self, event: ReplicaEvent) -> None:
         replica = self.state.fleet.get(event.replica)
         if replica is None:
             return  # it has been removed meanwhile
         match event:
             case ReplicaLoaded():
                 self.lifecycle.loaded(replica)
-            case Failed():
-                self.lifecycle.failed(event)
-            case Measured():
-                self.lifecycle.measured(event)
+            case Failed(why=why):
+                self.lifecycle.failed(replica, why)
+            case Measured(sample=sample):
+                self.lifecycle.measured(replica, sample)
                 self.state.watch_pool()
             case ModelsListed(models=models):
                 self.state.fleet.list_models(replica, models)
@@ -159,8 +156,8 @@ class Controller:
                 self.lifecycle.drain(replica, ASKED_BY_ADMIN, Goal.HOLD)
             case Remove():
                 self.lifecycle.drain(replica, ASKED_BY_ADMIN, Goal.REMOVE)
-            case SetRole():
-                self.lifecycle.give(replica, event.role, ASKED_BY_ADMIN)
+            case SetRole(role=role):
+                self.lifecycle.give(replica, role, ASKED_BY_ADMIN)
 
     def _lock(self) -> None:
         """Update the locks: every LOCK_EVERY_S, and at once when a decoder has come or gone."""

@@ -1,6 +1,6 @@
 """The state that the parts of the controller share (pure)."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from vllm_kvpool.router.control.fleet import Fleet, Replica
@@ -105,13 +105,6 @@ class ControllerState:
         if self.fleet.handovers.is_any_apart and not self.fleet.sharing():
             return PromptPath.NO_SHARED_STORE
         return None
-
-    def servers(self) -> Sequence[Replica]:
-        """Return the replicas that may be given a request whole, or to decode."""
-        prefillers, decoders = self.fleet.prefillers(), self.fleet.decoders()
-        if not prefillers or (decoders and self.collapse() is None):
-            return decoders
-        return (*decoders, *prefillers)
 
     def tokens_of(self, ask: RequestSpec) -> int:
         """Return the tokens that a request will take at a replica.

@@ -80,10 +80,12 @@ class Sample:
 
 
 class RequestMessage(msgspec.Struct, frozen=True, gc=False):
-    """An event or an action of a request."""
+    """An event or an action of a request that has arrived."""
+
+    request_id: RequestId
 
 
-class Arrived(RequestMessage, frozen=True):
+class Arrived(msgspec.Struct, frozen=True, gc=False):
     """A client's request arrived and was accepted by the HTTP server."""
 
     ask: RequestSpec
@@ -92,13 +94,10 @@ class Arrived(RequestMessage, frozen=True):
 class Cancelled(RequestMessage, frozen=True):
     """The client has gone."""
 
-    request_id: RequestId
-
 
 class PrefillEnded(RequestMessage, frozen=True, kw_only=True):
     """A prefill call to an engine ended, well or not."""
 
-    request_id: RequestId
     replica: ReplicaId
     outcome: Outcome
     prompt_tokens: int = 0
@@ -110,14 +109,12 @@ class PrefillEnded(RequestMessage, frozen=True, kw_only=True):
 class DecodeBegan(RequestMessage, frozen=True):
     """The first token has come; or, not `is_seen`, an answer in one piece has been asked for."""
 
-    request_id: RequestId
     is_seen: bool = True
 
 
 class DecodeEnded(RequestMessage, frozen=True, kw_only=True):
     """A decode call to an engine ended, well or not."""
 
-    request_id: RequestId
     replica: ReplicaId
     outcome: Outcome
     prompt_tokens: int = 0
@@ -128,6 +125,12 @@ class DecodeEnded(RequestMessage, frozen=True, kw_only=True):
 
 
 # Of replicas
+
+
+class ReplicaEvent(msgspec.Struct, frozen=True):
+    """An event of a replica, without effect once the replica has been removed."""
+
+    replica: ReplicaId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,74 +144,52 @@ class Added:
     role: Role | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaLoaded:
+class ReplicaLoaded(ReplicaEvent, frozen=True):
     """A loading replica passed its health check and answered a test request."""
 
-    replica: ReplicaId
 
-
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(ReplicaEvent, frozen=True):
     """A replica does not answer, has exited, or could not be loaded."""
 
-    replica: ReplicaId
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(ReplicaEvent, frozen=True):
     """The monitor read a replica's metrics."""
 
-    replica: ReplicaId
     sample: Sample
 
 
-@dataclass(frozen=True, slots=True)
-class ModelsListed:
+class ModelsListed(ReplicaEvent, frozen=True):
     """The names that an engine serves, adapters among them, have changed."""
 
-    replica: ReplicaId
     models: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class SleepFailed:
+class SleepFailed(ReplicaEvent, frozen=True):
     """A replica was ordered to sleep, and did not release its memory."""
 
-    replica: ReplicaId
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Warmed:
+class Warmed(ReplicaEvent, frozen=True):
     """A standby has answered the request that `Warm` has asked for."""
-
-    replica: ReplicaId
 
 
 # Of people
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(ReplicaEvent, frozen=True):
     """Let it end up without work, and leave it alone until it is given a role."""
 
-    replica: ReplicaId
 
-
-@dataclass(frozen=True, slots=True)
-class Remove:
+class Remove(ReplicaEvent, frozen=True):
     """Drain it, then forget it."""
 
-    replica: ReplicaId
 
-
-@dataclass(frozen=True, slots=True)
-class SetRole:
+class SetRole(ReplicaEvent, frozen=True):
     """Give a replica a role, whatever state it is in; without effect while it is being removed."""
 
-    replica: ReplicaId
     role: Role
 
 
@@ -235,28 +216,8 @@ class Tick:
     """Time has passed."""
 
 
-ReplicaEvent = (
-    ReplicaLoaded
-    | Failed
-    | Measured
-    | ModelsListed
-    | SleepFailed
-    | Warmed
-    | Drain
-    | Remove
-    | SetRole
-)
-Event = (
-    Arrived
-    | Cancelled
-    | PrefillEnded
-    | DecodeBegan
-    | DecodeEnded
-    | Added
-    | ReplicaEvent
-    | SetMode
-    | Tick
-)
+RequestEvent = Cancelled | PrefillEnded | DecodeBegan | DecodeEnded
+Event = Arrived | RequestEvent | Added | ReplicaEvent | SetMode | Tick
 
 
 # Actions
@@ -265,7 +226,6 @@ Event = (
 class Prefill(RequestMessage, frozen=True):
     """Compute the prompt at a replica. A `Decode` may follow while it does."""
 
-    request_id: RequestId
     replica: ReplicaId
     hands_over: bool = False
     """Tell the engine that another one goes on with the prompt; its release knows of that."""
@@ -278,7 +238,6 @@ EVERYTHING = 1 << 30
 class Decode(RequestMessage, frozen=True):
     """Have a replica answer, or go on answering; it finds `expect_tokens` of it in the pool."""
 
-    request_id: RequestId
     replica: ReplicaId
     expect_tokens: int
     waited_s: float = 0.0
@@ -297,7 +256,6 @@ REFUSALS = (429, 502, 503)
 class Refuse(RequestMessage, frozen=True):
     """Tell the client that the request will not be served."""
 
-    request_id: RequestId
     status: int
     retry_after_s: int
     why: str
@@ -306,40 +264,37 @@ class Refuse(RequestMessage, frozen=True):
 class Abort(RequestMessage, frozen=True):
     """Stop what a replica does for a request; it is not wanted any more."""
 
-    request_id: RequestId
     replica: ReplicaId
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class ReplicaAction(msgspec.Struct, frozen=True):
+    """An action on a replica's engine."""
+
+    replica: ReplicaId
+
+
+class Load(ReplicaAction, frozen=True):
     """Start, wake or just await an engine, until it answers."""
 
-    replica: ReplicaId
     role: Role
 
 
-@dataclass(frozen=True, slots=True)
-class Warm:
+class Warm(ReplicaAction, frozen=True):
     """Send a standby a request of one token, so that it is known to answer."""
 
-    replica: ReplicaId
 
-
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(ReplicaAction, frozen=True):
     """A call to it has failed: see at once whether it is alive."""
 
-    replica: ReplicaId
 
-
-@dataclass(frozen=True, slots=True)
-class Retire:
+class Retire(ReplicaAction, frozen=True):
     """A standby has expired, or is not wanted: put it to sleep, or end its process."""
 
-    replica: ReplicaId
     forget: bool = False
 
 
-Action = Prefill | Decode | Refuse | Abort | Load | Warm | Probe | Retire
+Directive = Prefill | Decode | Refuse
+"""An order of the controller to a request's handler."""
+Action = Directive | Abort | ReplicaAction
 Emit = Callable[[Action], None]
 """Adds an action to those of the controller's present step."""

@@ -14,10 +14,9 @@ from vllm_kvpool.router.control.events import (
     Abort,
     Added,
     Emit,
-    Failed,
     Load,
-    Measured,
     Retire,
+    Sample,
     Warm,
 )
 from vllm_kvpool.router.control.fleet import Replica
@@ -96,17 +95,16 @@ class Lifecycle:
 
     def warmed(self, replica: Replica) -> None:
         """Make a warming replica serve after its first answer; others stay as they are."""
-        if replica.state in (State.AUS_PREFILL, State.AUS_DECODE):
-            self._ready(replica, "has answered a request")
+        self._ready(replica, "has answered a request")
 
-    def failed(self, event: Failed) -> None:
+    def failed(self, replica: Replica, why: str) -> None:
         """Take a replica out of service whose engine has ended, or does not answer."""
-        state, replica = self._state, self._state.fleet[event.replica]
+        state = self._state
         is_known = replica.state in BROKEN and not replica.is_retried
         if is_known or replica.state is State.INACTIVE:
             return  # one end of an engine is told by more than one
         self._flow.abandon(replica)
-        self._move(replica, Cause.FAIL, event.why)
+        self._move(replica, Cause.FAIL, why)
         replica.forget_engine()
         state.fleet.handovers.forget(replica.replica_id)
         replica.health.retry_at = state.now + state.settings.retry_pause_s
@@ -116,14 +114,13 @@ class Lifecycle:
             why = f"fails too often; left alone for {breaker.until - state.now:.0f} s"
             self._move(replica, Cause.QUARANTINE, why)
 
-    def measured(self, event: Measured) -> None:
+    def measured(self, replica: Replica, sample: Sample) -> None:
         """Take a replica's metrics: its load, its health and the hand-overs that it found."""
-        state, replica = self._state, self._state.fleet[event.replica]
-        replica.measured(event.sample, state.now)
-        if (expected := event.sample.expected) is not None:
-            fleet = state.fleet
+        state, fleet, replica_id = self._state, self._state.fleet, replica.replica_id
+        replica.measured(sample, state.now)
+        if (expected := sample.expected) is not None:
             more = fleet.handovers.measured(
-                event.replica, expected, fleet, lambda each: fleet[each].state in UP, state.now
+                replica_id, expected, fleet, lambda each: fleet[each].state in UP, state.now
             )
             state.counts.events["handovers_found"] += more.found
             state.counts.events["handovers_missing"] += more.missing
@@ -249,7 +246,7 @@ class Lifecycle:
         is_done = replica.is_idle if replica.goal.is_final else not replica.work
         if is_done and (is_late or all(each.source != source for each in state.migration)):
             self._drained(replica)
-        elif is_late and state.servers():
+        elif is_late and (state.fleet.prefillers() or state.fleet.decoders()):
             # Each goes on elsewhere where it stopped, or ends; so no drain takes for ever.
             ends = drained_s >= state.settings.answer_timeout_s
             for request_id, active in replica.work.active.items():

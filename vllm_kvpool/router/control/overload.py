@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_kvpool.router.control.rates import Rates
-from vllm_kvpool.router.control.requests import DEFAULT_BLOCK_SIZE, QUEUED_PATHS, Request
+from vllm_kvpool.router.control.requests import QUEUED_PATHS, Request
 from vllm_kvpool.router.control.settings import OverloadConfig
 from vllm_kvpool.router.control.states import ReplicaId
 
@@ -165,14 +165,13 @@ class Pressure(msgspec.Struct, frozen=True, gc=False):
     queued_tokens: float  # to be computed before it: in the router's queue and on replicas
     prefill_replicas: int  # serving; without any, decode replicas compute prompts
     decode_replicas: int  # serving, locked ones too
-    queued_blocks: float  # reserved for requests let in that no decode replica has yet
-    room_blocks: float  # of open decode replicas, up to `headroom`
-    committed_blocks: float  # of requests on decode replicas
+    reserved_tokens: float  # for requests let in that no decode replica has yet
+    room_tokens: float  # of open decode replicas, up to `headroom`
+    committed_tokens: float  # of requests on decode replicas
     committed_requests: int
     is_saturated: bool  # every decode replica is full
     rates: Rates
     now: float = 0.0  # on the controller's clock
-    block_tokens: int = DEFAULT_BLOCK_SIZE
     model: str = ""  # that these are of; empty: any
     starting_requests: int = 0  # on decode replicas, without a token yet
     starts_per_s: float = math.inf  # of all decode replicas, while requests wait for them
@@ -211,8 +210,8 @@ class Shedder:
     The longest of three waits counts.
 
     - Prefill wait: queued tokens / (prefill replicas * prefill rate).
-    - Decode wait: (queued blocks + the request's own - room) / blocks freed by second.
-      Blocks freed by second: committed blocks / (tokens of an answer * time of a step).
+    - Decode wait: (reserved tokens + the request's own - room) / tokens freed by second.
+      Tokens freed by second: committed tokens / (tokens of an answer * time of a step).
     - Start wait, if requests wait for decoders: (waiting + starting requests) / starts by second.
 
     A rate that is only assumed counts as infinite. The time of a step is taken for the requests
@@ -344,9 +343,9 @@ def start_wait_s(pressure: Pressure) -> float:
 
 
 def decode_wait_s(pressure: Pressure, tokens: int) -> float:
-    """Return the seconds until there are blocks for so many tokens; infinite if none are freed."""
+    """Return the seconds until so many tokens have room; infinite if no room is freed."""
     rates = pressure.rates
-    short = pressure.queued_blocks + tokens / pressure.block_tokens - pressure.room_blocks
+    short = pressure.reserved_tokens + tokens - pressure.room_tokens
     if short <= 0 or "step_base_s" in rates.unmeasured:
         return 0.0
     if not pressure.committed_requests:
@@ -354,4 +353,4 @@ def decode_wait_s(pressure: Pressure, tokens: int) -> float:
         return math.inf if pressure.queued_requests else 0.0
     step_s = rates.step_s(pressure.committed_requests / pressure.decode_replicas)
     answer_s = max(1.0, rates.output_tokens_per_request) * step_s
-    return short * answer_s / pressure.committed_blocks if pressure.committed_blocks else math.inf
+    return short * answer_s / pressure.committed_tokens if pressure.committed_tokens else math.inf

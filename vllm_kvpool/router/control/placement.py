@@ -178,7 +178,8 @@ class Totals(msgspec.Struct, gc=False):
     decode_replicas: int = 0
     """Replicas that take requests whole or to decode, locked decoders included."""
     prefill_tokens: int = 0
-    committed_blocks: int = 0
+    committed_tokens: int = 0
+    """Committed blocks of decoders, in tokens."""
     committed_requests: int = 0
     starting_requests: int = 0
     """Requests without a token that wait for no prefill replica."""
@@ -188,17 +189,6 @@ class Totals(msgspec.Struct, gc=False):
     """Decoders that are not locked and whose capacity is not known."""
     num_behind: int = 0
     """Decoders in whose engines requests wait; their queue alone may have been emptied since."""
-    block_sizes: int = 0
-    """The sum of the sizes of decoders' blocks, as far as they are known."""
-    num_block_sizes: int = 0
-    """The number of blocks in that sum."""
-
-    @property
-    def block_size(self) -> int:
-        """The mean size of the decoders' blocks, in tokens."""
-        if not self.num_block_sizes:
-            return DEFAULT_BLOCK_SIZE
-        return self.block_sizes // self.num_block_sizes
 
     def move(self, before: "Totals", after: "Totals") -> None:
         """Replace a replica's part in the sums."""
@@ -206,14 +196,12 @@ class Totals(msgspec.Struct, gc=False):
         self.prefill_replicas += after.prefill_replicas - before.prefill_replicas
         self.decode_replicas += after.decode_replicas - before.decode_replicas
         self.prefill_tokens += after.prefill_tokens - before.prefill_tokens
-        self.committed_blocks += after.committed_blocks - before.committed_blocks
+        self.committed_tokens += after.committed_tokens - before.committed_tokens
         self.committed_requests += after.committed_requests - before.committed_requests
         self.starting_requests += after.starting_requests - before.starting_requests
         self.room_tokens += after.room_tokens - before.room_tokens
         self.num_unsized += after.num_unsized - before.num_unsized
         self.num_behind += after.num_behind - before.num_behind
-        self.block_sizes += after.block_sizes - before.block_sizes
-        self.num_block_sizes += after.num_block_sizes - before.num_block_sizes
 
 
 NOTHING = Totals()
@@ -310,7 +298,7 @@ class LoadTable:
         if not (replica.state in TAKES_DECODE or (self._is_collapsed and takes_prefill)):
             return Totals(1, takes_prefill, 0, replica.work.prefill_tokens)
         total, room, is_sized = replica.sample.total_blocks, 0, True
-        size = replica.sample.block_size
+        size = replica.sample.block_size or DEFAULT_BLOCK_SIZE
         if replica.replica_id not in self._locked:
             room = max(0, int(total * self._settings.headroom) - replica.work.used_blocks)
             is_sized = total > 0
@@ -319,14 +307,12 @@ class LoadTable:
             prefill_replicas=takes_prefill,
             decode_replicas=1,
             prefill_tokens=replica.work.prefill_tokens,
-            committed_blocks=replica.work.committed_blocks,
+            committed_tokens=replica.work.committed_blocks * size,
             committed_requests=len(replica.work.active),
             starting_requests=replica.work.num_ready,
-            room_tokens=room * (size or DEFAULT_BLOCK_SIZE) if is_sized else 0,
+            room_tokens=room * size if is_sized else 0,
             num_unsized=int(not is_sized),
             num_behind=int(replica.work.num_waiting > 0 and replica.work.num_ready > 0),
-            block_sizes=size * max(total, 1),
-            num_block_sizes=max(total, 1) if size else 0,
         )
 
 

@@ -92,7 +92,7 @@ class OnePiece:
         if not exchange.prompt.is_computing:
             call.note_unseen()
         url, most_bytes = exchange.url(call.directive), min(exchange.most_bytes, MAX_ANSWER_BYTES)
-        answer = await exchange.upstream.post(url, body, exchange.headers, most_bytes=most_bytes)
+        answer = await exchange.upstream.ask(url, body, exchange.headers, most_bytes=most_bytes)
         if outcome_of(answer.status) is not Outcome.OK:
             return await self._failed(call, answer)
         is_read = not self._request.is_passed_on
@@ -390,7 +390,7 @@ class Resumed(OnePiece):
                 if left_s <= 0:
                     break
                 try:
-                    answer = await exchange.upstream.post(
+                    answer = await exchange.upstream.ask(
                         url + DETOKENIZE_PATH, after.body, exchange.headers, left_s
                     )
                     if answer.status == OK:

@@ -135,7 +135,7 @@ class PromptCall:
     async def perform(self) -> tuple[Outcome, TokenCounts]:
         """Make the call. Raises EngineLost."""
         exchange, directive = self.exchange, self.directive
-        answer = await exchange.upstream.post(
+        answer = await exchange.upstream.ask(
             exchange.url(directive),
             exchange.request.prefill_body(hands_over=directive.hands_over),
             with_request_id(exchange.headers, "prefill"),

@@ -1,27 +1,15 @@
-"""The seam between what serves clients and what decides: `ControlPlane`, directives."""
+"""The seam between what serves clients and what decides: `ControlPlane`."""
 
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm_kvpool.router.control.events import (
-    Cancelled,
-    Decode,
-    DecodeBegan,
-    DecodeEnded,
-    Prefill,
-    PrefillEnded,
-    Refuse,
-)
+from vllm_kvpool.router.control.events import RequestEvent
 from vllm_kvpool.router.control.requests import RequestId, RequestSpec
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.ops.request_log import RequestLog
 
 if TYPE_CHECKING:
     from vllm_kvpool.router.dataplane.request_handler import RequestHandler
-
-Directive = Prefill | Decode | Refuse
-"""An order of the controller to a request's handler."""
-RequestEvent = Cancelled | PrefillEnded | DecodeBegan | DecodeEnded
 
 
 class ControlPlane(Protocol):

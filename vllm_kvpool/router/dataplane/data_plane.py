@@ -320,9 +320,9 @@ class DataPlane:
         return headers
 
     async def _forwarded(self, http: HttpRequest) -> Response:
-        is_post = http.method == "POST"
-        body, model, tenant, num_sequences = b"", "", None, 1
-        if is_post:
+        body: bytes | None = None
+        model, tenant, num_sequences = "", None, 1
+        if http.method == "POST":
             tenant = self._tenant_of(http)
             salt = self._salt_of(tenant) if http.path in _SALTED else None
             trusts = self._front.trust_clients
@@ -335,22 +335,18 @@ class DataPlane:
         return self._of_engine(found, http.path)
 
     async def _forward(
-        self, http: HttpRequest, model: str, body: bytes = b"", num_sequences: int = 1
+        self, http: HttpRequest, model: str, body: bytes | None = None, num_sequences: int = 1
     ) -> EngineResponse | None:
         """Return the answer of an engine that serves a model; None where none has answered."""
         path, headers = http.path, self._engine_headers(http)
-        most_bytes = most_forwarded_bytes(body, num_sequences)
+        limit_s = self._config.health.timeout_s if body is None else None
+        most_bytes = most_forwarded_bytes(body or b"", num_sequences)
         if path in (POOLING, EMBED):
             most_bytes = MAX_ANSWER_BYTES  # embeddings of each token, or of objects
         for engine in self._control.forward_to(model):
             with engine as url:
                 try:
-                    if http.method != "POST":
-                        limit_s = self._config.health.timeout_s
-                        return await self._upstream.get(url + path, limit_s, headers)
-                    return await self._upstream.post(
-                        url + path, body, headers, most_bytes=most_bytes
-                    )
+                    return await self._upstream.ask(url + path, body, headers, limit_s, most_bytes)
                 except EngineUnreached:
                     continue
                 except EngineLost as error:

@@ -17,7 +17,7 @@ OWN_TIER = "host"  # of the engine alone
 
 async def sample(upstream: Upstream, url: str, timeout_s: float) -> Sample:
     """Ask an engine for its metrics; EngineLost where it does not answer with them."""
-    answer = await upstream.get(f"{url}/metrics", timeout_s, most_bytes=MAX_METRICS_BYTES)
+    answer = await upstream.ask(f"{url}/metrics", timeout_s=timeout_s, most_bytes=MAX_METRICS_BYTES)
     if answer.status != 200:
         raise EngineLost(f"/metrics answers {answer.status}")
     return read_sample(answer.body.decode(errors="replace"))

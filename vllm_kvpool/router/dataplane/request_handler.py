@@ -10,7 +10,14 @@ import asyncio
 import logging
 from collections import deque
 
-from vllm_kvpool.router.control.events import Cancelled, Decode, Outcome, Prefill, Refuse
+from vllm_kvpool.router.control.events import (
+    Cancelled,
+    Decode,
+    Directive,
+    Outcome,
+    Prefill,
+    Refuse,
+)
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.answers import OnePiece, answer_of
 from vllm_kvpool.router.dataplane.calls import (
@@ -18,7 +25,6 @@ from vllm_kvpool.router.dataplane.calls import (
     ClientExchange,
     PromptCall,
 )
-from vllm_kvpool.router.dataplane.control_plane import Directive
 from vllm_kvpool.router.dataplane.headers import JSON, answer_headers
 from vllm_kvpool.router.dataplane.http_server import ClientGone
 from vllm_kvpool.router.dataplane.responses import SERVER_ERROR, UNKNOWN, EngineLost, TokenCounts

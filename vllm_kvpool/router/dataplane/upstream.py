@@ -111,18 +111,18 @@ class Upstream:
     async def open(
         self,
         url: str,
-        body: bytes,
+        body: bytes | None,
         headers: Mapping[str, str],
         most_bytes: int,
         silent_until: "SilentUntil | None" = None,
         *,
-        method: str = "POST",
         silence_s: float | None = None,
     ) -> "UpstreamResponse":
         """Send a request, and return the response once its head is there; the caller closes it.
 
-        Reading it raises EngineLost beyond `most_bytes`. The engine's silence does not count before
-        the time that `silent_until` returns. Without `silence_s` the limit is that of streams.
+        Without a body it is a GET, else a POST. Reading raises EngineLost beyond `most_bytes`. The
+        engine's silence does not count before the time that `silent_until` returns. Without
+        `silence_s` the limit is that of streams.
         """
         origin, target = _target_of(url)
         while idle := self._idle.get(origin):
@@ -132,49 +132,33 @@ class Upstream:
             connection.abort()
         else:
             connection = await self._connect(origin)
-        length = b"" if method == "GET" else b"Content-Length: %d\r\n" % len(body)
-        head = b"%b %b%b%b\r\n" % (method.encode(), target, encode_headers(headers), length)
+        method, length = b"GET", b""
+        if body is not None:
+            method, length = b"POST", b"Content-Length: %d\r\n" % len(body)
+        head = b"%b %b%b%b\r\n" % (method, target, encode_headers(headers), length)
         limit_s = self._silence_timeout_s if silence_s is None else silence_s
-        return await connection.call(head, body, limit_s, most_bytes, silent_until)
+        return await connection.call(head, body or b"", limit_s, most_bytes, silent_until)
 
-    async def post(
+    async def ask(
         self,
         url: str,
-        body: bytes,
+        body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         most_bytes: int = SMALL_ANSWER_BYTES,
     ) -> EngineResponse:
-        """Send a POST and read the whole answer. Without headers it is the router's own request."""
-        return await self._ask("POST", url, body, headers, timeout_s, most_bytes)
+        """Send a POST, or a GET without a body, and read the whole answer.
 
-    async def get(
-        self,
-        url: str,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
-        most_bytes: int = SMALL_ANSWER_BYTES,
-    ) -> EngineResponse:
-        """Send a GET and read the whole answer, as `post` does."""
-        return await self._ask("GET", url, b"", headers, timeout_s, most_bytes)
-
-    async def _ask(
-        self,
-        method: str,
-        url: str,
-        body: bytes,
-        headers: Mapping[str, str] | None,
-        timeout_s: float | None,
-        most_bytes: int,
-    ) -> EngineResponse:
+        Without headers it is the router's own request.
+        """
         if headers is None:
-            content = {"Content-Type": "application/json"} if method == "POST" else {}
+            content = {} if body is None else {"Content-Type": "application/json"}
             headers = self._own_headers | content
         limit_s = self._answer_timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 with await self.open(
-                    url, body, headers, most_bytes, method=method, silence_s=float("inf")
+                    url, body, headers, most_bytes, silence_s=float("inf")
                 ) as response:
                     return await response.read()
         except TimeoutError:

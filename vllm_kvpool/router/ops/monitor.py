@@ -198,7 +198,7 @@ class Monitor:
 
     async def _get(self, path: str) -> bytes:
         """Send a GET; raises EngineLost unless it is answered 200."""
-        answer = await self._engines.get(f"{self.url}{path}", self._config.timeout_s)
+        answer = await self._engines.ask(f"{self.url}{path}", timeout_s=self._config.timeout_s)
         if answer.status != OK:
             raise EngineLost(f"{path} answers {answer.status}")
         return answer.body
@@ -272,13 +272,14 @@ class Monitor:
 
     async def _order(self, path: str) -> None:
         """Send a POST; raises EngineLost unless it is answered 200."""
-        answer = await self._engines.post(f"{self.url}{path}", b"", timeout_s=SLEEP_TIMEOUT_S)
+        answer = await self._engines.ask(f"{self.url}{path}", b"", timeout_s=SLEEP_TIMEOUT_S)
         if answer.status != OK:
             raise EngineLost(f"{path} answers {answer.status}")
 
     async def _wake(self) -> None:
         """End the sleep of an engine that can sleep, and does."""
-        answer = await self._engines.get(f"{self.url}/is_sleeping", self._config.timeout_s)
+        url, timeout_s = f"{self.url}/is_sleeping", self._config.timeout_s
+        answer = await self._engines.ask(url, timeout_s=timeout_s)
         if answer.status == OK and b"true" in answer.body:
             await self._order("/wake_up")
 
@@ -310,7 +311,7 @@ class Monitor:
 
     async def _post_small(self, path: str, body: Mapping[str, Any]) -> EngineResponse:
         data = msgspec.json.encode(body)
-        return await self._engines.post(self.url + path, data, timeout_s=WARM_TIMEOUT_S)
+        return await self._engines.ask(self.url + path, data, timeout_s=WARM_TIMEOUT_S)
 
 
 class _Models(msgspec.Struct):

@@ -13,6 +13,7 @@ from vllm_kvpool.router.control.events import (
     Event,
     Load,
     Probe,
+    ReplicaAction,
     ReplicaSpec,
     Retire,
     Warm,
@@ -52,7 +53,7 @@ class Replicas:
         """Watch whether engines differ from one another."""
         self._tasks.start("compatibility", self._watch_compatibility)
 
-    def perform(self, action: Load | Warm | Probe | Retire) -> None:
+    def perform(self, action: ReplicaAction) -> None:
         """Perform an action. Never waits; without effect once the router stops."""
         if self._is_stopping:
             return  # nothing would end what is begun now

@@ -191,14 +191,14 @@ def health_of(fleet: Fleet) -> HealthView:
     serving = {Role.PREFILL: len(fleet.prefillers()), Role.DECODE: len(fleet.decoders())}
     down = tuple(each.replica_id for each in fleet if each.state in BROKEN)
     loading = tuple(each.replica_id for each in fleet if each.state in LOADING)
-    mismatches = {name: each.mismatch.value for name, each in problems(fleet).items()}
+    mismatches = {str(name): each.mismatch.value for name, each in problems(fleet).items()}
     is_whole = not down and not mismatches
     return HealthView(
         status="unavailable" if not any(serving.values()) else "ok" if is_whole else "degraded",
         serving=serving,
         down=down,
         loading=loading,
-        mismatches={str(name): mismatch for name, mismatch in mismatches.items()},
+        mismatches=mismatches,
     )
 
 
