@@ -414,3 +414,15 @@ async def test_timer_of_an_idle_connection_ends_with_the_connection() -> None:
         connection.abort()
         await until(lambda: not engines._connections)
         assert timer.cancelled()
+
+
+async def test_answer_that_nobody_reads_stops_its_engine() -> None:
+    """All of it comes once it is read."""
+    piece, count = b"x" * (1 << 20), 32
+    answer = (HEAD, *[chunk(piece)] * count, END)
+    async with player(answer) as (url, _), calls(silence_timeout_s=60.0) as engines:
+        with await engines.open(url, b"{}", {}, 2 * count * len(piece)) as response:
+            await until(lambda: response.unread_bytes > upstream.MAX_UNREAD_BYTES)
+            await turns(1000)
+            assert response.unread_bytes < upstream.MAX_UNREAD_BYTES + 2 * len(piece)
+            assert len((await response.read()).body) == count * len(piece)
