@@ -36,6 +36,7 @@ from vllm_kvpool.storage.file import space
 from vllm_kvpool.storage.file import store as file_store
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.vllm_adapt import engine_config
+from vllm_kvpool.worker.worker_part import VLLM_SHUTDOWN_S
 
 CHUNKS = 4
 WHOLE = CHUNKS * CHUNK
@@ -419,19 +420,19 @@ def allowed_peers(bench: Bench) -> None:
 
 @shows(OPTIONS)
 def shutdown_timeout_s(bench: Bench) -> None:
-    """An exit waits for a put, or leaves it."""
+    """An exit waits for a put, or leaves it, which ends before the longest wait would."""
     faults = bench.workshop.faults
-    for limit_s, is_left in ((SHORT_S, True), (LONG_S, False)):
+    for limit_s, put_s, is_left in ((SHORT_S, VLLM_SHUTDOWN_S / 2, True), (LONG_S, HELD_S, False)):
         faults.inject(Fault.BLOCKED, "put", store=".0")
         faults.entered.clear()
         rig = bench.rig(shutdown_timeout_s=limit_s)
         rig.add(PROMPT, 1)
         rig.run(LIMIT_S, until=faults.entered.is_set)
-        releaser = threading.Timer(HELD_S, faults.release)
-        if not is_left:
-            releaser.start()
+        releaser = threading.Timer(put_s, faults.release)
+        releaser.start()
         with logged() as lines:
             rig.shutdown()
+        releaser.cancel()
         faults.release()
         assert any("has not returned" in line for line in lines) is is_left
         faults.heal()

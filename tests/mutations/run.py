@@ -4,8 +4,10 @@
 
 `mutations.toml` lists each error: a file, a piece of code that occurs there once, its replacement,
 and the tests to run. Errors by which the router ignores an option of its file follow the table's. A
-copy of the tree gets the replacement. An error is caught if a test fails or does not end in time,
-and survives if all pass. Without names all run. The exit status is 1 unless all are caught.
+copy of the tree gets the replacement. The tests first run without an error: if they fail or do not
+end in time, they prove nothing, and their errors are void. Otherwise an error is caught if a test
+fails or does not end in time, and survives if all pass. Without names all run. The exit status is 1
+unless all are caught.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +32,7 @@ TABLE = Path(__file__).parent / "mutations.toml"
 COPIED = ("vllm_kvpool", "tests", "benchmarks", "docs", "examples", "configs", "pyproject.toml")
 TIMEOUT_S = 300.0
 CAUGHT, SURVIVED, NO_TESTS = "caught", "SURVIVED", "no tests ran"
+VOID = "VOID"  # the tests fail without the error, too
 
 
 class Mutation(NamedTuple):
@@ -72,32 +75,56 @@ def _ignored_options() -> Iterator[Mutation]:
             yield Mutation(title, file, line, dropped + line, SHOWN[option])
 
 
-def outcome_of(mutation: Mutation) -> str:
-    """Run the tests of a mutation in a copy of the tree."""
-    with tempfile.TemporaryDirectory(prefix="mutation") as directory:
-        root = Path(directory)
-        for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, root / name)
-        mutation.apply(root)
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        environment = os.environ | {"PYTHONPATH": directory, "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            done = subprocess.run(
-                [*command, *shlex.split(mutation.tests)],
-                cwd=root,
-                env=environment,
-                capture_output=True,
-                timeout=TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired:
-            return CAUGHT
-    if done.returncode == 0:
-        return SURVIVED
-    return CAUGHT if done.returncode == 1 else NO_TESTS
+def copy_tree(root: Path) -> None:
+    """Copy what tests need of the tree into an empty directory."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, root / name)
+
+
+def passes(root: Path, tests: str) -> bool | None:
+    """Run tests in a copy of the tree.
+
+    Returns:
+        True if all pass, False if one fails or the time ends, None if pytest found none to run.
+    """
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    try:
+        done = subprocess.run(
+            [*command, *shlex.split(tests)],
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": str(root)},
+            capture_output=True,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return {0: True, 1: False}.get(done.returncode)
+
+
+def outcomes(
+    root: Path,
+    mutations: Sequence[Mutation],
+    run: Callable[[Path, str], bool | None] = passes,
+) -> Iterator[tuple[Mutation, str]]:
+    """Make each error in a copy of the tree and yield what its tests say.
+
+    `run` runs tests like `passes`. Each command of tests runs once without an error before.
+    """
+    without: dict[str, bool | None] = {}
+    for each in mutations:
+        if each.tests not in without:
+            without[each.tests] = run(root, each.tests)
+        if not without[each.tests]:
+            yield each, NO_TESTS if without[each.tests] is None else VOID
+            continue
+        each.apply(root)
+        is_passed = run(root, each.tests)
+        shutil.copy2(ROOT / each.file, root / each.file)
+        yield each, {True: SURVIVED, False: CAUGHT, None: NO_TESTS}[is_passed]
 
 
 def main() -> None:
@@ -109,9 +136,11 @@ def main() -> None:
     if args.json and args.json.exists() and args.names:
         found |= json.loads(args.json.read_text())["each"]
     table = read_mutations()
-    for mutation in table:
-        if not args.names or mutation.name in args.names:
-            outcome = found[mutation.name] = outcome_of(mutation)
+    chosen = [each for each in table if not args.names or each.name in args.names]
+    with tempfile.TemporaryDirectory(prefix="mutation") as directory:
+        copy_tree(Path(directory))
+        for mutation, outcome in outcomes(Path(directory), chosen):
+            found[mutation.name] = outcome
             print(f"{outcome:<12}  {mutation.name}", flush=True)
     found = {each.name: found[each.name] for each in table if each.name in found}
     count = sum(outcome == CAUGHT for outcome in found.values())

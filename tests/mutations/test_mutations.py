@@ -2,10 +2,20 @@
 
 import ast
 import shlex
+from pathlib import Path
 
 import pytest
 
-from tests.mutations.run import ROOT, Mutation, read_mutations
+from tests.mutations.run import (
+    CAUGHT,
+    NO_TESTS,
+    ROOT,
+    SURVIVED,
+    VOID,
+    Mutation,
+    outcomes,
+    read_mutations,
+)
 
 MUTATIONS = read_mutations()
 
@@ -25,3 +35,37 @@ def test_mutation_names_code_that_occurs_once_and_tests_that_exist(mutation: Mut
 
 def test_names_of_mutations_differ() -> None:
     assert len({each.name for each in MUTATIONS}) == len(MUTATIONS)
+
+
+FILE = "vllm_kvpool/sizes.py"
+
+
+@pytest.mark.parametrize(
+    ("without", "with_error", "expected"),
+    [
+        (True, False, CAUGHT),
+        (True, True, SURVIVED),
+        (True, None, NO_TESTS),
+        (False, False, VOID),
+        (None, False, NO_TESTS),
+    ],
+)
+def test_error_counts_only_if_its_tests_pass_without_it(
+    tmp_path: Path, without: bool | None, with_error: bool | None, expected: str
+) -> None:
+    copy = tmp_path / FILE
+    copy.parent.mkdir()
+    whole = (ROOT / FILE).read_text()
+    copy.write_text(whole)
+    mutation = Mutation("an error", FILE, whole, "", "tests/test_sizes.py")
+    runs: list[str] = []
+
+    def run(root: Path, tests: str) -> bool | None:
+        assert (root, tests) == (tmp_path, mutation.tests)
+        runs.append((root / FILE).read_text())
+        return without if runs[-1] else with_error
+
+    found = list(outcomes(tmp_path, [mutation, mutation], run))
+    assert found == [(mutation, expected)] * 2
+    assert runs == ([whole, "", ""] if without else [whole])
+    assert copy.read_text() == whole

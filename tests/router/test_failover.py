@@ -1,6 +1,7 @@
 """Engines fail in every way they can; clients get one whole and true answer, or a clean error."""
 
 import asyncio
+import itertools
 import math
 import random
 import re
@@ -40,6 +41,7 @@ from vllm_kvpool.router.dataplane.upstream import EngineBroke
 
 pytestmark = pytest.mark.alone
 
+TOKENS_PER_STRIKE = 150  # of all engines, between two that die
 LONG = "hello world " * 150  # just worth a prefill of its own
 Body = dict[str, Any]
 
@@ -173,8 +175,18 @@ async def test_many_streams_while_engines_die_at_random_and_come_back() -> None:
         ]
         direct = await asyncio.gather(*map(rig.direct, bodies))
         asked = [asyncio.ensure_future(rig.complete(each)) for each in bodies]
-        while not all(each.done() for each in asked):
-            await asyncio.sleep(0.1)
+        begun = sum(each.counts.tokens for each in rig.engines)
+        for strike in itertools.count(1):
+            due = begun + strike * TOKENS_PER_STRIKE
+            await rig.until(
+                lambda due=due: (  # type: ignore[misc]
+                    sum(each.counts.tokens for each in rig.engines) >= due
+                    or all(each.done() for each in asked)
+                ),
+                "tokens",
+            )
+            if all(each.done() for each in asked):
+                break
             number = rolled.randrange(6)
             kind = rolled.choice([K.DIE, K.DIE, K.CUT])
             rig.fail(number, kind, after_tokens=rolled.randrange(100), seconds=0.15, times=1)
@@ -297,13 +309,15 @@ async def test_a_prompt_that_ends_every_prefill_engine_ends_two() -> None:
 
 
 async def test_prompt_whose_decoder_waits_ends_three_engines_at_most() -> None:
-    """Two have it at once. A decoder that was given up as it ended is not counted."""
+    """Two have it at once. A decoder that was given up as it ended is not counted.
+
+    Which of the two dies first depends on the machine.
+    """
     async with RouterRig(4, 3) as rig:
         for request_id in ("poison", "poison-prefill"):
             rig.fail(range(7), K.DIE, after_tokens=0, request_id=request_id)
         assert (await rig.complete(STREAM, headers=POISON)).status == 502
-        assert sum(each.counts.deaths for each in rig.engines[:4]) == 1
-        assert 1 <= sum(each.counts.deaths for each in rig.engines[4:]) <= 2
+        assert 2 <= sum(each.counts.deaths for each in rig.engines) <= 3
 
 
 async def test_engines_that_are_not_there_any_more_are_no_reason_to_suspect_a_request() -> None:
@@ -419,7 +433,7 @@ async def test_connections_to_engines_are_used_again() -> None:
         async with rig.played((HEAD, events(*payloads), END)) as heard:
             for _ in range(5):
                 await rig.whole(STREAM)
-                await asyncio.sleep(0.05)  # the end of the body comes by itself
+                await rig.kept(0)  # the end of the body comes by itself
             assert heard.num_connections == 1
 
 

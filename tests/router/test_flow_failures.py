@@ -37,6 +37,9 @@ prompt that is rejected is decoded for the engine's own words
 replica that refuses work is left alone for a moment
     fleet p / d; ask r; prefilled r p busy -> nothing; phase r queued
     tick 0.9 -> nothing; tick 0.1 -> prefill r p
+replica that has lost a call is given no work until it has answered
+    fleet / d e; ask r 20 -> decode r d; decoded r d lost output=0 -> ... decode r e
+    ask s 20 -> decode s e; ask t 20 -> decode t e
 answer goes on elsewhere
     fleet p / d e; ask r; prefilled r p saved=992 -> decode r d 992; began r
     decoded r d failed -> probe d, decode r e 992; count resumed 1

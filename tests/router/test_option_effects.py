@@ -5,6 +5,7 @@ made from a file, and what comes of them with the option and without. Each other
 in `SHOWN` that fails if the option is ignored; `make mutations` ignores each of them once.
 """
 
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -207,7 +208,11 @@ async def test_engine_that_hangs_has_failed_after_the_limits_of_its_file(option:
             for each in (ours, others):
                 await until(lambda each=each: each().state in SERVING)  # type: ignore[misc]
             engine.fail(Fault(kind=FaultKind.HANG, paths=HUNG))
+            began = time.monotonic()
             await until(lambda: ours().state is State.FAILED)
+            # With equal limits the other router would follow in less than that time.
+            end = 2 * time.monotonic() - began
+            await until(lambda: others().state not in SERVING or time.monotonic() > end)
             assert others().state in SERVING
     finally:
         await engine.stop()

@@ -325,14 +325,28 @@ async def test_three_times_too_much(decode_requests: int) -> None:
                 due += rolled.expovariate(per_s)
             return await asyncio.gather(*asked)
 
-        await load(capacity / 2, 1.0)  # its rates are learned
+        async def fill(count: int) -> float:
+            """Let as many clients as there are sequences ask in turn; return requests a second."""
+            began, numbers = time.monotonic(), iter(range(count))
+
+            async def ask_in_turn() -> None:
+                for number in numbers:
+                    reply, _ = await ask(number)
+                    assert reply.is_done
+
+            await asyncio.gather(*(ask_in_turn() for _ in range(16)))
+            return count / (time.monotonic() - began)
+
+        # Rates are learned. A slow machine has less room than the engines, and takes longer.
+        room = await fill(64)
+        slower = max(1.0, capacity / room)
         began = time.monotonic()
-        results = await load(3 * capacity, 2.5)
+        results = await load(3 * room, 2.5 * slower)
         took_s = time.monotonic() - began
         served = [reply for reply, _ in results if reply.status == 200]
         refused = [(reply, took) for reply, took in results if reply.status != 200]
         print(
-            f"capacity {capacity:.0f}/s, served {len(served) / took_s:.0f}/s, refused "
+            f"capacity {room:.0f}/s of {capacity:.0f}/s, served {len(served) / took_s:.0f}/s, refused "
             f"{len(refused)} of {len(results)}, first tokens after "
             f"{sorted(r.first_s for r in served)[len(served) // 2]:.2f} s (median), "
             f"{sorted(r.first_s for r in served)[int(0.99 * len(served))]:.2f} s (p99)"
@@ -343,12 +357,12 @@ async def test_three_times_too_much(decode_requests: int) -> None:
             assert int(reply.headers["Retry-After"]) >= 1
         # The tail is wide: engines, clients and the router share one process here.
         refusals = [took for _, took in refused]
-        assert statistics.median(refusals) < 0.1
-        assert statistics.quantiles(refusals, n=20)[-1] < 0.5
+        assert statistics.median(refusals) < 0.1 * slower
+        assert statistics.quantiles(refusals, n=20)[-1] < 0.5 * slower
         assert all(reply.is_done and not reply.error for reply in served)
         waits = sorted(reply.first_s for reply in served)
-        assert waits[int(0.99 * len(waits))] < 2.5
-        assert len(served) / took_s > 0.6 * capacity
+        assert waits[int(0.99 * len(waits))] < 2.5 * slower
+        assert len(served) / took_s > 0.6 * room
 
 
 async def test_who_waits_longer_than_allowed_is_refused() -> None:

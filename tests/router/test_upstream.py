@@ -414,3 +414,26 @@ async def test_timer_of_an_idle_connection_ends_with_the_connection() -> None:
         connection.abort()
         await until(lambda: not engines._connections)
         assert timer.cancelled()
+
+
+async def test_answer_that_nobody_reads_stops_its_engine() -> None:
+    """All of it comes once it is read."""
+    connection = UpstreamConnection(quick_upstream(), ("http", "e", 1))
+    transport = FakeTransport(connection)
+    connection.connection_made(transport)
+    asked = asyncio.ensure_future(connection.call(b"", b"", 1.0, MAX_ANSWER_BYTES))
+    await turns(1)
+    connection.data_received(HEAD)
+    response = await asked
+    piece = b"x" * (upstream.MAX_UNREAD_BYTES // 4)
+    for _ in range(4):
+        connection.data_received(chunk(piece))
+        assert transport.is_reading()
+    connection.data_received(chunk(piece))
+    assert not transport.is_reading()
+    reading = asyncio.ensure_future(response.read())
+    await turns(2)
+    assert transport.is_reading()
+    connection.data_received(END)
+    assert (await reading).body == 5 * piece
+    connection.abort()

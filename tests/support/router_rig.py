@@ -32,6 +32,7 @@ from vllm_kvpool.router.config import RouterConfig, read_config
 from vllm_kvpool.router.control.states import ReplicaId, State
 from vllm_kvpool.router.dataplane.data_plane import DataPlane
 from vllm_kvpool.router.dataplane.sse import Events
+from vllm_kvpool.router.dataplane.upstream import _target_of
 from vllm_kvpool.router.run import Router
 
 T = TypeVar("T")
@@ -364,6 +365,12 @@ class RouterRig:
         for name, engine in zip(self.ids, self.engines, strict=True):
             replica = self.router.controller.state.fleet[ReplicaId(name)]
             replica.spec = replace(replica.spec, url=url or engine.url)
+
+    async def kept(self, number: int) -> None:
+        """Wait until the router keeps a connection to a replica for its next call."""
+        url = self.router.controller.state.fleet[ReplicaId(self.ids[number])].spec.url
+        origin, _ = _target_of(url)
+        await self.until(lambda: self.data_plane._upstream._idle.get(origin), "a kept connection")
 
     def holders(self) -> list[int]:
         """Return the numbers of engines with unfinished requests."""

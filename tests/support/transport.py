@@ -13,6 +13,7 @@ class FakeTransport(asyncio.Transport):
         self.parts: list[bytes] = []
         """Buffers that `writelines` was given."""
         self.closed = False
+        self._is_reading = True
         self._protocol = protocol
 
     def write(self, data: bytes) -> None:  # type: ignore[override]
@@ -30,11 +31,14 @@ class FakeTransport(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.closed
 
+    def is_reading(self) -> bool:
+        return self._is_reading and not self.closed
+
     def pause_reading(self) -> None:
-        pass
+        self._is_reading = False
 
     def resume_reading(self) -> None:
-        pass
+        self._is_reading = True
 
     def close(self) -> None:
         if not self.closed:

@@ -488,6 +488,30 @@ def test_step_whose_wake_up_is_dropped_is_found_soon(
     assert read.result(SOON_S) == "step"
 
 
+class RecordedPoller:
+    """A poller that nothing wakes; records how long it was to wait, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.waits: list[int | None] = []
+
+    def poll(self, timeout: int | None = None) -> list[object]:
+        self.waits.append(timeout)
+        return []
+
+
+@pytest.mark.parametrize(
+    ("given", "waited"), [(None, compat.LOOK_MS), (5000, compat.LOOK_MS), (1, 1), (0, 0)]
+)
+def test_second_look_of_a_worker_comes_no_later_than_vllm_wants_it(
+    given: int | None, waited: int
+) -> None:
+    poller = RecordedPoller()
+    wake_ups = compat._WakeUps(poller)
+    wake_ups.poll(given)
+    wake_ups.poll(given)
+    assert poller.waits == [waited, given]
+
+
 def test_worker_without_a_process_of_its_own_polls_for_nothing() -> None:
     compat.polling_end()()
 

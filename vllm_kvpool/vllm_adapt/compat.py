@@ -39,7 +39,7 @@ defaults were compared and its namespaces were found equal (`tests/vllm_adapt/id
 _BUILD = re.compile(r"\+(cpu|cu|empty|precompiled|rocm|tpu|xpu)[\w.]*")  # what vLLM's setup.py adds
 
 MOST_FRAMES = 24
-LOOK_S = 0.005
+LOOK_MS = 5
 """A worker looks again after so long: ZeroMQ may drop the second of two wake-ups within 3 ms."""
 _WAIT_NAMES = ("last_read", "busy_loop_s", "poller")
 _A = TypeVar("_A")
@@ -114,12 +114,12 @@ def polling_end() -> Callable[[], None]:
 
 
 class _WakeUps:
-    """A wrapper of vLLM's poller, which looks again `LOOK_S` after a wake-up or an idle step.
+    """A wrapper of vLLM's poller, which looks again `LOOK_MS` after a wake-up or an idle step.
 
     vLLM looks for a step before each wait. ZeroMQ may drop a step's wake-up in two cases. Either an
     earlier wake-up has not left the engine; it wakes the worker later. Or the engine has sent or
     dropped one in the last 3 ms, and the last one sent had not left then. The worker has taken that
-    one since and sleeps for `LOOK_S`; the step is written by the end of this sleep, and vLLM's next
+    one since and sleeps for `LOOK_MS`; the step is written by the end of this sleep, and vLLM's next
     look finds it. No part of this depends on where a process is paused.
     """
 
@@ -129,7 +129,9 @@ class _WakeUps:
 
     def poll(self, timeout: int | None = None) -> Any:
         """Wait for wake-ups; return sockets and events as `zmq.Poller.poll`. `timeout`: in ms."""
-        found = self._poller.poll(int(1000 * LOOK_S) if self.looks_soon else timeout)
+        if self.looks_soon:
+            timeout = min(LOOK_MS, LOOK_MS if timeout is None else timeout)
+        found = self._poller.poll(timeout)
         self.looks_soon = bool(found)
         return found
 

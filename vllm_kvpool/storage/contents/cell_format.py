@@ -25,7 +25,6 @@ HEADER_BYTES = 64
 _FIELDS = struct.Struct(f"<8sHHIQ{KEY_DIGEST_BYTES}sQ")
 _HEADER_CHECKSUM = struct.Struct("<Q")
 _HEADER = struct.Struct(f"<{_FIELDS.size}sQ{HEADER_BYTES - _FIELDS.size - 8}x")
-assert _HEADER.size == HEADER_BYTES
 
 ENCRYPTED_MAGIC = b"KVPOOLE1"
 ENCRYPTED_VERSION = 1
