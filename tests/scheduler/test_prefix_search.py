@@ -458,29 +458,6 @@ def test_the_largest_boundary_has_a_state(bound: int, step: int, stored: str, la
     assert largest_boundary(bound, step, lambda b: str(b) not in stored) == largest
 
 
-@pytest.mark.parametrize(
-    ("chunks", "states", "block", "found"),
-    [
-        (6, {6}, 16, 6),  # a state at the end of what attention has
-        (6, {3}, 16, 3),  # before it
-        (6, {3, 5}, 16, 5),
-        (4, {3, 5}, 16, 3),  # a state without the attention before it is of no use
-        (4, {5}, 16, 0),
-        (6, set(), 16, 0),
-        (0, {2}, 16, 0),
-        (6, {1, 2, 3, 5, 6}, 64, 0),  # none at a multiple of the block
-        (6, {1, 4, 5, 6}, 64, 4),
-        (6, {1, 4, 5, 6}, 8, 6),  # the chunk is the coarser grid
-        (6, {1, 3, 5}, 24, 3),  # neither divides the other: every 48 tokens
-    ],
-)
-def test_a_hit_ends_at_the_largest_boundary_with_a_state(
-    chunks: int, states: set[int], block: int, found: int
-) -> None:
-    present = [[c < chunks for c in range(8)], [c + 1 in states for c in range(8)]]
-    assert hit(present, [layer_group(), state_group()], 16, block)[0] == found
-
-
 def test_attention_before_a_state_is_known_by_itself() -> None:
     present = [[True] * 7 + [False], [True] + [False] * 7]
     search = HitSearch(8, [layer_group(), state_group()], 16, 16)
