@@ -90,7 +90,6 @@ def test_times(name: str) -> None:
 
 def test_grants_that_wait_for_their_write() -> None:
     world = World(1, sender_limits=ProducerLimits(writers=1, small_bytes=1, max_results=FEW))
-    world.connect_all()
     (consumer,), (producer,) = world.consumers, world.producers
     world.produce(producer, "image", shape_of(6))
     world.prepare(producer)

@@ -2,15 +2,19 @@
 
 import itertools
 import threading
+from collections.abc import Sequence
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.embeds.items import digest_of
+from tests.embeds.world import shape_of
 from vllm_kvpool.embeds.dataplane.io_workers import BATCH_BYTES, IoWorkers
-from vllm_kvpool.embeds.faults import DRAINER
-from vllm_kvpool.embeds.machines.effects import Allocate, DrainRows
+from vllm_kvpool.embeds.dataplane.tensors import to_host
+from vllm_kvpool.embeds.faults import DRAINER, PREPARER, WRITER
+from vllm_kvpool.embeds.machines.effects import Allocate, DrainRows, Prepare, Write
 from vllm_kvpool.embeds.protocol.messages import SharedWindow, WriteFailed, Wrote, batches_of
 from vllm_kvpool.embeds.protocol.rows import ItemShape, RowRun
 
@@ -41,22 +45,28 @@ class Landing:
 
 
 class Reports:
-    """Results of the I/O workers; each grant may be reported only once."""
+    """Results of the I/O workers by number; each may be reported only once."""
 
     def __init__(self, expected: int) -> None:
         self.expected = expected
-        self.same: dict[int, bool] = {}
+        self.results: dict[int, object] = {}
         self.failures: list[str] = []
         self.all_there = threading.Event()
 
-    def drained(self, gid: int, same: bool) -> None:
-        assert gid not in self.same
-        self.same[gid] = same
-        if len(self.same) == self.expected:
+    def _reported(self, number: int, result: object) -> None:
+        assert number not in self.results
+        self.results[number] = result
+        if len(self.results) == self.expected:
             self.all_there.set()
 
-    def prepared(self, item_id: int, digest: str) -> None: ...
-    def written(self, result: Wrote | WriteFailed) -> None: ...
+    def drained(self, gid: int, same: bool) -> None:
+        self._reported(gid, same)
+
+    def prepared(self, item_id: int, digest: str) -> None:
+        self._reported(item_id, digest)
+
+    def written(self, result: Wrote | WriteFailed) -> None:
+        self._reported(result.gid, result)
 
     def work_failed(self, kind: str, error: BaseException) -> None:
         self.failures.append(kind)
@@ -82,6 +92,40 @@ def test_every_piece_is_reported_once_also_one_that_fails() -> None:
             workers.perform(DrainRows(gid, f"{number}", (run,), digests))
         workers.begin()
     assert reports.all_there.wait(PATIENCE_S)
-    assert reports.same == {gid: bool(gid % 7 and gid % 11) for gid in range(1, 41)}
+    assert reports.results == {gid: bool(gid % 7 and gid % 11) for gid in range(1, 41)}
     assert reports.failures == [DRAINER] * 3
     workers.close()
+
+
+class BrokenWriter:
+    """A writer with a bug."""
+
+    def write(self, *_: object) -> Sequence[tuple[int, ...]]:
+        raise ZeroDivisionError("a bug")
+
+    def close(self) -> None: ...
+
+
+class BrokenCopy:
+    """A device that has lost what the encoder computed."""
+
+    def wait(self) -> object:
+        raise RuntimeError("the device is gone")
+
+
+def test_threads_that_meet_a_bug_report_failures_and_go_on() -> None:
+    reports, workers = Reports(3), IoWorkers(None, BrokenWriter())
+    workers.start(reports, writers=1, drainers=0)
+    workers.keep(1, shape_of(1), BrokenCopy())  # type: ignore[arg-type]
+    workers.perform(Prepare(1))
+    workers.keep(2, shape_of(1), to_host(torch.zeros(1)))
+    workers._outputs[2].data = np.zeros((1, 1), np.uint8)
+    for gid in (7, 8):
+        workers.perform(Write(5, gid, 2, SharedWindow("host", "path", 8), (RowRun(0, 1, 0),)))
+    workers.begin()
+    workers.close()
+    results = reports.results
+    assert results.pop(1) == ""
+    assert all(isinstance(each, WriteFailed) and not each.quiesced for each in results.values())
+    assert results.keys() == {7, 8}
+    assert sorted(reports.failures) == [PREPARER, WRITER]

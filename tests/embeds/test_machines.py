@@ -15,7 +15,6 @@ from vllm_kvpool.embeds.protocol.messages import Code
 def whole(rows: int, row_bytes: int = 4, arena: int = 1 << 20, first: int = 1024) -> World:
     """Push one item through a window without faults and return the world."""
     world = World(1, arena_bytes=arena, bounds=limits(default_allocate_tokens=first))
-    world.connect_all()
     consumer, producer = world.consumers[0], world.producers[0]
     world.push(producer, "image", "c0")
     world.produce(producer, "image", shape_of(rows, row_bytes))
@@ -42,7 +41,6 @@ def test_an_item_passes_through_any_window(rows: int, row_bytes: int, arena: int
 @pytest.mark.parametrize("seed", seeds(25, 60))
 def test_misfortune_never_gives_wrong_bytes_and_always_ends(seed: int) -> None:
     world = World(seed, producers=2, consumers=2, arena_bytes=16)
-    world.connect_all()
     names = [f"item{number}" for number in range(4)]
     for order, name in enumerate(names):
         for consumer in world.consumers:
@@ -69,7 +67,6 @@ def test_misfortune_never_gives_wrong_bytes_and_always_ends(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(10, 20))
 def test_processes_die_and_start_again(seed: int) -> None:
     world = World(seed, producers=2, consumers=1, arena_bytes=16)
-    world.connect_all()
     shape = shape_of(12)
     world.expect(world.consumers[0], "image")
     for producer in world.producers:
@@ -95,7 +92,6 @@ def test_processes_die_and_start_again(seed: int) -> None:
 
 def test_a_cut_link_goes_on_at_the_last_acknowledged_row() -> None:
     world = World(3, arena_bytes=8, bounds=limits(default_allocate_tokens=1))
-    world.connect_all()
     consumer, producer = world.consumers[0], world.producers[0]
     world.push(producer, "video", "c0")
     world.expect(consumer, "video")
@@ -112,7 +108,6 @@ def test_a_cut_link_goes_on_at_the_last_acknowledged_row() -> None:
 
 def test_an_item_too_large_for_ever_is_refused_at_once_with_the_numbers() -> None:
     world = World(1, bounds=limits(max_item_bytes=100))
-    world.connect_all()
     consumer, producer = world.consumers[0], world.producers[0]
     world.expect(consumer, "film")
     world.produce(producer, "film", shape_of(26))
@@ -129,7 +124,6 @@ def test_two_items_of_two_requests_never_hold_what_the_other_needs() -> None:
     # Each request has two items of 40 bytes, and there is memory for two items in all.
     bounds = limits(max_landing_bytes=80, default_allocate_tokens=2)
     world = World(5, producers=2, arena_bytes=8, bounds=bounds)
-    world.connect_all()
     consumer = world.consumers[0]
     for name, order in (("a1", 0), ("b1", 1), ("b2", 1), ("a2", 0)):
         world.expect(consumer, name, order)
@@ -153,7 +147,6 @@ def test_two_items_of_two_requests_never_hold_what_the_other_needs() -> None:
 def test_back_pressure_keeps_everything_and_bounds_memory() -> None:
     bounds = limits(max_landing_bytes=64, default_allocate_tokens=4)
     world = World(7, producers=4, arena_bytes=16, bounds=bounds)
-    world.connect_all()
     consumer = world.consumers[0]
     names = [f"{producer}-{number}" for producer in range(4) for number in range(10)]
     for name in names:
@@ -188,7 +181,6 @@ def test_small_writes_do_not_wait_for_a_writer_each(
 ) -> None:
     """Large ones do; a row has four bytes."""
     world = World(1, arena_bytes=500, sender_limits=ProducerLimits(**options), bounds=limits())
-    world.connect_all()
     (producer,), (consumer,) = world.producers, world.consumers
     for number in range(6):
         world.push(producer, f"{number}", "c0")
@@ -213,7 +205,6 @@ def test_what_is_too_large_to_come_unasked_does_not_hold_the_encoder_for_ever() 
     """A request that was sent on is cancelled before its item is asked for."""
     bounds = limits(max_landing_bytes=40)
     world = World(1, bounds=bounds, sender_limits=ProducerLimits(retain_bytes=50, writers=2))
-    world.connect_all()
     consumer, producer = world.consumers[0], world.producers[0]
     for name, rows in (("large", 9), ("small", 3)):
         world.push(producer, name, "c0")
@@ -231,7 +222,6 @@ def test_what_is_too_large_to_come_unasked_does_not_hold_the_encoder_for_ever() 
 def test_writes_for_a_killed_consumer_are_no_answer_to_the_next() -> None:
     """Both number their grants from 1, and the first one's are still being written."""
     world = World(1, arena_bytes=8, bounds=limits(default_allocate_tokens=1))
-    world.connect_all()
     (producer,) = world.producers
     world.push(producer, "image", "c0")
     world.produce(producer, "image", shape_of(6))
@@ -257,7 +247,6 @@ def test_writes_for_a_killed_consumer_are_no_answer_to_the_next() -> None:
 
 def test_one_transfer_for_many_offers() -> None:
     world = World(9, producers=3, arena_bytes=16)
-    world.connect_all()
     consumer = world.consumers[0]
     for producer in world.producers:
         world.push(producer, "logo", "c0")
@@ -273,7 +262,6 @@ def test_one_transfer_for_many_offers() -> None:
 def test_rows_granted_to_one_before_another_offers_them_are_not_waited_for() -> None:
     """Both have the item; the one that had a grant before it offered anything is slower."""
     world = World(seed=1, producers=2, arena_bytes=400, bounds=limits())
-    world.connect_all()
     consumer, (slow, fast) = world.consumers[0], world.producers
     world.produce(slow, "known", shape_of(10))
     world.expect(consumer, "known")
@@ -298,7 +286,6 @@ def test_rows_granted_to_one_before_another_offers_them_are_not_waited_for() -> 
 def test_rows_that_a_producer_has_declined_are_not_written_when_it_is_asked_again() -> None:
     """The consumer asks twice before an answer. Only the second question finds the item ready."""
     world = World(seed=1, arena_bytes=400, bounds=limits())
-    world.connect_all()
     (consumer,), (producer,) = world.consumers, world.producers
     world.produce(producer, "known", shape_of(10))
     world.expect(consumer, "known")
@@ -321,7 +308,6 @@ def test_rows_that_a_producer_has_declined_are_not_written_when_it_is_asked_agai
 def test_another_producer_with_other_bytes_starts_anew() -> None:
     world = World(11, producers=2, arena_bytes=8, bounds=limits(default_allocate_tokens=1))
     world.salt = {world.producers[1].name: "other"}
-    world.connect_all()
     consumer = world.consumers[0]
     world.expect(consumer, "image")
     world.push(world.producers[0], "image", "c0")
@@ -341,7 +327,6 @@ def test_another_producer_with_other_bytes_starts_anew() -> None:
 
 def test_new_weights_make_old_items_stale() -> None:
     world = World(13, arena_bytes=16, sender_limits=ProducerLimits())
-    world.connect_all()
     consumer, producer = world.consumers[0], world.producers[0]
     world.produce(producer, "image", shape_of(9))
     while producer.preparing:
@@ -362,7 +347,6 @@ def test_items_of_unlucky_worlds_pass_every_state() -> None:
     seen: set[TransferState] = set()
     for seed in range(4):
         world = World(seed, producers=2, consumers=2, arena_bytes=16)
-        world.connect_all()
         for number in range(3):
             for consumer in world.consumers:
                 world.expect(consumer, f"item{number}", number)

@@ -83,7 +83,6 @@ def test_ranks_end_with_the_same_bytes_whatever_happens(seed: int) -> None:
     world.salt = {node.name: f"encoder {n}" for n, node in enumerate(world.producers)}
     scheduler, shape = engine_in(world), shape_of(ROWS)
     view = EmbedsRequest("r", (Feature(MM_HASH, 0, ROWS, ROWS, False),), Delivery(is_sent=True))
-    world.connect_all()
     scheduler.ensure(view, 0)
     for node in world.producers:
         world.produce(node, MM_HASH, shape)

@@ -2,195 +2,102 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.embeds.fake_worker_channel import FakeWorkerChannel
 from tests.embeds.invariants import check_scheduler
-from tests.support.fakes import FakeClock
+from tests.embeds.scheduler_rig import BUSY, ROWS, SENT, STEP, Example, Rig, examples, play, request
 from vllm_kvpool.embeds.availability import EmbedsRequest, Feature
 from vllm_kvpool.embeds.params import MAX_TARGETS, NOWHERE, Delivery, read_delivery
 from vllm_kvpool.embeds.protocol.messages import (
-    LOADING_S,
-    STARTED,
     Code,
-    Expect,
-    Forget,
-    Heartbeat,
     HeldBytes,
     ItemNews,
     MetricSamples,
-    Push,
-    Reorder,
-    Requested,
-    Taken,
-    WeightsChanged,
 )
-from vllm_kvpool.embeds.scheduler import (
-    PROBE_S,
-    WORKERS_LOST_S,
-    EmbedsScheduler,
-    EngineRole,
-    ItemLoad,
-    StepMeta,
-)
+from vllm_kvpool.embeds.scheduler import ItemLoad
 from vllm_kvpool.metrics import named_values
-
-STEP = 100  # tokens
-ROWS = 10
-SENT = Delivery(is_sent=True)
-BUSY: dict[str, Any] = {"is_idle": False, "idle_wait_s": 0.0}
-
-
-class Rig:
-    """A scheduler's side with workers that say what a test says."""
-
-    def __init__(self, ranks: int = 1, **options: Any) -> None:
-        self.channel = FakeWorkerChannel(ranks)
-        self.clock = FakeClock()
-        usual = {"is_producer": False, "is_consumer": True, "has_peers": False}
-        engine = EngineRole(retain_bytes=1000, max_step_tokens=STEP, **{**usual, **options})
-        self.scheduler = EmbedsScheduler(
-            self.channel, engine, lambda version: f"print {version}", self.clock
-        )
-
-    def ensure(self, request: EmbedsRequest, computed: int = 0) -> bool:
-        return self.scheduler.ensure(request, computed)
-
-    def load(self, mm_hash: str) -> tuple[ItemLoad, ...]:
-        """Load a ready item as the engine does, and return the step's loads."""
-        assert self.scheduler.has(mm_hash)
-        self.scheduler.allocated(mm_hash)
-        loads = self.scheduler.plan((), **BUSY).loads
-        for load in loads:
-            self.channel.say(Taken(load.name))
-        return loads
-
-
-def request(
-    name: str, *items: str, delivery: Delivery = SENT, media: bool = False, start: int = 0
-) -> EmbedsRequest:
-    """A request for items of ROWS rows, one behind the other."""
-    features = tuple(
-        Feature(item, start + n * ROWS, start + (n + 1) * ROWS, ROWS, media)
-        for n, item in enumerate(items)
-    )
-    return EmbedsRequest(name, features, delivery)
-
-
-def asking(view: EmbedsRequest, **options: Any) -> tuple[Rig, EmbedsRequest]:
-    """A rig whose scheduler has asked for the items of a request."""
-    rig = Rig(**options)
-    rig.ensure(view)
-    return rig, view
-
 
 # What holds a request back
 
 
-def test_started_request_comes_before_older_ones_until_it_is_preempted() -> None:
-    """Its items have one order at a time: two would wait for each other's memory."""
-    rig = Rig()
-    rig.ensure(request("old", "shared"))
-    view = request("young", "a", "shared")
-    for is_started in (False, True, True, False):
-        rig.scheduler.ensure(view, 0, is_started=is_started)
-    told = [(each.mm_hash, each.order) for each in rig.channel.take(Expect)]
-    assert told == [("shared", 0), ("a", 1), ("shared", 0)]
-    reordered = rig.channel.take(Reorder)
-    assert set(reordered[:2]) == {Reorder("a", 1 + STARTED), Reorder("shared", 1 + STARTED)}
-    assert set(reordered[2:]) == {Reorder("a", 1), Reorder("shared", 0)}
+@examples(
+    """
+an item of a started request comes before those of older requests until it is preempted
+    # An item has one order at a time: two requests would wait for each other's memory.
+    consumer; ask old shared; ask young a shared
+    heard -> expect shared 0 | expect a 1 | joins shared 0
+    ask young started=True; ask young started=True
+    heard -> any order reorder a started 1 | reorder shared started 1
+    ask young; heard -> any order reorder a 1 | reorder shared 0
+the end of an item's oldest request is told with the next one's order
+    # Else the item would hold back the requests between the two, as if the oldest still waited.
+    consumer; ask x a; ask y b; ask z a; heard -> expect a 0 | expect b 1 | joins a 0
+    end x; heard -> ... reorder a 2
+    end z; heard -> no reorder
+a request waits no longer for an item whose tokens are computed
+    # A prefix was found, or the engine's cache had the item. The request repeats the second.
+    consumer; ask r a b b; heard
+    ask r computed=10 started=True; heard -> only forget a
+    ask r computed=20 started=True; heard -> no forget
+    ask r computed=30 started=True; heard -> only forget b
+    end r; heard -> no forget
+a request that has not started keeps an item that a prefix covers
+    # The prefix may go before the request starts, and the producer may have dropped the item.
+    consumer; ask r a b; ready a; ask r computed=10 -> waits; ready b; ask r -> goes
+    heard -> no forget; load a -> load a
+a request without parameters goes on at once
+    consumer; ask r a b media=True sent=False -> goes; has a -> missing; waiting False
+    heard -> nothing
+a request with neither parameters nor media is given up
+    # The engine would end if it were to encode what it does not have.
+    consumer; ask r a sent=False -> waits; unavailable -> r; outstanding -> nothing
+    offered b; ask s b sent=False -> waits; unavailable -> nothing
+a request without parameters asks configured peers
+    consumer has_peers=True; ask r a media=True sent=False -> waits
+a request without parameters asks those who offered its item
+    consumer; offered a; ask r a media=True sent=False -> waits; outstanding -> a
+every item of the step is asked for at once, and once
+    consumer; ask r a b c -> waits
+    each 0-3: ask r -> waits
+    heard -> expect a 0 | expect b 0 | expect c 0
+an order is the age of its request
+    consumer
+    each x y z: ask $ $a $b
+    heard -> expect xa 0 | expect xb 0 | expect ya 1 | expect yb 1 | expect za 2 | expect zb 2
+who could encode an item only asks for it
+    consumer is_producer=True has_peers=True; ask r a media=True sent=False; ask s b media=True
+    heard -> expect a 0 patience=probe | expect b 1
+who encodes itself does not wait for itself
+    # A proxy may choose one engine for both halves of a request.
+    consumer is_producer=True own_endpoint=tcp://me:1; ask r a peers=me
+    heard -> expect a 0 patience=probe; ask s b peers=me,other
+    heard -> expect b 1 peers=tcp://other:1
+an expectation has the producer's name of the item and its address
+    consumer; ask r a names=a:theirs peers=e; heard -> expect theirs 0 peers=tcp://e:1
+    ready theirs; ask r -> goes; load a -> load a as theirs
+"""
+)
+def test_what_holds_a_request_back(example: Example) -> None:
+    example.play()
 
 
-def test_item_with_news_of_requests_that_have_ended_is_not_loaded() -> None:
+def test_news_of_requests_that_have_ended_is_no_item() -> None:
     """The worker has dropped the item since, and brings it again: the engine would end."""
     rig = Rig()
-    first = request("first", "a")
+    first, second = request("first", "a"), request("second", "a")
     rig.ensure(first)
     rig.channel.ready("a")
     late = rig.channel.words.copy()
     rig.channel.words.clear()
     rig.scheduler.finished(first)
-    second = request("second", "a")
     assert not rig.ensure(second)
     rig.channel.words.extend(late)
     assert not rig.ensure(second)
     assert not rig.scheduler.has("a")
     rig.channel.ready("a")
     assert rig.ensure(second)
-
-
-def test_end_of_an_items_oldest_request_is_told_with_the_next_ones_order() -> None:
-    """Else the item would hold back the requests between the two, as if the oldest still waited."""
-    rig = Rig()
-    views = [request(name, item) for name, item in (("0", "a"), ("1", "b"), ("2", "a"))]
-    for view in views:
-        rig.ensure(view)
-    rig.scheduler.finished(views[0])
-    told = [(each.mm_hash, each.order) for each in rig.channel.take(Expect)]
-    assert told == [("a", 0), ("b", 1), ("a", 0)]
-    assert rig.channel.take(Reorder) == [Reorder("a", 2)]
-    rig.scheduler.finished(views[2])
-    assert not rig.channel.take(Reorder)
-
-
-def test_request_waits_no_longer_for_an_item_whose_tokens_are_computed() -> None:
-    """A prefix was found, or the engine's cache had the item. The request repeats the second."""
-    rig = Rig()
-    view = request("r", "a", "b", "b")
-    rig.ensure(view)
-    rig.scheduler.ensure(view, ROWS, is_started=True)
-    assert rig.channel.take(Forget) == [Forget("a")]
-    rig.scheduler.ensure(view, 2 * ROWS, is_started=True)
-    assert not rig.channel.take(Forget)
-    rig.scheduler.ensure(view, 3 * ROWS, is_started=True)
-    assert rig.channel.take(Forget) == [Forget("b")]
-    rig.scheduler.finished(view)
-    assert not rig.channel.take(Forget)
-
-
-def test_request_that_has_not_started_keeps_an_item_that_a_prefix_covers() -> None:
-    """The prefix may go before the request starts, and the producer may have dropped the item."""
-    rig = Rig()
-    view = request("r", "a", "b")
-    rig.ensure(view)
-    rig.channel.ready("a")
-    assert not rig.ensure(view, computed=ROWS)
-    rig.channel.ready("b")
-    assert rig.ensure(view)
-    assert not rig.channel.take(Forget)
-    assert rig.load("a") == (ItemLoad("a", "a"),)
-
-
-def test_a_request_without_parameters_goes_on_at_once() -> None:
-    rig = Rig()
-    view = request("plain", "a", "b", delivery=NOWHERE, media=True)
-    assert rig.ensure(view)
-    assert not rig.scheduler.has("a")
-    assert not rig.scheduler.is_waiting
-    assert rig.channel.heard == [[]]
-
-
-def test_a_request_with_neither_parameters_nor_media_is_given_up() -> None:
-    """The engine would end if it were to encode what it does not have."""
-    rig = Rig()
-    assert not rig.ensure(request("empty", "a", delivery=NOWHERE))
-    assert rig.scheduler.take_unavailable() == {"empty"}
-    assert rig.channel.expected() == []
-    rig.channel.say(ItemNews("b", offered=True))
-    assert not rig.ensure(request("offered", "b", delivery=NOWHERE))
-    assert rig.scheduler.take_unavailable() == set()
-
-
-def test_a_request_without_parameters_asks_configured_peers_and_those_who_offered() -> None:
-    view = request("plain", "a", delivery=NOWHERE, media=True)
-    assert not Rig(has_peers=True).ensure(view)
-    rig = Rig()
-    rig.channel.say(ItemNews("a", offered=True))
-    assert not rig.ensure(view)
-    assert rig.channel.expected() == ["a"]
 
 
 def test_request_with_an_answer_about_other_items_does_not_wait_for_them(
@@ -261,105 +168,55 @@ def test_only_items_within_the_next_step_hold_a_request(
     assert rig.channel.expected() == (["a"] if waits else [])
 
 
-def test_every_item_of_the_step_is_asked_for_at_once() -> None:
-    rig = Rig()
-    assert not rig.ensure(request("r", "a", "b", "c"))
-    assert rig.channel.expected() == ["a", "b", "c"]
+# Items that the engine has
 
 
-def test_waiting_says_nothing_twice() -> None:
-    rig = Rig()
-    view = request("r", "a")
-    for _ in range(5):
-        assert not rig.ensure(view)
-    assert len(rig.channel.take(Expect)) == 1
-
-
-def test_orders_are_those_of_the_requests() -> None:
-    rig = Rig()
-    for name in ("first", "second", "third"):
-        rig.ensure(request(name, f"{name} a", f"{name} b"))
-    orders = [body.order for body in rig.channel.take(Expect)]
-    assert orders == [0, 0, 1, 1, 2, 2]
+@examples(
+    """
+an item that may lose its place in the step waits for the next
+    # Without its media the engine could not encode it again.
+    allocate room; ask media x media=True -> goes; ask none x -> waits; plan
+    ask none -> goes; allocate room; plan x; ask none -> waits; outstanding -> x
+a request with media for which the engine may evict endangers items of later requests
+    # vLLM evicts before it allocates; without blocks, say, it then allocates nothing.
+    ask first y media=True sent=False -> goes; ask none x -> waits
+    ask media x media=True -> goes; plan x; ask none -> waits; outstanding -> x
+a request without media for which the engine may evict endangers items of later requests
+    ask first y -> waits; ready y; ask first -> goes; ask none x -> waits
+    ask media x media=True -> goes; plan x; ask none -> waits; outstanding -> y | x
+a request that the engine refuses in every step starves no other
+    # The other may hold the room that the first waits for. Each has every second step.
+    ask first y media=True sent=False -> goes; ask second x -> waits; plan
+    ask first -> waits; ask second -> goes; plan
+    ask first -> goes; ask second -> waits; plan
+    ask first -> waits; ask second -> goes; plan
+    # Alone the first waits for nobody.
+    end second
+    each 0-2: ask first -> goes
+a request that waits for another item holds up no evictions
+    ask first y media=True sent=False -> goes; ask second x pending -> waits; plan
+    each 0-1: ask first -> goes; ask second -> waits; plan
+an item that the engine reaches before it makes room is not asked for
+    # The engine keeps the items that it has reached. The request repeats one.
+    ask both x y x -> waits; heard -> expect y 1; ready y; ask both -> goes; heard -> nothing
+an item that may lose its place to another of its request is asked for
+    ask alone x -> goes; heard -> nothing
+    ask both y x -> waits; heard -> expect y 2 | expect x 2 patience=probe
+    ready y; ask both -> waits; ready x; ask both -> goes; unavailable -> nothing
+    allocate y; has x -> yes; end both; waiting False
+an item that may lose its place to another of its request, and that nobody has, fails it
+    ask both y x -> waits; ready y; ask both -> waits; failed x; ask both -> waits
+    unavailable -> both; allocate y; has x -> missing; end both; waiting False
+""",
+    "consumer; ask before x; ready x; ask before; load x; end before; heard",
+)
+def test_items_that_the_engine_has(example: Example) -> None:
+    example.play()
 
 
 def with_resident(item: str) -> Rig:
     """An engine that has an item, as an earlier request left it."""
-    rig = Rig()
-    view = request("before", item)
-    assert not rig.ensure(view)
-    rig.channel.ready(item)
-    assert rig.ensure(view)
-    rig.load(item)
-    rig.scheduler.finished(view)
-    rig.channel.take(Expect)
-    return rig
-
-
-def test_an_item_that_may_lose_its_place_in_the_step_waits_for_the_next() -> None:
-    """Without its media the engine could not encode it again."""
-    rig = with_resident("x")
-    rig.scheduler.allocated("room for another")
-    assert rig.ensure(request("media", "x", media=True))
-    assert not rig.ensure(request("none", "x"))
-    rig.scheduler.plan((), **BUSY)
-    assert rig.ensure(request("none", "x"))
-    rig.scheduler.allocated("room for another")
-    rig.scheduler.plan(("x",), **BUSY)
-    assert not rig.ensure(request("none", "x"))
-    assert rig.channel.expected() == ["x"]
-
-
-@pytest.mark.parametrize("has_media", [True, False])
-def test_request_for_which_the_engine_may_evict_endangers_items_of_later_requests(
-    has_media: bool,
-) -> None:
-    """vLLM evicts before it allocates; without blocks, say, it then allocates nothing."""
-    rig = with_resident("x")
-    first = request("first", "y", media=has_media, delivery=NOWHERE if has_media else SENT)
-    if not has_media:
-        assert not rig.ensure(first)
-        rig.channel.ready("y")
-    assert rig.ensure(first)
-    assert not rig.ensure(request("none", "x")), "the engine would end without the item"
-    assert rig.ensure(request("media", "x", media=True))
-    rig.scheduler.plan(("x",), **BUSY)
-    assert not rig.ensure(request("none", "x"))
-    assert rig.channel.expected()[-1] == "x"
-
-
-def test_request_that_the_engine_refuses_in_every_step_starves_no_other() -> None:
-    """The other may hold the room that the first waits for. Each has every second step."""
-    rig = with_resident("x")
-    first = request("first", "y", media=True, delivery=NOWHERE)
-    second = request("second", "x")
-    steps = []
-    for _ in range(4):
-        steps.append((rig.ensure(first), rig.ensure(second)))
-        rig.scheduler.plan((), **BUSY)
-    assert steps == [(True, False), (False, True)] * 2
-    rig.scheduler.finished(second)
-    assert all(rig.ensure(first) for _ in range(3)), "it waits for nobody"
-
-
-def test_request_that_waits_for_another_item_holds_up_no_evictions() -> None:
-    rig = with_resident("x")
-    second = request("second", "x", "pending")
-    for _ in range(3):
-        assert rig.ensure(request("first", "y", media=True, delivery=NOWHERE))
-        assert not rig.ensure(second)
-        rig.scheduler.plan((), **BUSY)
-
-
-def test_item_that_the_engine_reaches_before_it_makes_room_is_not_asked_for() -> None:
-    """The engine keeps the items that it has reached. The request repeats one."""
-    rig = with_resident("x")
-    view = request("both", "x", "y", "x")
-    assert not rig.ensure(view)
-    assert rig.channel.expected()[-1] == "y"
-    rig.channel.ready("y")
-    assert rig.ensure(view)
-    assert [each.mm_hash for each in rig.channel.take(Expect)] == ["y"]
+    return play(f"consumer; ask before {item}; ready {item}; ask before; load {item}; end before")
 
 
 @pytest.mark.parametrize("delivery", [SENT, NOWHERE], ids=["failed", "nowhere"])
@@ -379,625 +236,265 @@ def test_request_whose_own_item_may_evict_one_that_nobody_sends_fails(delivery: 
     assert rig.ensure(view._replace(request_id="other", features=features[::-1]))
 
 
-@pytest.mark.parametrize("is_had", [True, False])
-def test_an_item_that_may_lose_its_place_to_another_of_its_request_is_asked_for(
-    is_had: bool,
-) -> None:
-    rig = with_resident("x")
-    assert rig.ensure(request("alone", "x"))
-    assert rig.channel.take(Expect) == []
-    view = request("both", "y", "x")
-    assert not rig.ensure(view)
-    told = {body.mm_hash: body.patience_s for body in rig.channel.take(Expect)}  # type: ignore[attr-defined]
-    assert told == {"y": 0.0, "x": PROBE_S}
-    rig.channel.ready("y")
-    assert not rig.ensure(view)
-    if is_had:
-        rig.channel.ready("x")
-    else:
-        rig.channel.failed("x")
-    assert rig.ensure(view) == is_had
-    assert rig.scheduler.take_unavailable() == (set() if is_had else {"both"})
-    rig.scheduler.allocated("y")
-    assert rig.scheduler.has("x") == is_had
-    rig.scheduler.finished(view)
-    check_scheduler(rig.scheduler)
-    assert not rig.scheduler.is_waiting
-
-
-def test_who_could_encode_itself_only_asks() -> None:
-    rig = Rig(is_producer=True, has_peers=True)
-    rig.ensure(request("r", "a", delivery=NOWHERE, media=True))
-    rig.ensure(request("s", "b", media=True))
-    asks, waits = rig.channel.take(Expect)
-    assert (asks.patience_s, waits.patience_s) == (PROBE_S, 0.0)
-
-
-@pytest.mark.parametrize("others", [(), ("tcp://other:1",)])
-def test_who_encodes_itself_does_not_wait_for_itself(others: tuple[str, ...]) -> None:
-    """A proxy may choose one engine for both halves of a request."""
-    rig = Rig(is_producer=True, own_endpoint="tcp://me:1")
-    rig.ensure(request("r", "a", delivery=Delivery(is_sent=True, peers=("tcp://me:1", *others))))
-    (told,) = rig.channel.take(Expect)
-    assert isinstance(told, Expect)
-    assert (told.peers, told.patience_s) == (others, 0.0 if others else PROBE_S)
-
-
-def test_expectations_carry_what_the_request_says() -> None:
-    rig = Rig()
-    delivery = Delivery(is_sent=True, peers=("tcp://e:1",), names={"a": "theirs"})
-    rig.ensure(request("r", "a", delivery=delivery))
-    assert rig.channel.take(Expect) == [Expect("theirs", 0, ("tcp://e:1",), ROWS, 0.0, wait_id=1)]
-    rig.channel.ready("theirs")
-    assert rig.ensure(request("r", "a", delivery=delivery))
-    assert rig.load("a") == (ItemLoad("a", "theirs"),)
-
-
 # Ready
 
 
-def test_an_item_is_there_when_every_rank_has_it() -> None:
-    rig, view = asking(request("r", "a"), ranks=3)
-    for ranks in ((2,), (0, 2), ()):
-        for rank in ranks:
-            rig.channel.ready("a", rank)
-        assert not rig.ensure(view)
-        assert not rig.scheduler.has("a")
-    rig.channel.ready("a", 1)
-    assert rig.ensure(view)
-    assert rig.scheduler.has("a")
-
-
-def chosen(rig: Rig, rank: int) -> list[str]:
-    """The encodings that a rank was told to have since the last look."""
-    told = rig.channel.take(Expect, rank)
-    return [each.digest for each in told if isinstance(each, Expect) and each.digest]
-
-
-def test_ranks_that_are_brought_different_bytes_are_told_which_to_have() -> None:
-    rig = Rig(ranks=2)
-    one, other = (request(name, "a") for name in ("one", "other"))
-    rig.ensure(one)
-    rig.ensure(other)
-    rig.channel.ready("a", 1, digest="y")
-    rig.channel.ready("a", 0, digest="x")
-    assert not rig.ensure(one)
-    assert not rig.scheduler.has("a"), "the engine would load what is not there"
-    assert [chosen(rig, rank) for rank in range(2)] == [["x", "x"]] * 2
-    rig.channel.ready("a", 1, digest="y")  # said before it was told
-    assert not rig.ensure(one)
-    rig.channel.ready("a", 1, digest="x")
-    assert not rig.ensure(one), "rank 0 may be handing over another one"
-    rig.channel.ready("a", 0, digest="x")
-    assert rig.ensure(one)
-    assert rig.ensure(other)
-    assert rig.load("a") == (ItemLoad("a", "a"),)
-    assert rig.scheduler.take_unavailable() == set()
-
-
-def test_what_a_rank_has_already_is_not_sent_again() -> None:
-    rig = Rig(ranks=3)
-    rig.ensure(request("r", "a"))
-    rig.channel.coming("a", 0, digest="x")
-    rig.channel.ready("a", 2, digest="z")
-    rig.ensure(request("r", "a"))
-    assert chosen(rig, 0) == ["z"]
-
-
-def test_report_from_before_the_choice_of_an_encoding_does_not_count() -> None:
-    """The rank would hand the item over, and then bring it again for the choice."""
-    rig, view = asking(request("r", "a"), ranks=2)
-    rig.channel.coming("a", 0, digest="x")
-    rig.channel.ready("a", 1, digest="y")
-    rig.channel.ready("a", 0, digest="y")
-    assert not rig.ensure(view)
-    rig.channel.ready("a", 1, digest="y")
-    assert not rig.ensure(view)
-    rig.channel.ready("a", 0, digest="y")
-    assert rig.ensure(view)
-
-
-def test_an_encoding_that_cannot_be_had_any_more_gives_way_to_the_other() -> None:
-    rig, view = asking(request("r", "a"), ranks=2)
-    rig.channel.ready("a", 0, digest="x")
-    rig.channel.coming("a", 1, digest="y")
-    assert not rig.ensure(view)
-    rig.channel.failed("a", 1)
-    assert not rig.ensure(view)
-    assert [chosen(rig, rank) for rank in range(2)] == [["x", "y"]] * 2
-    rig.channel.ready("a", 0, digest="y")
-    rig.channel.ready("a", 1, digest="y")
-    assert rig.ensure(view)
-
-
-@pytest.mark.parametrize("media", [True, False])
-def test_ranks_that_can_never_agree_have_nothing(media: bool) -> None:
-    rig = Rig(ranks=2)
-    one, other = (request(name, "a", media=media) for name in ("one", "other"))
-    rig.ensure(one)
-    rig.ensure(other)
-    rig.channel.ready("a", 0, digest="x")
-    rig.channel.ready("a", 1, digest="y")
-    for rank in (1, 0):
-        rig.scheduler._poll_workers()
-        rig.channel.failed("a", rank)
-    assert rig.ensure(one) == media
-    assert not rig.scheduler.has("a")
-    assert rig.ensure(other) == media
-    assert rig.scheduler.take_unavailable() == (set() if media else {"one", "other"})
-
-
-def test_encoders_cannot_have_the_ranks_choose_for_ever() -> None:
-    rig, view = asking(request("r", "a"), ranks=2)
-    for number in range(100):
-        rig.channel.coming("a", 0, digest=f"x{number}")
-        rig.channel.coming("a", 1, digest=f"y{number}")
-        rig.scheduler._poll_workers()
-        rig.channel.failed("a", 1)
-    assert not rig.ensure(view)
-    assert rig.scheduler.take_unavailable() == {"r"}
-
-
-def test_a_rank_that_comes_back_is_told_which_encoding_to_have() -> None:
-    rig, view = asking(request("r", "a"), ranks=2)
-    rig.channel.ready("a", 0, digest="x")
-    rig.channel.ready("a", 1, digest="y")
-    rig.ensure(view)
-    chosen(rig, 1)
-    rig.channel.say(None, 1)
-    rig.ensure(view)
-    assert chosen(rig, 1) == ["x"]
-
-
-def test_what_a_rank_says_after_the_failure_changes_nothing() -> None:
-    rig = Rig(ranks=2)
-    one, other = request("one", "a", media=True), request("other", "a", media=True)
-    rig.ensure(one)
-    rig.ensure(other)
-    rig.channel.failed("a", 0)
-    assert rig.ensure(one)
-    rig.channel.ready("a")
-    rig.scheduler._poll_workers()
-    assert not rig.scheduler.has("a")
-
-
-def test_an_item_that_is_there_stays() -> None:
-    rig, view = asking(request("r", "a"))
-    rig.channel.ready("a")
-    for _ in range(10):
-        assert rig.ensure(view)
-        assert rig.scheduler.has("a")
-        assert rig.scheduler.plan((), **BUSY) == StepMeta()
-    assert rig.channel.take(Forget) == []
-    assert rig.load("a") == (ItemLoad("a", "a"),)
-    assert rig.ensure(view)
-    assert not rig.scheduler.is_waiting
-    assert rig.channel.take(Forget) == [], "the worker lets go of it when it is loaded"
-    assert rig.scheduler.plan((), **BUSY) == StepMeta()
-
-
-def test_an_item_is_there_until_nobody_waits_for_it() -> None:
-    rig, view = asking(request("r", "a"))
-    rig.channel.ready("a")
-    rig.ensure(view)
-    rig.scheduler.finished(view)
-    assert not rig.scheduler.has("a")
-    assert rig.channel.take(Forget) == [Forget("a")]
-    assert not rig.scheduler.is_waiting
-
-
-def test_an_encode_is_not_a_load() -> None:
-    rig = Rig()
-    assert rig.ensure(request("r", "a", delivery=NOWHERE, media=True))
-    rig.scheduler.allocated("a")
-    assert rig.scheduler.plan((), **BUSY) == StepMeta()
+@examples(
+    """
+an item is there when every rank has it
+    consumer ranks=3; ask r a
+    each 2 0: ready a $; ask r -> waits; has a -> missing
+    ready a 2; ask r -> waits; ready a 1; ask r -> goes; has a -> yes
+ranks that are brought different bytes are told which to have
+    consumer ranks=2; ask one a; ask other a
+    each 0 1: heard $
+    ready a 1 digest=y; ready a 0 digest=x; ask one -> waits
+    # The engine would load what is not there.
+    has a -> missing
+    each 0 1: heard $ -> expect a 0 digest=x | joins a 0 digest=x
+    # Rank 1 spoke before it was told, and rank 0 may be handing over another one.
+    ready a 1 digest=y; ask one -> waits; ready a 1 digest=x; ask one -> waits
+    ready a 0 digest=x; ask one -> goes; ask other -> goes; load a -> load a; unavailable -> nothing
+an encoding that a rank has already is chosen
+    consumer ranks=3; ask r a; heard; coming a x 0; ready a 2 digest=z; ask r
+    heard -> expect a 0 digest=z
+a report from before the choice of an encoding does not count
+    # The rank would hand the item over, and then bring it again for the choice.
+    consumer ranks=2; ask r a; coming a x 0; ready a 1 digest=y; ready a 0 digest=y; ask r -> waits
+    ready a 1 digest=y; ask r -> waits; ready a 0 digest=y; ask r -> goes
+an encoding that cannot be had any more gives way to the other
+    consumer ranks=2; ask r a
+    each 0 1: heard $
+    ready a 0 digest=x; coming a y 1; ask r -> waits; failed a 1; ask r -> waits
+    each 0 1: heard $ -> expect a 0 digest=x | expect a 0 digest=y
+    each 0 1: ready a $ digest=y
+    ask r -> goes
+ranks that can never agree have nothing
+    consumer ranks=2; ask media a media=True; ask one a; ask other a
+    ready a 0 digest=x; ready a 1 digest=y; poll; failed a 1; poll; failed a 0
+    ask media -> goes; has a -> missing; ask one -> waits; ask other -> waits
+    unavailable -> one | other
+encoders cannot have the ranks choose for ever
+    consumer ranks=2; ask r a
+    each 0-99: coming a x$ 0; coming a y$ 1; poll; failed a 1
+    ask r -> waits; unavailable -> r
+a rank that comes back is told which encoding to have
+    consumer ranks=2; ask r a; ready a 0 digest=x; ready a 1 digest=y; ask r; heard 1
+    restarts 1; ask r; heard 1 -> only expect a 0 digest=x
+what a rank says after the failure changes nothing
+    consumer ranks=2; ask one a media=True; ask other a media=True; failed a 0; ask one -> goes
+    ready a; poll; has a -> missing
+an item that is there stays until it is loaded
+    # The worker lets go of it then, without a message.
+    consumer; ask r a; heard; ready a
+    each 0-9: ask r -> goes; has a -> yes; plan -> nothing
+    load a -> load a; ask r -> goes; waiting False; heard -> nothing; plan -> nothing
+an item is there until no request waits for it
+    consumer; ask r a; heard; ready a; ask r; end r; has a -> missing; heard -> forget a
+    waiting False
+an encode is no load
+    consumer; ask r a media=True sent=False -> goes; allocate a; plan -> nothing
+an item is not asked for while the workers are taking it
+    # One rank would promise what it is about to hand over.
+    consumer ranks=2; ask first a; ready a; ask first -> goes; take a; plan -> load a
+    # The engine has lost it already.
+    plan a; heard; ask second a -> waits; took a 0; ask second -> waits; heard -> nothing
+    took a 1; ask second -> waits; heard -> only expect a 1
+"""
+)
+def test_when_an_item_is_ready(example: Example) -> None:
+    example.play()
 
 
 # Many requests, one item
 
 
-def test_one_item_serves_many_requests_and_one_that_is_cancelled_takes_it_from_nobody() -> None:
-    rig = Rig()
-    views = [request(f"r{n}", "logo") for n in range(8)]
-    assert not any(rig.ensure(view) for view in views)
-    for number in (3, 0):
-        rig.scheduler.finished(views[number])
-    assert rig.channel.take(Forget) == []
-    rig.channel.ready("logo")
-    left = [view for n, view in enumerate(views) if n not in (0, 3)]
-    assert all(rig.ensure(view) for view in left)
-    assert rig.load("logo") == (ItemLoad("logo", "logo"),)
-    assert all(rig.ensure(view) for view in left), "it is in the engine's cache now"
-    assert rig.scheduler.plan((), **BUSY).loads == ()
-    for view in left:
-        rig.scheduler.finished(view)
-    assert rig.channel.take(Forget) == []
-
-
-def test_the_last_that_is_cancelled_ends_it() -> None:
-    rig = Rig(ranks=2)
-    views = [request(f"r{n}", "logo") for n in range(3)]
-    for view in views:
-        rig.ensure(view)
-    for view in views:
-        assert rig.channel.expected(1) == ["logo"]
-        rig.scheduler.finished(view)
-    assert rig.channel.expected(0) == rig.channel.expected(1) == []
-    check_scheduler(rig.scheduler)
-    assert not rig.scheduler.is_waiting
+@examples(
+    """
+one item serves many requests, and a cancelled request takes it from nobody
+    consumer
+    each 0-4: ask r$ logo -> waits
+    heard; end r3 r0; heard -> no forget; ready logo
+    each 1 2 4: ask r$ -> goes
+    load logo -> load logo
+    # It is in the engine's cache now.
+    each 1 2 4: ask r$ -> goes
+    plan -> nothing; end r1 r2 r4; heard -> no forget
+the last request that is cancelled ends its item
+    consumer ranks=2
+    each 0-2: ask r$ logo
+    each 0-2: outstanding 1 -> logo; end r$
+    outstanding 0 -> nothing; outstanding 1 -> nothing; waiting False
+two items never go by one name
+    consumer; ask r a b names=a:theirs,b:theirs; heard -> expect theirs 0 | expect b 0
+two requests for items of one name have them one after the other
+    # The requests may name an item differently: one has the media, one a proxy's description.
+    consumer; ask one a names=a:b -> waits; ask other b -> waits; outstanding -> b
+    ready b; ask one -> goes; load a -> load a as b; end one
+    ask other -> waits; outstanding -> b; ready b; ask other -> goes; load b -> load b; end other
+    waiting False
+two requests for items of one name have them one after the other, whichever is renamed
+    consumer; ask one a -> waits; ask other b names=b:a -> waits; outstanding -> a
+    ready a; ask one -> goes; load a -> load a; end one
+    ask other -> waits; outstanding -> a; ready a; ask other -> goes; load b -> load b as a
+    end other; waiting False
+two requests that call an item differently wait for the same
+    # The workers would never be told to forget it by the other name.
+    consumer; ask first a names=a:theirs -> waits; ask second a -> waits; outstanding -> theirs
+    end first second; outstanding -> nothing
+a request that holds a name waits for no request that waits for it
+    # The younger request's y waits for the older one's a.
+    consumer; ask old a names=a:y -> waits; ask young b y names=b:x -> waits; outstanding -> y | x
+"""
+)
+def test_requests_that_share_an_item_or_its_name(example: Example) -> None:
+    example.play()
 
 
 # Failure
 
 
-def test_where_the_media_are_here_they_are_encoded_here() -> None:
-    rig, view = asking(request("r", "a", "b", media=True))
-    rig.channel.failed("a")
-    assert not rig.ensure(view), "b is still to come"
-    rig.channel.ready("b")
-    assert rig.ensure(view)
-    assert not rig.scheduler.has("a")
-    assert rig.scheduler.has("b")
-    assert rig.scheduler.take_unavailable() == set()
-    rig.ensure(view)
-    assert rig.channel.expected() == ["b"], "it is not asked for again"
-
-
-def test_where_they_are_not_the_request_is_given_up_once() -> None:
-    rig, view = asking(request("r", "a", "b"))
-    rig.channel.failed("a")
-    assert not rig.ensure(view)
-    assert rig.scheduler.take_unavailable() == {"r"}
-    assert rig.scheduler.take_unavailable() == set()
-    rig.scheduler.finished(view)
-    assert rig.scheduler.take_unavailable() == set()
-    assert rig.channel.expected() == []
-
-
-def test_a_request_that_ends_before_it_is_given_up_is_not_given_up() -> None:
-    rig, view = asking(request("r", "a"))
-    rig.channel.failed("a")
-    rig.ensure(view)
-    rig.scheduler.finished(view)
-    assert rig.scheduler.take_unavailable() == set()
-
-
-def test_a_failure_is_told_to_each_request_that_waits() -> None:
-    rig = Rig()
-    media, without = request("m", "a", media=True), request("w", "a")
-    rig.ensure(media)
-    rig.ensure(without)
-    rig.channel.failed("a")
-    assert rig.ensure(media)
-    assert not rig.ensure(without)
-    assert rig.scheduler.take_unavailable() == {"w"}
-    later = request("later", "a")
-    assert not rig.ensure(later)
-    assert rig.channel.expected() == ["a"], "it may be had now"
-
-
-def test_a_failure_on_one_rank_frees_the_others() -> None:
-    rig, view = asking(request("r", "a", media=True), ranks=3)
-    rig.channel.ready("a", 0)
-    rig.channel.failed("a", 1)
-    assert rig.ensure(view)
-    for rank in range(3):
-        assert rig.channel.expected(rank) == []
+@examples(
+    """
+an item whose media are here is encoded here after its failure
+    consumer; ask r a b media=True; failed a; ask r -> waits; ready b; ask r -> goes
+    has a -> missing; has b -> yes; unavailable -> nothing; ask r; outstanding -> b
+a request whose media are elsewhere is given up once
+    consumer; ask r a b; failed a; ask r -> waits; unavailable -> r; unavailable -> nothing
+    end r; unavailable -> nothing; outstanding -> nothing
+a request that ends before it is given up is not given up
+    consumer; ask r a; failed a; ask r; end r; unavailable -> nothing
+a failure is told to each request that waits, and a later request asks again
+    consumer; ask m a media=True; ask w a; failed a; ask m -> goes; ask w -> waits; unavailable -> w
+    ask later a -> waits; outstanding -> a
+a failure on one rank frees the others
+    consumer ranks=3; ask r a media=True; ready a 0; failed a 1; ask r -> goes
+    each 0-2: outstanding $ -> nothing
+"""
+)
+def test_failures(example: Example) -> None:
+    example.play()
 
 
 # Workers come and go
 
 
-def test_nothing_is_scheduled_before_the_workers_are_there() -> None:
-    rig = Rig()
-    rig.channel.are_up = False
-    plain = request("plain", "a", delivery=NOWHERE, media=True)
-    assert not rig.ensure(plain)
-    assert rig.scheduler.is_waiting
-    rig.channel.are_up = True
-    assert rig.ensure(plain)
-
-
-def test_a_worker_that_has_been_restarted_is_told_everything() -> None:
-    rig, view = asking(
-        request("r", "a", "b", delivery=Delivery(consumers=("tcp://c:1",), is_sent=True)),
-        ranks=2,
-        is_producer=True,
-    )
-    rig.channel.ready("a")
-    rig.scheduler.weights_changed("v1")
-    rig.channel.ready("a", weights_version=1)
-    rig.scheduler._poll_workers()
-    assert rig.scheduler.has("a")
-    before = [list(heard) for heard in rig.channel.heard]
-    rig.channel.say(None, 1)
-    rig.scheduler._poll_workers()
-    assert rig.channel.heard[0] == before[0]
-    again = rig.channel.heard[1][len(before[1]) :]
-    assert again[0] == WeightsChanged(1, "print v1")
-    assert [body.mm_hash for body in again if isinstance(body, Expect)] == ["a", "b"]
-    assert [body.mm_hash for body in again if isinstance(body, Push)] == ["a", "b"]
-    assert not rig.scheduler.has("a"), "it has lost it"
-    rig.channel.ready("a", 1, weights_version=1)
-    rig.channel.ready("b", weights_version=1)
-    assert rig.ensure(view)
-
-
-def test_a_worker_that_was_away_forgets_what_no_request_waits_for() -> None:
-    """But for what a step is loading from it."""
-    rig = Rig(ranks=2)
-    gone, kept, loading = request("gone", "a", "b"), request("kept", "b"), request("l", "c")
-    for view in (gone, kept, loading):
-        assert not rig.ensure(view)
-    rig.channel.ready("c")
-    assert rig.ensure(loading)
-    rig.scheduler.allocated("c")
-    rig.channel.are_up = False
-    rig.scheduler.finished(gone)
-    rig.channel.are_up = True
-    rig.channel.say(None, 1)
-    assert not rig.ensure(kept)
-    assert rig.channel.take(Requested, 1) == Requested.all(("b", "c"))
-
-
-def test_workers_that_were_away_keep_what_a_step_has_yet_to_load() -> None:
-    """Through a second session, and through a change of the weights: the engine would end."""
-    rig = Rig(ranks=2)
-    view = request("r", "a")
-    rig.ensure(view)
-    rig.channel.ready("a")
-    assert rig.ensure(view)
-    assert rig.scheduler.has("a")
-    rig.scheduler.allocated("a")
-    rig.scheduler.plan((), **BUSY)
-    for _ in range(2):
-        rig.channel.say(None, 1)
-        rig.scheduler._poll_workers()
-        assert rig.channel.take(Requested, 1) == [Requested(("a",))]
-    rig.scheduler.weights_changed("v1")
-    rig.channel.say(Taken("a"), 0)
-    rig.scheduler._poll_workers()
-    rig.scheduler.weights_changed("v2")
-    rig.channel.say(Taken("a"), 1)
-    rig.scheduler._poll_workers()
-    rig.scheduler.weights_changed("v3")
-    told = [(each.version, each.loading) for each in rig.channel.take(WeightsChanged, 1)]
-    assert told == [(1, ("a",)), (2, ("a",)), (3, ())]
-
-
-def test_what_a_step_has_not_loaded_in_time_is_not_kept() -> None:
-    rig = Rig()
-    view = request("r", "a")
-    rig.ensure(view)
-    rig.channel.ready("a")
-    rig.ensure(view)
-    assert rig.scheduler.has("a")
-    rig.scheduler.allocated("a")
-    rig.clock.advance(LOADING_S)
-    rig.scheduler.weights_changed("v1")
-    assert rig.channel.take(WeightsChanged) == [WeightsChanged(1, "print v1")]
-
-
-def test_without_workers_for_long_requests_go_on_without_them() -> None:
-    rig = Rig()
-    rig.channel.are_up = False
-    media, without = request("m", "a", media=True), request("w", "b")
-    assert not rig.ensure(media)
-    assert not rig.ensure(without)
-    rig.channel.silent_s = WORKERS_LOST_S + 1
-    assert rig.ensure(media)
-    assert not rig.scheduler.has("a")
-    assert not rig.ensure(without)
-    assert rig.scheduler.take_unavailable() == {"w"}
-
-
-def test_workers_that_say_that_they_end_are_not_waited_for() -> None:
-    rig = Rig()
-    view = request("m", "a", media=True)
-    assert not rig.ensure(view)
-    rig.channel.are_up, rig.channel.silent_s = False, float("inf")
-    assert rig.ensure(view)
-
-
-def test_a_worker_that_hangs_holds_up_what_needs_it_and_forgets_what_went_on_without_it() -> None:
-    rig = Rig()
-    view = request("m", "a", media=True)
-    rig.channel.silent_s = 0.9 * WORKERS_LOST_S
-    assert not rig.ensure(view)
-    assert rig.ensure(request("plain", "b", delivery=NOWHERE, media=True))
-    rig.channel.silent_s = 1.1 * WORKERS_LOST_S
-    assert rig.ensure(view)
-    rig.channel.silent_s = 0.0
-    assert rig.channel.expected() == []
-
-
-def test_lost_workers_are_not_told_to_forget_what_a_step_has_yet_to_load() -> None:
-    """They may come back before that step: the engine would end without the item."""
-    rig = Rig()
-    rig.ensure(request("r", "a"))
-    rig.channel.ready("a")
-    assert rig.ensure(request("r", "a"))
-    assert rig.scheduler.has("a")
-    rig.scheduler.allocated("a")
-    assert rig.scheduler.plan((), **BUSY).loads == (ItemLoad("a", "a"),)
-    rig.scheduler.plan(("a",), **BUSY)
-    rig.channel.heard = [[]]
-    rig.channel.silent_s = 1.1 * WORKERS_LOST_S
-    assert rig.ensure(request("s", "a", media=True))
-    assert not rig.ensure(request("t", "a"))
-    other = Delivery(is_sent=True, names={"b": "a"})
-    assert not rig.ensure(request("u", "b", delivery=other)), "another item by the same name"
-    assert rig.scheduler.take_unavailable() == {"t", "u"}
-    assert rig.channel.heard == [[]]
-    rig.scheduler.weights_changed("next")
-    assert rig.channel.heard == [[WeightsChanged(1, "print next", ("a",))]]
-    rig.channel.silent_s = 0.0
-    rig.channel.say(None)
-    rig.ensure(request("v", "a"))
-    assert rig.channel.take(Requested) == Requested.all(("a",))
-    check_scheduler(rig.scheduler)
-
-
-def test_what_lost_workers_hold_defers_no_encode() -> None:
-    rig = Rig(is_producer=True, is_consumer=False)
-    rig.channel.say(HeldBytes(1001))
-    view = request("p", "a")
-    assert not rig.ensure(view)
-    rig.channel.are_up, rig.channel.silent_s = False, float("inf")
-    assert rig.ensure(request("q", "b"))
-
-
-def test_words_that_mean_nothing_here_change_nothing() -> None:
-    rig, view = asking(request("r", "a"))
-    rig.channel.say(Heartbeat())
-    rig.channel.ready("unknown")
-    rig.channel.failed("unknown")
-    rig.channel.say(ItemNews("a", offered=True))
-    assert not rig.ensure(view)
-    assert rig.channel.expected() == ["a"]
+@examples(
+    """
+nothing is scheduled before the workers are there
+    consumer; away; ask plain a media=True sent=False -> waits; waiting True; back
+    ask plain -> goes
+a worker that has been restarted is told everything, and the others nothing
+    consumer ranks=2 is_producer=True; ask r a b consumers=c; ready a; weights v1; ready a of=1
+    poll
+    has a -> yes
+    each 0 1: heard $
+    restarts 1; poll; heard 0 -> nothing
+    heard 1 -> weights 1 print v1 | requested a b | expect a 0 | expect b 0 | push a tcp://c:1
+      | push b tcp://c:1
+    # The restarted worker has lost the item.
+    has a -> missing; ready a 1 of=1; ready b of=1; ask r -> goes
+a worker that was away forgets items of no request, but for those that a step is loading
+    consumer ranks=2; ask gone a b; ask kept b; ask l c -> waits; ready c; ask l -> goes
+    allocate c; away; end gone; back; restarts 1; ask kept -> waits; heard 1 -> ... requested b c
+workers that were away keep items that a step has yet to load
+    # Through a second session, and through a change of the weights: the engine would end.
+    consumer ranks=2; ask r a; ready a; ask r -> goes; take a; plan -> load a; heard 1
+    each 0-1: restarts 1; poll; heard 1 -> ... requested a
+    weights v1; took a 0; poll; weights v2; took a 1; poll; weights v3
+    heard 1 -> ... weights 1 print v1 a | weights 2 print v2 a | weights 3 print v3
+an item that a step has not loaded in time is not kept
+    consumer; ask r a; ready a; ask r; take a; loading_ends; weights v1
+    heard -> ... weights 1 print v1
+requests go on without workers that are away for long
+    consumer; away; ask m a media=True -> waits; ask w b -> waits; silent 1.03
+    ask m -> goes; has a -> missing; ask w -> waits; unavailable -> w
+workers that say that they end are not waited for
+    consumer; ask m a media=True -> waits; away; silent inf; ask m -> goes
+a worker that hangs holds up requests that need it, and forgets those that went on without it
+    consumer; ask m a media=True; silent 0.9; ask m -> waits
+    ask plain b media=True sent=False -> goes; silent 1.1; ask m -> goes
+    back; outstanding -> nothing
+lost workers are not told to forget items that a step has yet to load
+    # They may come back before that step: the engine would end without the item.
+    consumer; ask r a; ready a; ask r -> goes; take a; plan -> load a; plan a; heard; silent 1.1
+    ask s a media=True -> goes; ask t a -> waits
+    # Another item by the same name.
+    ask u b names=b:a -> waits; unavailable -> t | u; heard -> nothing
+    weights next; heard -> weights 1 print next a
+    back; restarts; ask v a; heard -> ... requested a
+lost workers' items defer no encode
+    producer; holds 1001; ask p a -> waits; away; silent inf; ask q b -> goes
+words about unknown items change nothing
+    consumer; ask r a; heartbeat; ready unknown; failed unknown; offered a; ask r -> waits
+    outstanding -> a
+"""
+)
+def test_workers_come_and_go(example: Example) -> None:
+    example.play()
 
 
 # Weights and the engine's cache
 
 
-def test_new_weights_make_what_is_there_stale() -> None:
-    rig, view = asking(request("r", "a"), ranks=2)
-    rig.channel.ready("a", 0)
-    rig.scheduler._poll_workers()
-    rig.scheduler.weights_changed("v1")
-    assert rig.channel.take(WeightsChanged) == [WeightsChanged(1, "print v1")]
-    assert rig.channel.expected() == ["a"]
-    rig.channel.ready("a", weights_version=0)
-    assert not rig.ensure(view), "what was said before the change does not count"
-    rig.channel.failed("a", weights_version=0)
-    assert not rig.ensure(view)
-    rig.channel.ready("a", weights_version=1)
-    assert rig.ensure(view)
-    assert rig.scheduler.plan((), **BUSY).weights.version == 1
-
-
-@pytest.mark.parametrize("again", ["weights", "worker"])
-def test_what_is_said_again_is_of_the_requests_that_still_wait(again: str) -> None:
-    """Each may name an encoder of its own."""
-    rig = Rig()
-    for name in "abc":
-        where = Delivery(is_sent=True, peers=(f"tcp://{name}:1",))
-        rig.ensure(request(name, "image", delivery=where))
-    said = rig.channel.take(Expect)
-    rig.scheduler.finished(request("a", "image"))
-    rig.channel.take(Expect)
-    if again == "weights":
-        rig.scheduler.weights_changed("next")
-    else:
-        rig.channel.say(None)
-        rig.ensure(request("plain", delivery=NOWHERE))
-    assert rig.channel.take(Expect) == [
-        msgspec.structs.replace(each, order=1, joins=number > 0)
-        for number, each in enumerate(said[1:])
-    ]
-
-
-def test_a_failure_of_old_weights_is_tried_again() -> None:
-    rig, view = asking(request("r", "a"))
-    rig.channel.failed("a")
-    rig.scheduler._poll_workers()
-    rig.scheduler.weights_changed("v1")
-    assert not rig.ensure(view)
-    assert rig.scheduler.take_unavailable() == set()
-    assert rig.channel.expected() == ["a"]
-
-
-def loaded() -> tuple[Rig, EmbedsRequest]:
-    rig, view = asking(request("r", "a"))
-    rig.channel.ready("a")
-    rig.ensure(view)
-    rig.load("a")
-    assert rig.ensure(view)
-    rig.channel.take(Expect)
-    return rig, view
-
-
-def test_what_was_evicted_is_asked_for_again() -> None:
-    rig, view = loaded()
-    rig.scheduler.plan(("a",), **BUSY)
-    assert not rig.ensure(view)
-    assert rig.channel.expected() == ["a"]
-    rig.channel.ready("a")
-    assert rig.ensure(view)
-    assert rig.load("a") == (ItemLoad("a", "a"),)
-
-
-def test_what_is_evicted_and_loaded_in_one_step_is_there() -> None:
-    rig, view = loaded()
-    rig.scheduler.allocated("a")
-    rig.scheduler.plan(("a",), **BUSY)
-    assert rig.ensure(view)
-
-
-def test_after_a_reset_of_the_engines_cache_everything_is_asked_for_again() -> None:
-    rig, view = loaded()
-    rig.scheduler.encoder_cache_was_reset()
-    assert not rig.ensure(view)
-    assert rig.channel.expected() == ["a"]
-
-
-def test_an_engine_that_asks_for_what_it_had_has_it_no_more() -> None:
-    rig, view = loaded()
-    assert not rig.scheduler.has("a")
-    assert not rig.ensure(view)
-    assert rig.channel.expected() == ["a"]
+@examples(
+    """
+new weights make ready items stale
+    consumer ranks=2; ask r a; ready a 0; poll; heard; weights v1
+    heard -> first weights 1 print v1; outstanding -> a
+    # What was said before the change does not count.
+    ready a of=0; ask r -> waits; failed a of=0; ask r -> waits; ready a of=1; ask r -> goes
+    plan -> weights 1
+a request that is told again is one that still waits, {weights: weights next|worker: restarts}
+    # Each may name an encoder of its own.
+    consumer
+    each a b c: ask $ image peers=$
+    heard -> ... expect image 0 peers=tcp://a:1 | joins image 0 peers=tcp://b:1
+    end a; heard; {}; ask plain sent=False
+    heard -> ... expect image 1 peers=tcp://b:1 | joins image 1 peers=tcp://c:1
+a failure of old weights is tried again
+    consumer; ask r a; failed a; poll; weights v1; ask r -> waits; unavailable -> nothing
+    outstanding -> a
+an evicted item is asked for again
+    consumer; ask r a; ready a; ask r; load a; ask r -> goes; plan a; ask r -> waits
+    outstanding -> a; ready a; ask r -> goes; load a -> load a
+an item that is evicted and loaded in one step is there
+    consumer; ask r a; ready a; ask r; load a; allocate a; plan a; ask r -> goes
+every item is asked for again after a reset of the engine's cache
+    consumer; ask r a; ready a; ask r; load a; reset_cache; ask r -> waits; outstanding -> a
+an engine that asks for an item that it had has it no more
+    consumer; ask r a; ready a; ask r; load a; has a -> missing; ask r -> waits; outstanding -> a
+"""
+)
+def test_weights_and_evictions(example: Example) -> None:
+    example.play()
 
 
 # A producer
 
 
-def test_a_producer_has_items_sent_where_the_request_says_once() -> None:
-    rig = Rig(is_producer=True, is_consumer=False)
-    to = Delivery(consumers=("tcp://c:1", "tcp://c:2"))
-    view = request("r", "a", "b", delivery=to)
-    for _ in range(3):
-        assert rig.ensure(view)
-    assert rig.channel.take(Push) == [Push("a", to.consumers), Push("b", to.consumers)]
-    other = request("s", "a", delivery=to)
-    assert rig.ensure(other)
-    assert rig.channel.take(Push) == [Push("a", to.consumers)]
-
-
-def test_encoding_waits_for_consumers() -> None:
-    rig = Rig(is_producer=True, is_consumer=False)
-    view = request("r", "a", delivery=NOWHERE)
-    rig.channel.say(HeldBytes(1000))
-    assert rig.ensure(view)
-    rig.channel.say(HeldBytes(1001))
-    assert not rig.ensure(view)
-    assert rig.scheduler.is_waiting
-    assert not rig.ensure(view)
-    rig.channel.say(HeldBytes(10))
-    assert rig.ensure(view)
-    assert not rig.scheduler.is_waiting
-
-
-def test_back_pressure_does_not_hold_what_is_encoded() -> None:
-    rig = Rig(is_producer=True, is_consumer=False)
-    rig.scheduler.allocated("a")
-    rig.channel.say(HeldBytes(10_000))
-    assert rig.ensure(request("r", "a", delivery=NOWHERE))
-    assert rig.ensure(request("text", delivery=NOWHERE))
-    assert rig.ensure(request("far", "z", delivery=NOWHERE, start=10 * STEP))
-    assert not rig.ensure(request("s", "a", "b", delivery=NOWHERE))
-
-
-def test_request_reuses_the_engines_items_only_in_its_steps() -> None:
-    """Kept on, items that no consumer takes would hold back the encode that a request waits for."""
-    rig = Rig(is_producer=True, is_consumer=False)
-    rig.scheduler.allocated("a")
-    views = [request("waits", "a", "b"), request("goes", "a", "a")]
-    rig.channel.say(HeldBytes(1001))
-    assert [rig.ensure(view) for view in views] == [False, True]
-    assert rig.scheduler.plan((), {"other": 1}, **BUSY).reused == ()
-    assert [rig.ensure(view) for view in views] == [False, True]
-    assert rig.scheduler.plan((), {"goes": 1}, **BUSY).reused == ("a",)
-    assert rig.scheduler.plan((), {"goes": 1}, **BUSY).reused == ()
+@examples(
+    """
+a producer has items sent where the request says, once
+    producer
+    each 0-2: ask r a b consumers=c,d -> goes
+    heard -> push a tcp://c:1,tcp://d:1 | push b tcp://c:1,tcp://d:1
+    ask s a consumers=c,d -> goes; heard -> push a tcp://c:1,tcp://d:1
+encoding waits for consumers
+    producer; holds 1000; ask r a sent=False -> goes; holds 1001; ask r -> waits; waiting True
+    ask r -> waits; holds 10; ask r -> goes; waiting False
+back pressure does not hold requests whose items are encoded
+    producer; allocate a; holds 10000; ask r a sent=False -> goes; ask text sent=False -> goes
+    ask far z sent=False at=1000 -> goes; ask s a b sent=False -> waits
+a request reuses the engine's items only in its steps
+    # Kept on, items that no consumer takes would hold back the encode that a request waits for.
+    producer; allocate a; holds 1001; ask waits a b -> waits; ask goes a a -> goes
+    plan of=other -> nothing; ask waits -> waits; ask goes -> goes
+    plan of=goes -> reuse a; plan of=goes -> nothing
+"""
+)
+def test_producers(example: Example) -> None:
+    example.play()
 
 
 # The rest
@@ -1026,7 +523,8 @@ def test_only_an_idle_step_with_something_to_wait_for_waits() -> None:
 
 
 def test_numbers_of_workers_and_its_own_are_handed_on_once() -> None:
-    rig, view = asking(request("r", "a", media=True), ranks=2)
+    rig, view = Rig(ranks=2), request("r", "a", media=True)
+    rig.ensure(view)
     rig.channel.failed("a", 0)
     rig.channel.say(MetricSamples({"kvpool_ec_events": {("consumer", "items"): 2.0}}))
     rig.ensure(view)
@@ -1231,79 +729,6 @@ def test_targets_are_bounded() -> None:
     assert len(read_delivery({"consumer_zmq": ",".join(many)}, ()).consumers) == MAX_TARGETS
 
 
-def test_codes_reach_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    rig, view = asking(request("r", "a"))
-    rig.channel.failed("a", code=Code.TOO_LARGE)
-    rig.ensure(view)
-    assert "too_large: for a reason" in caplog.text
-    assert "request r fails" in caplog.text
-
-
-def test_an_item_is_not_asked_for_while_the_workers_are_taking_it() -> None:
-    rig = Rig(ranks=2)
-    first, second = request("first", "a"), request("second", "a")
-    rig.ensure(first)
-    rig.channel.ready("a")
-    assert rig.ensure(first)
-    assert rig.scheduler.has("a")
-    rig.scheduler.allocated("a")
-    rig.scheduler.plan((), **BUSY)
-    rig.scheduler.plan(("a",), **BUSY)  # the engine has lost it already
-    rig.channel.take(Expect)
-    assert not rig.ensure(second)
-    rig.channel.say(Taken("a"), 0)
-    assert not rig.ensure(second)
-    assert rig.channel.take(Expect) == [], "one rank would promise what it is about to hand over"
-    rig.channel.say(Taken("a"), 1)
-    assert not rig.ensure(second)
-    assert len(rig.channel.take(Expect)) == 1
-
-
-def test_two_items_never_go_by_one_name() -> None:
-    rig = Rig()
-    names = {"a": "theirs", "b": "theirs"}
-    view = request("r", "a", "b", delivery=Delivery(is_sent=True, names=names))
-    rig.ensure(view)
-    assert [body.mm_hash for body in rig.channel.take(Expect)] == ["theirs", "b"]
-
-
-@pytest.mark.parametrize("names", [({"a": "b"}, None), (None, {"b": "a"})])
-def test_two_requests_for_items_of_one_name_have_them_one_after_the_other(
-    names: tuple[dict[str, str] | None, dict[str, str] | None],
-) -> None:
-    """The requests may name an item differently: one has the media, one a proxy's description."""
-    rig = Rig()
-    views = [
-        request(item, item, delivery=Delivery(is_sent=True, names=theirs))
-        for item, theirs in zip("ab", names, strict=True)
-    ]
-    (name,) = {"a", "b"} & {view.delivery.name_of(view.request_id) for view in views}
-    for item, view in zip("ab", views, strict=True):
-        for each in views[views.index(view) :]:
-            assert not rig.ensure(each)
-        assert rig.channel.expected() == [name]
-        rig.channel.ready(name)
-        assert rig.ensure(view)
-        assert rig.load(item) == (ItemLoad(item, name),)
-        rig.channel.taken(name)
-        rig.scheduler.finished(view)
-    check_scheduler(rig.scheduler)
-    assert not rig.scheduler.is_waiting
-
-
-def test_two_requests_that_call_an_item_differently_wait_for_the_same() -> None:
-    """The workers would never be told to forget it by the other name."""
-    rig = Rig()
-    first = request("first", "a", delivery=Delivery(is_sent=True, names={"a": "theirs"}))
-    second = request("second", "a")
-    assert not rig.ensure(first)
-    assert not rig.ensure(second)
-    assert rig.channel.expected() == ["theirs"]
-    for view in (first, second):
-        rig.scheduler.finished(view)
-    assert rig.channel.expected() == []
-
-
 def test_who_holds_a_name_waits_for_nobody_who_waits_for_it() -> None:
     rig = Rig()
     old = Delivery(is_sent=True, names={"a": "y"})
@@ -1316,6 +741,15 @@ def test_who_holds_a_name_waits_for_nobody_who_waits_for_it() -> None:
     rig.channel.failed(alias)
     assert not rig.ensure(request("old", "a", "x", delivery=old))
     assert rig.scheduler.take_unavailable() == {"old"}
+
+
+def test_codes_reach_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    rig, view = Rig(), request("r", "a")
+    rig.ensure(view)
+    rig.channel.failed("a", code=Code.TOO_LARGE)
+    rig.ensure(view)
+    assert "too_large: for a reason" in caplog.text
+    assert "request r fails" in caplog.text
 
 
 def test_encoding_that_waits_for_consumers_is_logged_once_with_its_limit(

@@ -258,7 +258,6 @@ def begun(
     senders = ProducerLimits(writers=1, small_bytes=0, repeat_s=0.5)
     world = World(0, producers=producers, arena_bytes=window, bounds=bounds, sender_limits=senders)
     del world.random  # nothing is left to chance, and its state is large
-    world.connect_all()
     if known:
         for number, producer in enumerate(world.producers):
             world.expect(world.consumers[0], f"known{number}")

@@ -4,20 +4,15 @@ tests/embeds/test_small_world.py covers all orders of these faults with a smalle
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
-import numpy as np
 import pytest
-import torch
 
 from tests.embeds.invariants import check_consumer, describe
 from tests.embeds.world import World, limits, shape_of
-from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
-from vllm_kvpool.embeds.dataplane.tensors import to_host
-from vllm_kvpool.embeds.faults import PREPARER, WRITER
 from vllm_kvpool.embeds.machines.consumer import Consumer
-from vllm_kvpool.embeds.machines.effects import Prepare, Send, Write
+from vllm_kvpool.embeds.machines.effects import Send
 from vllm_kvpool.embeds.machines.producer import ProducerLimits
 from vllm_kvpool.embeds.machines.states import TransferState
 from vllm_kvpool.embeds.protocol import messages as p
@@ -33,7 +28,6 @@ def pair(**options: object) -> World:
     senders = options.pop("senders", None) or ProducerLimits(writers=2)
     bounds = limits(**{"default_allocate_tokens": 1, **options})
     world = World(1, arena_bytes=8, bounds=bounds, sender_limits=senders)  # type: ignore[arg-type]
-    world.connect_all()
     world.expect(world.consumers[0], "image")
     world.push(world.producers[0], "image", "c0")
     world.produce(world.producers[0], "image", shape_of(6))
@@ -73,7 +67,9 @@ def nothing_is_left(world: World) -> None:
 
 
 def test_a_rank_that_needs_more_rounds_makes_nobody_send_again() -> None:
-    world = World(4, consumers=2, arena_bytes=8, bounds=limits(default_allocate_tokens=2))
+    world = World(
+        4, consumers=2, arena_bytes=8, bounds=limits(default_allocate_tokens=2), are_connected=False
+    )
     world.consumers[1].machine = Consumer(1 << 16, limits(default_allocate_tokens=1024))
     world.consumers[1].arena_bytes = 1 << 16
     world.consumers[1].window = bytearray(1 << 16)
@@ -231,7 +227,6 @@ TO_PRODUCER = (
 @pytest.mark.parametrize("body", TO_PRODUCER, ids=lambda each: type(each).__name__)
 def test_who_asks_of_an_unknown_transfer_is_answered(body: p.Message) -> None:
     world = World(1)
-    world.connect_all()
     to_consumer, to_producer = ends(world)
     world.receive(to_producer, body)
     (answer,) = world.links[to_consumer]
@@ -285,7 +280,6 @@ def test_what_says_less_or_more_than_was_granted_is_no_success(
 
 def test_what_is_known_to_be_short_gets_no_more_than_it_needs() -> None:
     world = World(1, arena_bytes=1 << 20, bounds=limits(default_allocate_tokens=8192))
-    world.connect_all()
     consumer = world.consumers[0]
     world.expect(consumer, "image", rows=256)
     world.push(world.producers[0], "image", "c0")
@@ -376,62 +370,6 @@ def test_failing_writes_cost_an_item_and_not_the_peer() -> None:
     world.assert_item(consumer, "next")
 
 
-class Completions:
-    """Results and failures that the I/O workers have reported."""
-
-    def __init__(self) -> None:
-        self.results: list[object] = []
-
-        self.failures: list[str] = []
-
-    def drained(self, gid: int, same: bool) -> None:
-        self.results.append((gid, same))
-
-    def prepared(self, item_id: int, digest: str) -> None:
-        self.results.append((item_id, digest))
-
-    def written(self, result: p.Wrote | p.WriteFailed) -> None:
-        self.results.append(result)
-
-    def work_failed(self, kind: str, error: BaseException) -> None:
-        self.failures.append(kind)
-
-
-class BrokenWriter:
-    """A writer with a bug."""
-
-    def write(self, *_: object) -> Sequence[tuple[int, ...]]:
-        raise ZeroDivisionError("a bug")
-
-    def close(self) -> None: ...
-
-
-class BrokenCopy:
-    """A device that has lost what the encoder computed."""
-
-    def wait(self) -> object:
-        raise RuntimeError("the device is gone")
-
-
-def test_a_thread_that_meets_a_bug_reports_it_and_goes_on() -> None:
-    reports = Completions()
-    workers = IoWorkers(None, BrokenWriter())
-    workers.start(reports, writers=1, drainers=0)
-    shape, window = shape_of(1), p.SharedWindow("host", "/dev/shm/none", 8)
-    workers.keep(1, shape, BrokenCopy())  # type: ignore[arg-type]
-    workers.perform(Prepare(1))
-    workers.keep(2, shape, to_host(torch.zeros(1)))
-    workers._outputs[2].data = np.zeros((1, 1), np.uint8)
-    for gid in (7, 8):
-        workers.perform(Write(5, gid, 2, window, (RowRun(0, 1, 0),)))
-    workers.begin()
-    workers.close()
-    written = [each for each in reports.results if isinstance(each, p.WriteFailed)]
-    assert [(each.gid, each.quiesced) for each in written] == [(7, False), (8, False)]
-    assert [each for each in reports.results if each not in written] == [(1, "")]
-    assert sorted(reports.failures) == [PREPARER, WRITER]
-
-
 def test_nobody_waits_for_a_peer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport_zmq, "SEND_QUEUE_FRAMES", 100)
     monkeypatch.setattr(transport_zmq, "LINGER_MS", 10)
@@ -493,7 +431,6 @@ def test_a_producer_asks_for_a_grant_that_was_lost() -> None:
 def test_a_request_with_room_for_other_rows_does_not_get_an_item_that_is_here() -> None:
     """Pushed before anybody asked; the engine would write behind what it has reserved."""
     world = World(1, arena_bytes=1 << 10)
-    world.connect_all()
     consumer, producer = world.consumers[0], world.producers[0]
     world.push(producer, "image", "c0")
     world.produce(producer, "image", shape_of(9))
@@ -540,7 +477,6 @@ def test_two_names_of_one_consumer_are_one_transfer(lost_before: bool) -> None:
     """A consumer wants an item that is also pushed to its alias, which may be known or unknown."""
     bounds = limits(default_allocate_tokens=1)
     world = World(1, arena_bytes=8, bounds=bounds, sender_limits=ProducerLimits(writers=2))
-    world.connect_all()
     consumer, producer = world.consumers[0], world.producers[0]
     world.produce(producer, "image", shape_of(6))
     world.prepare(producer)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.embeds.fake_worker_channel import WorkerMessage
-from tests.embeds.test_scheduler import BUSY, ROWS, Rig, request
+from tests.embeds.scheduler_rig import BUSY, ROWS, Rig, request
 from tests.embeds.world import limits, shape_of
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import DrainRows, NotifyScheduler, Send

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -150,47 +150,40 @@ def test_what_a_steps_requests_need_is_said_in_one_frame(way: str) -> None:
         worker.close()
 
 
-def test_what_is_no_frame_is_ignored() -> None:
+@pytest.fixture
+def heard_of() -> Iterator[Callable[..., list[Message | None]]]:
+    """Return what the channel hears of a stranger at its worker's port that sends these frames."""
     stranger = ZmqTransport("tcp://127.0.0.1:*", MAX_FRAME_BYTES)
     links = WorkerChannel((stranger.endpoint,), [TOKEN])
-    try:
+
+    def heard_of(*frames: bytes) -> list[Message | None]:
         deadline = time.monotonic() + PATIENCE_S
         link = greeting(stranger, links, deadline)
-        for data in (
-            b"",
-            b"garbage",
-            b"\x94" * 9,
-            frame("s", Heartbeat())[:-1],
-        ):
-            assert stranger.send(link, data)
-        last = frame("s", HeldBytes(1))
-        assert stranger.send(link, last)
-        heard = []
+        assert all(stranger.send(link, each) for each in frames)
+        heard = links.poll(0.01)
         while not heard and time.monotonic() < deadline:
             heard = links.poll(0.01)
-        assert [said.body for said in heard] == [HeldBytes(1)]
         assert not links.are_up
-    finally:
-        links.close()
-        stranger.close()
+        return [said.body for said in heard]
+
+    yield heard_of
+    links.close()
+    stranger.close()
 
 
-def test_a_word_that_is_not_known_costs_no_other_of_its_frame() -> None:
-    stranger = ZmqTransport("tcp://127.0.0.1:*", MAX_FRAME_BYTES)
-    links = WorkerChannel((stranger.endpoint,), [TOKEN])
-    try:
-        deadline = time.monotonic() + PATIENCE_S
-        link = greeting(stranger, links, deadline)
-        unknown = msgspec.Raw(msgspec.msgpack.encode({"type": "of_tomorrow"}))
-        more = (encode_body(Taken("a")), unknown, encode_body(Taken("b")))
-        assert stranger.send(link, encode(Envelope("s", "", (encode_body(Heartbeat()), *more))))
-        heard = []
-        while not heard and time.monotonic() < deadline:
-            heard = links.poll(0.01)
-        assert [said.body for said in heard] == [Taken("a"), Taken("b")]
-    finally:
-        links.close()
-        stranger.close()
+def test_what_is_no_frame_is_ignored(heard_of: Callable[..., list[Message | None]]) -> None:
+    last = frame("s", HeldBytes(1))
+    bad = b"", b"garbage", b"\x94" * 9, frame("s", Heartbeat())[:-1]
+    assert heard_of(*bad, last) == [HeldBytes(1)]
+
+
+def test_a_word_that_is_not_known_costs_no_other_of_its_frame(
+    heard_of: Callable[..., list[Message | None]],
+) -> None:
+    unknown = msgspec.Raw(msgspec.msgpack.encode({"type": "of_tomorrow"}))
+    more = (encode_body(Taken("a")), unknown, encode_body(Taken("b")))
+    whole = encode(Envelope("s", "", (encode_body(Heartbeat()), *more)))
+    assert heard_of(whole) == [Taken("a"), Taken("b")]
 
 
 # A worker that does not answer

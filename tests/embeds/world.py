@@ -104,6 +104,7 @@ class World:
         arena_bytes: int = 12,
         bounds: ConsumerLimits | None = None,
         sender_limits: ProducerLimits | None = None,
+        are_connected: bool = True,
     ) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
@@ -117,7 +118,8 @@ class World:
         self.up: set[tuple[str, str]] = set()  # consumer's and producer's incarnation
         self.late: list[tuple[bytearray, int, bytes]] = []  # what timed-out writes still bring
         self.salt: dict[str, str] = {}
-        self.log: list[str] = []
+        if are_connected:
+            self.connect_all()
 
     def _consumer(self, name: str) -> ConsumerNode:
         self._lives += 1

@@ -13,7 +13,13 @@ from tests.support.memory_store import MemoryStore
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
-from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
+from vllm_kvpool.layout.topology import (
+    FULL_ATTENTION,
+    AttentionWindow,
+    KVCacheGroup,
+    LayerGroup,
+    Topology,
+)
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.aliases import Aliases
 from vllm_kvpool.scheduler.lookup import Lookup
@@ -25,7 +31,24 @@ from vllm_kvpool.storage.base import ChunkRef, Store
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, JobPages, SavePlan
 
 CHUNK = 32
-LAYER_GROUPS = (LayerGroup(Topology(1, 1, ((0, 1),), 1), row_bytes=16),)
+
+
+def layer_group(
+    name: str = "",
+    *,
+    heads: int = 1,
+    layers: int = 1,
+    span: int = 0,
+    row_bytes: int = 16,
+    window: AttentionWindow = FULL_ATTENTION,
+    **more: Any,
+) -> LayerGroup:
+    """Return layers of one rank, all of them in a span unless `span` is smaller."""
+    topology = Topology(heads, 1, ((0, layers),), span or layers, layer_group=name)
+    return LayerGroup(topology, row_bytes=row_bytes, window=window, **more)
+
+
+LAYER_GROUPS = (layer_group(),)
 NAMES = CellNames(make_namespace("model", "0" * 12), LAYER_GROUPS)
 LIMIT_S = 30.0
 PENDING, NOTHING = (None, False), (0, False)
@@ -295,8 +318,8 @@ class Bench:
 STATE_NAMES = CellNames(
     make_namespace("model", "0" * 12),
     (
-        LayerGroup(Topology(1, 1, ((0, 2),), 1, layer_group="full"), row_bytes=16),
-        LayerGroup(Topology(1, 1, ((0, 2),), 1, layer_group="state"), row_bytes=64, is_state=True),
+        layer_group("full", layers=2, span=1),
+        layer_group("state", layers=2, span=1, row_bytes=64, is_state=True),
     ),
 )
 

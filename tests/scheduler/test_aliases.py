@@ -11,13 +11,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.scheduler_bench import put_cells
+from tests.scheduler.scheduler_bench import layer_group, put_cells
 from tests.support.buffers import make_buffer
 from tests.support.memory_store import MemoryStore
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.chunk_hash import ChunkChain, MediaItem, RequestIdentity
 from vllm_kvpool.identity.keys import alias_prefix, make_namespace
-from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
+from vllm_kvpool.layout.topology import AttentionWindow
 from vllm_kvpool.scheduler.aliases import Aliases
 from vllm_kvpool.scheduler.lookup import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
@@ -30,28 +30,11 @@ from vllm_kvpool.transfer.ops import JobId, SavePlan
 
 CHUNK, STEP = 8, 2
 NAMESPACE = make_namespace("model", "0" * 12)
-PLAIN = CellNames(NAMESPACE, [LayerGroup(Topology(2, 1, ((0, 4),), 2), row_bytes=16)])
-WINDOWED = CellNames(
-    NAMESPACE,
-    [
-        LayerGroup(Topology(1, 1, ((0, 2),), 2, layer_group="window"), row_bytes=16)
-        if is_full
-        else LayerGroup(
-            Topology(1, 1, ((0, 2),), 2, layer_group="full"),
-            row_bytes=16,
-            window=AttentionWindow(sliding=6),
-        )
-        for is_full in (False, True)
-    ],
-)
+PLAIN = CellNames(NAMESPACE, [layer_group(heads=2, layers=4, span=2)])
+WINDOW = layer_group("full", layers=2, window=AttentionWindow(sliding=6))
+WINDOWED = CellNames(NAMESPACE, [WINDOW, layer_group("window", layers=2)])
 DRAFTED = CellNames(
-    NAMESPACE,
-    [
-        LayerGroup(Topology(1, 1, ((0, 2),), 2, layer_group="full"), row_bytes=16),
-        LayerGroup(
-            Topology(1, 1, ((0, 1),), 1, layer_group="draft-x-1"), row_bytes=16, is_optional=True
-        ),
-    ],
+    NAMESPACE, [layer_group("full", layers=2), layer_group("draft-x-1", is_optional=True)]
 )
 LIMIT_S = 30.0
 FLUSH = "flush"

@@ -43,31 +43,6 @@ def test_a_request_goes_on_from_a_block_only_where_nothing_before_it_is_missing(
     assert not GroupTables([KVCacheGroup(16, LOCAL)]).resumes
 
 
-def test_a_load_fills_what_each_group_reads_and_nothing_of_groups_not_shared() -> None:
-    groups = [
-        KVCacheGroup(16),
-        KVCacheGroup(32, WINDOW),
-        KVCacheGroup(16, shared=False),
-        KVCacheGroup(16, LOCAL),
-    ]
-    tables = [table(8), [0, 0, 202, 203], table(8, 300), [0] * 4 + table(4, 404)]
-    # Token 128 sees 89 and later, of which the block begins at 64; it begins a local piece.
-    assert GroupTables(groups).of_load(tables, 32, 128) == (
-        JobPages((102, 103, 104, 105, 106, 107), 32, 32, 128),
-        JobPages((202, 203), 64, 64, 128),
-        NO_PAGES,
-        NO_PAGES,
-    )
-    assert GroupTables(groups).of_load(tables, 32, 127)[3] == JobPages(
-        (404, 405, 406, 407), 64, 64, 127
-    )
-
-
-def test_a_load_does_not_touch_what_the_engine_has() -> None:
-    [pages] = GroupTables([KVCacheGroup(16, WINDOW)]).of_load([table(8)], 112, 128)
-    assert pages == JobPages((107,), 112, 112, 128)
-
-
 @pytest.mark.parametrize(
     ("ids", "pages"),
     [
@@ -79,18 +54,6 @@ def test_a_load_does_not_touch_what_the_engine_has() -> None:
 def test_what_the_engine_keeps_no_block_for_is_not_loaded(ids: list[int], pages: JobPages) -> None:
     [loaded] = GroupTables([KVCacheGroup(16, AttentionWindow(sliding=100))]).of_load([ids], 0, 128)
     assert loaded == pages
-
-
-def test_a_save_masks_what_was_let_go_and_fills_in_what_is_held() -> None:
-    groups = GroupTables([KVCacheGroup(16), KVCacheGroup(16, WINDOW)])
-    window = [0, STALE, STALE, STALE, 204, 205]  # token 96 reads from 57 on, block 3
-    held = {Place(1, 2): 72, Place(0, 0): 70, Place(1, 9): 79}
-    pages = groups.of_save([table(6), window], 32, 96, 103, held)
-    assert pages == (
-        JobPages((102, 103, 104, 105), 32, 32, 96),
-        JobPages((72, NULL_BLOCK, 204, 205), 32, 32, 96),
-    )
-    assert all_blocks(pages) == (102, 103, 104, 105, 72, 204, 205)
 
 
 def test_a_save_waits_for_blocks_that_are_never_let_go() -> None:

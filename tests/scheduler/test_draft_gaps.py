@@ -6,23 +6,17 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.scheduler_bench import CHUNK, LAYER_GROUPS, Bench
+from tests.scheduler.scheduler_bench import CHUNK, LAYER_GROUPS, Bench, layer_group
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy
 from vllm_kvpool.identity.keys import make_namespace
-from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
+from vllm_kvpool.layout.topology import KVCacheGroup
 from vllm_kvpool.scheduler.blocks import GroupTables
 from vllm_kvpool.scheduler.draft_gaps import MAX_GAPS
 from vllm_kvpool.scheduler.messages import Loaded, StepReport
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch
 from vllm_kvpool.transfer.ops import JobPages
 
-DRAFTS = LayerGroup(
-    Topology(1, 1, ((0, 1),), 1, layer_group="draft-full-1x16-d1"),
-    16,
-    is_draft=True,
-    lookahead=1,
-    is_optional=True,
-)
+DRAFTS = layer_group("draft-full-1x16-d1", is_draft=True, lookahead=1, is_optional=True)
 NAMES = CellNames(make_namespace("model", "0" * 12), (*LAYER_GROUPS, DRAFTS))
 PROMPT = 100  # three chunks and an end
 MOST_DRAFTED = 120

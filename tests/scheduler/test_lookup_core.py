@@ -12,9 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.scheduler import scheduler_bench
+from tests.scheduler.scheduler_bench import layer_group
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import CellKey, make_namespace
-from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
+from vllm_kvpool.layout.topology import AttentionWindow
 from vllm_kvpool.scheduler import lookup_core
 from vllm_kvpool.scheduler.lookup import (
     NOTHING_STORED,
@@ -31,18 +32,9 @@ from vllm_kvpool.transfer.ops import HostCacheChange
 
 CHUNK = 4
 NAMESPACE = make_namespace("model", "0" * 12)
-PLAIN = CellNames(NAMESPACE, [LayerGroup(Topology(2, 1, ((0, 4),), 2), row_bytes=16)])
-WINDOWED = CellNames(
-    NAMESPACE,
-    [
-        LayerGroup(Topology(1, 1, ((0, 2),), 2, layer_group="full"), row_bytes=16),
-        LayerGroup(
-            Topology(1, 1, ((0, 2),), 2, layer_group="window"),
-            row_bytes=16,
-            window=AttentionWindow(sliding=6),
-        ),
-    ],
-)
+PLAIN = CellNames(NAMESPACE, [layer_group(heads=2, layers=4, span=2)])
+WINDOW = layer_group("window", layers=2, window=AttentionWindow(sliding=6))
+WINDOWED = CellNames(NAMESPACE, [layer_group("full", layers=2), WINDOW])
 NUM_CHUNKS = 12
 TOKENS = tuple(range(NUM_CHUNKS * CHUNK))
 TIMEOUT_S = 0.5
@@ -104,8 +96,8 @@ class World:
 
     def hold(self, tier: int, chunks: Iterable[int], cells: slice = slice(None)) -> None:
         for chunk in chunks:
-            for layer_group in range(len(self.names.layer_groups)):
-                self.tiers[tier].keys.update(self.names.of_chunk(HASHES[chunk], layer_group)[cells])
+            for group in range(len(self.names.layer_groups)):
+                self.tiers[tier].keys.update(self.names.of_chunk(HASHES[chunk], group)[cells])
 
     def ask(
         self,
@@ -431,7 +423,7 @@ def test_one_that_is_now_and_then_late_is_used() -> None:
 # Where single cells leave a chunk
 
 
-LARGE = CellNames(NAMESPACE, [LayerGroup(Topology(32, 1, ((0, 4),), 1), row_bytes=16)])
+LARGE = CellNames(NAMESPACE, [layer_group(heads=32, layers=4, span=1)])
 LONG = tuple(range(40 * CHUNK))
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.scheduler.scheduler_bench import layer_group
 from vllm_kvpool.identity.keys import (
     CellKey,
     ContextRank,
@@ -22,7 +23,6 @@ from vllm_kvpool.identity.keys import (
     with_weights,
 )
 from vllm_kvpool.layout.topology import (
-    FULL_ATTENTION,
     AttentionWindow,
     Context,
     LayerGroup,
@@ -241,10 +241,6 @@ def of(names: CellNames) -> list[CellKey]:
 # Several kinds of layers
 
 
-def layer_group(window: AttentionWindow = FULL_ATTENTION, name: str = "k") -> LayerGroup:
-    return LayerGroup(Topology(1, 1, ((0, 1),), 1, layer_group=name), row_bytes=16, window=window)
-
-
 def hit(
     present: Sequence[Sequence[bool]],
     layer_groups: Sequence[LayerGroup],
@@ -310,7 +306,7 @@ REACHES = st.one_of(
 def stored(draw: st.DrawFn, *, whole: bool) -> tuple[list[LayerGroup], list[list[bool]], int, int]:
     """Draw layer kinds, present chunks, chunk and block size. Full kinds have a stored prefix."""
     windows = draw(st.lists(REACHES, min_size=0 if whole else 1, max_size=2))
-    layer_groups = [layer_group(window, f"w{i}") for i, window in enumerate(windows)]
+    layer_groups = [layer_group(f"w{i}", window=window) for i, window in enumerate(windows)]
     num_chunks = draw(st.integers(0, 14))
     row = st.lists(
         st.sampled_from((True, True, True, False)), min_size=num_chunks, max_size=num_chunks
@@ -320,7 +316,7 @@ def stored(draw: st.DrawFn, *, whole: bool) -> tuple[list[LayerGroup], list[list
         for i in range(draw(st.integers(1, 2))):
             place = draw(st.integers(0, len(layer_groups)))
             count = draw(st.integers(0, num_chunks))
-            layer_groups.insert(place, layer_group(name=f"f{i}"))
+            layer_groups.insert(place, layer_group(f"f{i}"))
             present.insert(place, [True] * count + [False] * (num_chunks - count))
     return (
         layer_groups,
@@ -417,7 +413,7 @@ def test_one_kind_that_reads_all_is_searched_as_a_prefix(
 @pytest.mark.parametrize("lost", [range(0), range(300, 400), range(0, 590), range(0, 600, 7)])
 def test_a_long_search_takes_few_rounds(window: int, lost: range) -> None:
     present = [[True] * MAX_CHUNKS, [chunk not in lost for chunk in range(MAX_CHUNKS)]]
-    layer_groups = [layer_group(), layer_group(AttentionWindow(sliding=window), "w")]
+    layer_groups = [layer_group(), layer_group("w", window=AttentionWindow(sliding=window))]
     found, rounds, _ = hit(present, layer_groups, 16, 16)
     assert is_loadable(present, layer_groups, 16, 16, found, found * 16 - 15)
     assert rounds <= most_rounds(MAX_CHUNKS)
@@ -425,7 +421,7 @@ def test_a_long_search_takes_few_rounds(window: int, lost: range) -> None:
 
 def test_chunks_before_the_window_are_not_asked_for() -> None:
     """A store may evict these chunks without losing the hit."""
-    layer_groups = [layer_group(), layer_group(AttentionWindow(sliding=32), "w")]
+    layer_groups = [layer_group(), layer_group("w", window=AttentionWindow(sliding=32))]
     present = [[True] * 100, [False] * 97 + [True] * 3]
     found, rounds, asked = hit(present, layer_groups, 16, 16)
     assert (found, rounds) == (100, 2)
@@ -436,7 +432,7 @@ def test_chunks_before_the_window_are_not_asked_for() -> None:
 
 
 def state_group(name: str = "s") -> LayerGroup:
-    return replace(layer_group(name=name), is_state=True)
+    return replace(layer_group(name), is_state=True)
 
 
 @pytest.mark.parametrize(
@@ -456,29 +452,6 @@ def state_group(name: str = "s") -> LayerGroup:
 )
 def test_the_largest_boundary_has_a_state(bound: int, step: int, stored: str, largest: int) -> None:
     assert largest_boundary(bound, step, lambda b: str(b) not in stored) == largest
-
-
-@pytest.mark.parametrize(
-    ("chunks", "states", "block", "found"),
-    [
-        (6, {6}, 16, 6),  # a state at the end of what attention has
-        (6, {3}, 16, 3),  # before it
-        (6, {3, 5}, 16, 5),
-        (4, {3, 5}, 16, 3),  # a state without the attention before it is of no use
-        (4, {5}, 16, 0),
-        (6, set(), 16, 0),
-        (0, {2}, 16, 0),
-        (6, {1, 2, 3, 5, 6}, 64, 0),  # none at a multiple of the block
-        (6, {1, 4, 5, 6}, 64, 4),
-        (6, {1, 4, 5, 6}, 8, 6),  # the chunk is the coarser grid
-        (6, {1, 3, 5}, 24, 3),  # neither divides the other: every 48 tokens
-    ],
-)
-def test_a_hit_ends_at_the_largest_boundary_with_a_state(
-    chunks: int, states: set[int], block: int, found: int
-) -> None:
-    present = [[c < chunks for c in range(8)], [c + 1 in states for c in range(8)]]
-    assert hit(present, [layer_group(), state_group()], 16, block)[0] == found
 
 
 def test_attention_before_a_state_is_known_by_itself() -> None:
@@ -617,14 +590,7 @@ def test_without_host_memory_nothing_is_here() -> None:
 
 def test_window_of_a_hit_with_a_prompt_end_begins_at_its_last_token() -> None:
     """The last chunk has one token of four, so the window reaches into the second chunk."""
-    groups = [
-        LayerGroup(Topology(1, 1, ((0, 2),), 2, layer_group="full"), row_bytes=16),
-        LayerGroup(
-            Topology(1, 1, ((0, 2),), 2, layer_group="window"),
-            row_bytes=16,
-            window=AttentionWindow(sliding=3),
-        ),
-    ]
+    groups = [layer_group("full"), layer_group("window", window=AttentionWindow(sliding=3))]
     search = HitSearch(3, groups, 4, 1, num_tokens=9)
     asked: set[Question] = set()
     while not search.done:

@@ -15,20 +15,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.scheduler.scheduler_bench import CHUNK, LIMIT_S, View, hashes_of, put_cells
+from tests.scheduler.scheduler_bench import CHUNK, LIMIT_S, View, hashes_of, layer_group, put_cells
 from tests.support.fakes import FakeClock, FakeRequest, PatientLookups
 from tests.support.invariants import check
 from tests.support.memory_store import MemoryStore
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
-from vllm_kvpool.layout.topology import (
-    FULL_ATTENTION,
-    AttentionWindow,
-    KVCacheGroup,
-    LayerGroup,
-    Topology,
-)
+from vllm_kvpool.layout.topology import FULL_ATTENTION, AttentionWindow, KVCacheGroup
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import HELD_SHARE, all_blocks
 from vllm_kvpool.scheduler.messages import Loaded, StepPlan, StepReport
@@ -103,9 +97,7 @@ class Engine:
     ) -> None:
         self.groups = tuple(KVCacheGroup(b, r) for b, r in zip(blocks, reaches, strict=True))
         self.layer_groups = tuple(
-            LayerGroup(
-                Topology(1, 1, ((0, 1),), 1, layer_group=f"k{i}"), row_bytes=8, window=group.window
-            )
+            layer_group(f"k{i}", row_bytes=8, window=group.window)
             for i, group in enumerate(self.groups)
         )
         self.names = CellNames(make_namespace("model", "0" * 12), self.layer_groups)
@@ -586,7 +578,6 @@ class GroupsMachine(RuleBasedStateMachine):
             num_ranks=num_ranks,
             save_decode=save_decode,
         )
-        self.has_room = spare == PLENTY
         self.arrived = 0
 
     def named(self, *states: str) -> list[str]:
