@@ -85,6 +85,12 @@ class FakeModel:
         return context.tokens[len(prompt) :]
 
 
+# Models with several KV cache groups, of two layers each.
+WINDOWS = FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0))  # beside full attention
+STATES = FakeModel(layers=6, states=(1, 2, 4, 5))  # beside full attention
+INDEXERS = FakeModel(layers=6, heads=1, latent=True, indexers=(2, 3), states=(4, 5))
+
+
 class Context:
     """A growing sequence of tokens, and the rows that its KV must have.
 

@@ -19,7 +19,7 @@ from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.workshop import Workshop
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_until
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from tests.support.worker_steps import prompt_hashes
 from vllm_kvpool.storage.base import Buffer, ChunkRef, Store
 
 STORED_CHUNKS = 4
@@ -58,7 +58,7 @@ class Library:
 
     def __init__(self, workshop: Workshop, spec: RigSpec | None = None) -> None:
         url = workshop.memory()
-        spec = spec or RigSpec()
+        self.spec = spec = spec or RigSpec()
         rig = workshop.rig(spec, url)
         rig.add([*PREFIX, 3], 1)
         rig.run(SLACK_S)
@@ -68,9 +68,7 @@ class Library:
         assert isinstance(store, MemoryStore)
         shelf = store._table
         self.objects = {key: shelf.take(key) or b"" for key in shelf.list_keys()}
-        chain = ChunkChain(CHUNK, RequestIdentity())
-        chain.extend(PREFIX)
-        self.chunks = [self._keys_of(digest.hex()) for digest in chain.hashes]
+        self.chunks = [self._keys_of(each.hex()) for each in prompt_hashes(PREFIX, CHUNK)]
         assert all(self.objects.values())
         if spec.model.states:  # a single state is stored, after the last chunk
             self.bad = self.chunks[-1][-1]

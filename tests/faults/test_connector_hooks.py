@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorProm,
 )
 
-from tests.faults.model import FakeModel
+from tests.faults.model import WINDOWS, FakeModel
 from tests.faults.rank import pool_in
 from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.workshop import Workshop
@@ -111,7 +111,7 @@ def failing_load(stage: Stage) -> object:
 def failing_load_of_groups(stage: Stage) -> object:
     """With several KV cache groups, vLLM gets failed loads by request, not by block."""
     url = stage.workshop.memory()
-    spec = RigSpec(model=FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0)))
+    spec = RigSpec(model=WINDOWS)
     stage.serve(stage.rig(url, spec, "writer"))
     stage.workshop.faults.inject(Fault.MISSING, "get", store="reader.0")
     return stage.serve(stage.rig(url, spec, "reader"))

@@ -5,23 +5,16 @@ missing, or this engine has computed it behind a missing one.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.faults.audit import LIMIT_S, check_nothing_leaked, end, serve
-from tests.faults.kinds import Kind
-from tests.faults.model import FakeModel
-from tests.faults.moments import Moment
+from tests.faults.model import STATES, FakeModel
 from tests.faults.rig import BLOCK, CHUNK, RigSpec
-from tests.faults.scene import Library, tokens
-from tests.faults.test_matrix import cells_in_turn, check_cell
-from tests.faults.test_random_steps import Driver, live
+from tests.faults.scene import tokens
 from tests.faults.workshop import WITH_STATES, Workshop
 from tests.support.memory_store import MemoryStore
-from tests.support.seeds import seeds
 
-STATES = FakeModel(layers=6, states=(1, 2, 4, 5))
 DRAFT = "@kind:draft-"  # in keys
 PROMPT = tokens(1, 8 * CHUNK + 9)
 FOUND = 8 * CHUNK
@@ -201,44 +194,3 @@ def test_after_a_reset_of_the_pool_no_row_of_a_drafter_is_found(
     check_nothing_leaked(rig)
     rig.shutdown()
     end(workshop, reader)
-
-
-@WITH_STATES
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("seed", seeds(4, 12))
-@METHODS
-def test_random_steps_with_states_and_drafts(
-    seed: int, drafter: str, workshop: Workshop, library: Library
-) -> None:
-    driver = Driver(workshop, seed, model=STATES, drafter=drafter, chunk_tokens=BLOCK)
-    live(driver)
-    assert driver.rig.count("kvpool_saved_states") > 0
-
-
-MATRIX_SPEC = RigSpec(model=STATES, drafter="eagle")
-
-
-@pytest.fixture(scope="session")
-def with_both(_models: Workshop) -> Library:
-    with _models:
-        return Library(_models, MATRIX_SPEC)
-
-
-@WITH_STATES
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize(("fault", "moment", "tp"), [*cells_in_turn(4)])
-def test_matrix_with_states_and_drafts(
-    fault: Kind,
-    moment: Moment,
-    tp: int,
-    workshop: Workshop,
-    library: Library,
-    with_both: Library,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Play faults at every moment. Faults of single cells damage a state."""
-    spec = replace(MATRIX_SPEC, tp=tp, plans_ahead=tp == 2)
-    check_cell(fault, moment, spec, workshop, with_both, tmp_path, monkeypatch)

@@ -11,9 +11,10 @@ from functools import partial
 import pytest
 
 from tests.faults.audit import check_nothing_leaked, check_tokens, serve
-from tests.faults.model import FakeModel
+from tests.faults.model import WINDOWS, FakeModel
 from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.runners import RUNNERS
+from tests.faults.test_notices import named
 from tests.faults.workshop import WITH_STATES, WITH_WINDOWS, Workshop
 from tests.support.faults import Fault
 from tests.support.waiting import wait_until
@@ -30,7 +31,6 @@ PLACE = NoticePlace("tcp://127.0.0.1:*", "127.0.0.1", is_required=True)
 LIMIT_S = 60.0
 EVERYTHING = 1 << 30
 PLAIN = FakeModel()
-WINDOWS = FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0))  # full, then windows: three groups
 MODELS = pytest.mark.parametrize(
     "model", [PLAIN, pytest.param(WINDOWS, marks=WITH_WINDOWS)], ids=["plain", "windows"]
 )
@@ -239,11 +239,8 @@ def test_decode_whose_prefill_has_gone_goes_on_at_once(workshop: Workshop, steps
 @pytest.mark.parametrize("chunk", [0, 3, WHOLE_CHUNKS])
 def test_decode_hears_of_a_put_that_fails(workshop: Workshop, chunk: int) -> None:
     pair = Pair(workshop)
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(PROMPT)
-    lost = [*chain.hashes, chain.end(PROMPT)][chunk]
-    assert lost is not None
-    workshop.faults.inject(Fault.FULL, "put", lost.hex())
+    _, hashes = named(PROMPT)
+    workshop.faults.inject(Fault.FULL, "put", hashes[chunk].hex())
     _, decoding = pair.hand_over(PROMPT, timeout_ms=60_000, hears=True)
     assert pair.decode.run(LIMIT_S) < SOON_S
     pair.decode.expect([decoding])

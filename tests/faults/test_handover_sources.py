@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.faults.audit import check_nothing_leaked, serve
-from tests.faults.model import FakeModel
+from tests.faults.model import WINDOWS, FakeModel
 from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
 from tests.faults.workshop import WITH_STATES, WITH_WINDOWS, Workshop
 from tests.support.seeds import seeds
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from tests.support.worker_steps import prompt_hashes
 
 CHANCE = random.Random(11)
 PROMPT = CHANCE.choices(range(3, 1000), k=9 * CHUNK + 13)
@@ -26,7 +26,7 @@ LIMIT_S = 60.0
 MODELS = {
     "plain": FakeModel(),
     "windows of 8": FakeModel(layers=6, windows=(8, 8, 0, 8, 8, 0)),
-    "windows of 40": FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0)),
+    "windows of 40": WINDOWS,
     "windows of 100": FakeModel(layers=6, windows=(100, 100, 0, 100, 100, 0)),
     "windows alone": FakeModel(layers=2, windows=(40, 40)),
     "states": FakeModel(layers=4, states=(0, 2)),
@@ -118,9 +118,7 @@ class HandOver:
 
     def _lose(self, share: float, rng: random.Random) -> None:
         store, names = self.workshop.plain_store(self.url), self.prefill.pool._service.core._names
-        chain = ChunkChain(CHUNK, RequestIdentity())
-        chain.extend(PROMPT)
-        for chunk_hash in chain.hashes:
+        for chunk_hash in prompt_hashes(PROMPT, CHUNK):
             for layer_group in range(len(names.layer_groups)):
                 if rng.random() < share:
                     store.remove(names.of_chunk(chunk_hash, layer_group))

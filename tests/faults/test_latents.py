@@ -18,7 +18,7 @@ from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.scene import tokens
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from tests.support.worker_steps import prompt_hashes
 
 SIZES = (1, 2, 4)
 LATENT = FakeModel(layers=4, heads=1, latent=True)
@@ -112,9 +112,7 @@ def test_a_load_that_fails_is_computed_from_there_on(
     serve(writer, PROMPT)
     writer.shutdown()
     reader = workshop.rig(spec_of(tp), store, "reader")
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(PROMPT)
-    bad = chain.hashes[BAD_CHUNK].hex()
+    bad = prompt_hashes(PROMPT, CHUNK)[BAD_CHUNK].hex()
     workshop.faults.inject(fault, "get", bad, store=f"reader{rank}")
     serve(reader, PROMPT)
     workshop.faults.heal()

@@ -10,20 +10,21 @@ import pytest
 
 from tests.faults import test_ends, test_indexers, test_states
 from tests.faults.audit import check_nothing_leaked, end, serve
+from tests.faults.model import WINDOWS
 from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.scene import tokens
-from tests.faults.test_windows import HYBRID, WINDOWS
+from tests.faults.test_windows import WINDOWS_ALONE
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from tests.support.worker_steps import prompt_hashes
 from vllm_kvpool.vllm_adapt.kv_cache_specs import deepseek_v4, page_specs
 
 PROMPT = tokens(5, 300)
 OTHERS = [tokens(60 + i, 250) for i in range(6)]
 # The kinds in a model, and what the keys of each hold.
 SPECS = {
-    "windows": (RigSpec(model=WINDOWS, num_blocks=300), [""]),
-    "windows beside full attention": (RigSpec(model=HYBRID, num_blocks=300), [""]),
+    "windows": (RigSpec(model=WINDOWS_ALONE, num_blocks=300), [""]),
+    "windows beside full attention": (RigSpec(model=WINDOWS, num_blocks=300), [""]),
     "ends of windows": (test_ends.SPEC, ["@kind:window16", "@kind:window32", "@kind:full"]),
     "an indexer": (test_indexers.SPEC, ["@kind:full", "@kind:indexer", "@kind:state"]),
     "states": (test_states.SPEC, []),  # an earlier boundary is loaded: test_states.py
@@ -89,10 +90,9 @@ def test_a_request_that_starts_again_is_loaded_up_to_the_first_bad_chunk(
     writer = workshop.rig(spec, store)
     serve(writer, PROMPT)
     writer.settle()
-    chain = ChunkChain(chunk_of(spec), RequestIdentity())
-    chain.extend(PROMPT)
+    chunk_hash = prompt_hashes(PROMPT, chunk_of(spec))[bad].hex()
     keys = workshop.plain_store(store)._table.list_keys()  # type: ignore[attr-defined]
-    key = min(key for key in keys if chain.hashes[bad].hex() in key and "@kind:full" in key)
+    key = min(key for key in keys if chunk_hash in key and "@kind:full" in key)
     reader = workshop.rig(replace(spec, tp=tp), store)
     workshop.faults.inject(Fault.FLIPPED, "get", key)
     assert serve(reader, PROMPT) == bad * chunk_of(spec)

@@ -14,14 +14,23 @@ import pytest
 
 from tests.faults.audit import check_nothing_leaked
 from tests.faults.kinds import DAMAGES, KINDS, STRANGERS, Kind
+from tests.faults.model import INDEXERS, STATES
 from tests.faults.moments import MOMENTS, Moment
 from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.scene import COUSIN, FULL_CHUNKS, READER, STORED_CHUNKS, Library, Scene
-from tests.faults.workshop import Workshop
+from tests.faults.workshop import WITH_STATES, Workshop
 from tests.support.seeds import is_fuzz
+from vllm_kvpool.vllm_adapt.kv_cache_specs import page_specs
 
 ATTEMPTS = 3
 PATIENCE_S = 120.0  # for engines with limits of seconds, on a busy machine
+
+# Models whose pages differ, while faults meet shared code: of how many cells one is played.
+MODELS = {
+    "states": (RigSpec(model=STATES), 2),
+    "states-and-drafts": (RigSpec(model=STATES, drafter="eagle"), 4),
+    "indexers": (RigSpec(model=INDEXERS), 3),
+}
 
 # Combinations that show nothing, with the reason.
 SENSELESS = {
@@ -48,19 +57,15 @@ def cells_of_the_matrix(tp: int) -> Iterator[object]:
                 yield pytest.param(KINDS[fault], MOMENTS[moment], tp, id=f"{fault}-{moment}-tp{tp}")
 
 
-def cells_in_turn(every: int = 1) -> Iterator[object]:
-    """Return each fault at each moment once, at TP 1 and 2 in turn.
-
-    Return only one of `every` such pairs; `make fuzz` plays all of them.
-    """
-    every = 1 if is_fuzz() else every
-    for i, fault in enumerate(KINDS):
-        for j, moment in enumerate(MOMENTS):
-            if (fault, moment) in SENSELESS:
-                continue
-            if (i + j // 2) % every == 0:
+def cells_of_models() -> Iterator[object]:
+    """Return the cells of each model, at TP 1 and 2 in turn; `make fuzz` plays all of them."""
+    for model, (_, share) in MODELS.items():
+        every = 1 if is_fuzz() else share
+        for (i, fault), (j, moment) in itertools.product(enumerate(KINDS), enumerate(MOMENTS)):
+            if (fault, moment) not in SENSELESS and (i + j // 2) % every == 0:
                 tp = 1 + (i + j) % 2
-                yield pytest.param(KINDS[fault], MOMENTS[moment], tp, id=f"{fault}-{moment}-tp{tp}")
+                name = f"{model}-{fault}-{moment}-tp{tp}"
+                yield pytest.param(model, KINDS[fault], MOMENTS[moment], tp, id=name)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -78,6 +83,38 @@ def test_matrix(
 ) -> None:
     spec = RigSpec(tp=tp, plans_ahead=tp == 2)
     check_cell(fault, moment, spec, workshop, library, tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def library_of_model(request: pytest.FixtureRequest, _models: Workshop) -> Library:
+    with _models, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page_specs, "needs_gpu", lambda spec: False)
+        spec, _ = MODELS[request.param]
+        return Library(_models, spec)
+
+
+@WITH_STATES
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("library_of_model", "fault", "moment", "tp"),
+    [*cells_of_models()],
+    indirect=["library_of_model"],
+)
+def test_matrix_of_models(
+    fault: Kind,
+    moment: Moment,
+    tp: int,
+    workshop: Workshop,
+    library: Library,
+    library_of_model: Library,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Faults of single cells damage a state."""
+    monkeypatch.setattr(page_specs, "needs_gpu", lambda spec: False)
+    spec = replace(library_of_model.spec, tp=tp, plans_ahead=tp == 2)
+    check_cell(fault, moment, spec, workshop, library_of_model, tmp_path, monkeypatch)
 
 
 def check_cell(

@@ -5,14 +5,15 @@ alone and starts no drafter with pipeline parallelism. The rig checks every row 
 whatever computed it (`Rig._drafted`).
 """
 
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from vllm.config import SpeculativeConfig, VllmConfig
 
+from tests.faults.audit import serve
 from tests.faults.rig import BLOCK, CHUNK, NUM_DRAFTS, RigSpec
+from tests.faults.scene import tokens
 from tests.faults.workshop import Workshop
 
 pytestmark = pytest.mark.skipif(
@@ -22,10 +23,6 @@ pytestmark = pytest.mark.skipif(
 
 SPEC = RigSpec(drafter="mtp", runner="second")
 LIMIT_S = 60.0
-
-
-def tokens(seed: int, count: int) -> list[int]:
-    return random.Random(seed).choices(range(3, 1000), k=count)
 
 
 PROMPT = tokens(1, 5 * CHUNK + 5)
@@ -55,10 +52,8 @@ def test_every_row_that_modules_read_is_right_after_any_hit(
     loaded = []
     for rig, prompts in ((writer, (prompt, prompt, other)), (reader, (other, other, prompt))):
         for each in prompts:
-            request_id = rig.add(each, 40)
-            rig.run(LIMIT_S)
+            serve(rig, each, max_tokens=40)
             rig.settle()
-            rig.expect([request_id])
             loaded.append(rig.count("kvpool_draft_tokens", "loaded"))
             assert not rig.draft_rows["missing"] + rig.draft_rows["spoiled"]
     assert loaded[3] == FOUND - NUM_DRAFTS

@@ -8,16 +8,15 @@ import vllm
 
 from tests.faults.audit import end, serve
 from tests.faults.kinds import nothing
-from tests.faults.model import FakeModel
+from tests.faults.model import WINDOWS
 from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.scene import COUSIN, PREFIX, READER, SLACK_S, Library, Scene, tokens
 from tests.faults.workshop import WITH_WINDOWS, Workshop
 from tests.support.faults import Fault
 from tests.support.releases import NEWEST
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from tests.support.worker_steps import prompt_hashes
 
 EXPECT_S = 0.2
-WINDOWS = FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0))  # three groups
 WINDOW_BLOCKS = 48  # enough for a request of 202 tokens, too few with its load
 ALIASED = {"alias_tokens": 8}
 FULL_TOKENS, FULL_BLOCKS = 125, 9  # tokens that, with drafts, fill all blocks but vLLM's own
@@ -64,9 +63,7 @@ def test_a_request_with_most_blocks_whose_load_fails_is_computed(
     serve(writer, READER)
     spec = RigSpec(model=WINDOWS, tp=tp, num_blocks=WINDOW_BLOCKS, plans_ahead=plans_ahead)
     reader = workshop.rig(spec, store)
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(READER)
-    workshop.faults.inject(Fault.MISSING, "get", chain.hashes[-1].hex())
+    workshop.faults.inject(Fault.MISSING, "get", prompt_hashes(READER, CHUNK)[-1].hex())
     serve(reader, READER)
     workshop.faults.heal()
     end(workshop, writer, reader)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from tests.faults.audit import check_nothing_leaked
-from tests.faults.model import FakeModel
+from tests.faults.model import WINDOWS, FakeModel
 from tests.faults.rank import pool_in
 from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.scene import tokens
@@ -21,6 +21,7 @@ from tests.handover.clients import LOST, Client, Heard, wait_for
 from tests.support.faults import Fault
 from tests.support.seeds import seeds
 from tests.support.server_process import free_ports
+from tests.support.worker_steps import prompt_hashes
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.network.allowed_peers import Allowed, Refused
 from vllm_kvpool.storage.base import Store
@@ -34,6 +35,15 @@ LIMIT_S = 60.0
 SPEC = RigSpec(max_batched_tokens=STEP_TOKENS)
 
 
+def named(prompt: Sequence[int]) -> tuple[bytes, list[bytes]]:
+    """Return a prompt's topic, and the hashes of its chunks up to its end."""
+    chain = ChunkChain(CHUNK, RequestIdentity())
+    chain.extend(prompt)
+    topic, end = chain.topic(prompt), chain.end(prompt)
+    assert topic is not None
+    return topic, [*chain.hashes, *([end] if end else [])]
+
+
 class Watcher:
     """A prefill engine, and a client that waits for notices of `PROMPT` and checks each of them."""
 
@@ -44,14 +54,7 @@ class Watcher:
         self.rig = workshop.rig(spec, [*near_stores, url], "prefill")
         self.client = Client()
         self._store = workshop.plain_store(url)
-        self._chain = ChunkChain(CHUNK, RequestIdentity())
-        self._chain.extend(PROMPT)
-        end = self._chain.end(PROMPT)
-        topic = self._chain.topic(PROMPT)
-        assert end is not None
-        assert topic is not None
-        self._hashes = [*self._chain.hashes, end]
-        self.topic = topic
+        self.topic, self._hashes = named(PROMPT)
         self.heard: list[Heard] = []
         self.client.watch(self.endpoints, self.topic)
 
@@ -94,9 +97,11 @@ def watcher(workshop: Workshop) -> Iterator[Watcher]:
         yield made
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_decode_hears_each_chunk_and_the_end(workshop: Workshop, tp: int) -> None:
-    with closing(Watcher(workshop, replace(SPEC, tp=tp))) as watcher:
+@pytest.mark.parametrize(
+    "spec", [SPEC, replace(SPEC, tp=2), replace(SPEC, model=WINDOWS)], ids=["tp1", "tp2", "windows"]
+)
+def test_decode_hears_each_chunk_and_the_end(workshop: Workshop, spec: RigSpec) -> None:
+    with closing(Watcher(workshop, spec)) as watcher:
         request = watcher.hand_over()
         watcher.run()
         assert watcher.hears_end() == (CHUNKS, CHUNKS)
@@ -144,20 +149,6 @@ def test_put_that_fails_ends_the_hand_over_there(
     assert watcher.hears_end() == (chunk, chunk)
 
 
-def end_by_abort(rig: Rig, request: str) -> None:
-    rig.abort(request)
-
-
-def end_by_weights(rig: Rig, request: str) -> None:
-    rig.pool.weights_changed("other")
-
-
-ENDS: dict[str, Callable[[Rig, str], None]] = {
-    "abort": end_by_abort,
-    "weights change": end_by_weights,
-}
-
-
 def test_request_that_ends_before_it_is_hashed_ends_the_hand_over(
     watcher: Watcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +169,7 @@ def test_request_that_ends_before_it_is_hashed_ends_the_hand_over(
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 3])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", ["abort", "weights change"])
 def test_request_that_ends_early_ends_the_hand_over_with_what_is_stored(
     watcher: Watcher, end: str, chunks: int
 ) -> None:
@@ -188,8 +179,9 @@ def test_request_that_ends_early_ends_the_hand_over_with_what_is_stored(
     watcher.rig.run(LIMIT_S, until=lambda: state.chain is not None and state.next_save >= chunks)
     if end == "weights change":
         watcher.rig.step()  # it has computed something
-    ENDS[end](watcher.rig, request)
-    if end == "abort":
+        watcher.rig.pool.weights_changed("other")
+    else:
+        watcher.rig.abort(request)
         assert pool_in(watcher.rig.scheduler.connector).has_pending_push_work(), "workers are told"
     watcher.run()
     stored, _ = watcher.hears_end()
@@ -277,25 +269,15 @@ def test_transfer_engine_that_fails_is_lost(
         pass
 
 
-@pytest.mark.parametrize(
-    ("options", "serves"),
-    [({}, True), ({"notice_listen": "off"}, False), ({"notice_listen": "tcp://127.0.0.1:1"}, None)],
-)
-def test_option_says_where_notices_are_told(
-    workshop: Workshop, options: dict[str, str], serves: bool | None
-) -> None:
+def test_option_says_where_notices_are_told(workshop: Workshop) -> None:
     (port,) = free_ports(1)
-    if serves is None:
-        options = {"notice_listen": f"tcp://127.0.0.1:{port}"}
+    options = {"notice_listen": f"tcp://127.0.0.1:{port}"}
     rig = workshop.rig(replace(SPEC, options=options), workshop.memory())
     request = rig.add(PROMPT, 1, hand_over=True)
     rig.run(LIMIT_S)
     params = rig.answers[request].params
     assert params is not None
-    notices = params["kvpool"].get("notices")
-    assert (notices is not None) is (serves is not False)
-    if serves is None:
-        assert notices == [f"tcp://127.0.0.1:{port}"]
+    assert params["kvpool"]["notices"] == [options["notice_listen"]]
 
 
 @pytest.mark.parametrize("peers", [[], ["10.1.2.0/24"]])
@@ -316,17 +298,12 @@ def test_write_back_puts_a_prompt_that_is_handed_over_at_once(workshop: Workshop
     url = workshop.memory()
     options = {"write_policy": "back"}
     rig = workshop.rig(replace(SPEC, options=options), ["host://4MiB", url], "prefill")
-    store = workshop.plain_store(url)
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(PROMPT)
-    names = rig.pool._service.core._names
+    store, names = workshop.plain_store(url), rig.pool._service.core._names
     for is_handed_over, prompt in ((False, PROMPT[::-1]), (True, PROMPT)):
         rig.add(prompt, 1, hand_over=is_handed_over)
         rig.run(LIMIT_S)
         rig.settle()
-        chain = ChunkChain(CHUNK, RequestIdentity())
-        chain.extend(prompt)
-        stored = [all(store.exists(names.of_chunk(each))) for each in chain.hashes]
+        stored = [all(store.exists(names.of_chunk(each))) for each in prompt_hashes(prompt, CHUNK)]
         assert stored == [is_handed_over] * WHOLE_CHUNKS
     check_nothing_leaked(rig)
 
@@ -358,22 +335,6 @@ def test_chunks_that_leave_host_memory_after_the_lookup_end_the_hand_over_at_onc
         check_nothing_leaked(rig)
 
 
-def test_models_with_windows_tell_the_whole_prompt(workshop: Workshop) -> None:
-    windows = FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0))
-    rig = workshop.rig(replace(SPEC, model=windows), workshop.memory(), "prefill")
-    chain = ChunkChain(CHUNK, RequestIdentity())
-    chain.extend(PROMPT)
-    topic = chain.topic(PROMPT)
-    assert topic is not None
-    with closing(Client()) as client:
-        client.watch([rank.part._notices.endpoint for rank in rig.ranks], topic)  # type: ignore[union-attr]
-        rig.add(PROMPT, 1, hand_over=True)
-        rig.run(LIMIT_S)
-        rig.settle()
-        while (heard := client.hears()) != (topic, CHUNKS, CHUNKS):
-            assert heard[0] == topic
-
-
 ROUNDS = 8
 NUM_BLOCKS = (96, 384)  # the smaller is too small to pin several prompts at once
 SHARED = (  # prompts with common first chunks that end inside a chunk, at its end or earlier
@@ -384,7 +345,7 @@ SHARED = (  # prompts with common first chunks that end inside a chunk, at its e
     PROMPT[: 3 * CHUNK] + tokens(2, CHUNK + 3),
     tokens(3, 2 * CHUNK + 11),
 )
-MODELS = {"plain": FakeModel(), "windows": FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0))}
+MODELS = {"plain": FakeModel(), "windows": WINDOWS}
 
 
 class Told:
@@ -394,13 +355,7 @@ class Told:
     def __init__(self, workshop: Workshop, rig: Rig, url: str, patch: pytest.MonkeyPatch) -> None:
         self.store = workshop.plain_store(url)
         self.names = rig.pool._service.core._names
-        self.hashes: dict[bytes, list[bytes]] = {}
-        for prompt in SHARED:
-            chain = ChunkChain(CHUNK, RequestIdentity())
-            chain.extend(prompt)
-            topic, end = chain.topic(prompt), chain.end(prompt)
-            assert topic is not None
-            self.hashes[topic] = chain.hashes + ([end] if end else [])
+        self.hashes = dict(map(named, SHARED))
         self.topics = list(self.hashes)
         self.last: dict[bytes, tuple[int, int | None]] = {}
         self.wrong: list[str] = []

@@ -16,10 +16,10 @@ import pytest
 import vllm
 
 from tests.faults.audit import check_nothing_leaked, check_saves_are_found, check_threads
-from tests.faults.model import FakeModel
-from tests.faults.rig import CHUNK, Rig, RigSpec
+from tests.faults.model import STATES, WINDOWS, FakeModel
+from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
 from tests.faults.scene import Library, tokens
-from tests.faults.workshop import Workshop
+from tests.faults.workshop import WITH_STATES, WITH_WINDOWS, Workshop
 from tests.support.faults import Fault
 from tests.support.invariants import check
 from tests.support.memory_store import LruTable, MemoryStore
@@ -64,6 +64,17 @@ def spec_of(rng: random.Random, model: FakeModel, blocks: Sequence[int]) -> RigS
         model=model,
         options=options,
     )
+
+
+# Arguments of a `Driver`, by kind of model. With windows the cache has blocks for any one request.
+OF_STATES: dict[str, Any] = {"model": STATES, "chunk_tokens": BLOCK}
+MODELS: dict[str, tuple[dict[str, Any], list[pytest.MarkDecorator]]] = {
+    "attention": ({}, []),
+    "windows": ({"model": WINDOWS, "blocks": (40, 96)}, [WITH_WINDOWS]),
+    "states": (OF_STATES, [WITH_STATES]),
+    "states and eagle": ({**OF_STATES, "drafter": "eagle"}, [WITH_STATES]),
+    "states and draft model": ({**OF_STATES, "drafter": "draft_model"}, [WITH_STATES]),
+}
 
 
 class Prompts:
@@ -250,12 +261,14 @@ class Driver:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("seed", seeds(4, 12))
-def test_random_steps(seed: int, workshop: Workshop, library: Library) -> None:
-    live(Driver(workshop, seed))
-
-
-def live(driver: Driver) -> None:
-    """Take `STEPS` steps, with random actions between them."""
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(options, id=name, marks=marks) for name, (options, marks) in MODELS.items()],
+)
+def test_random_steps(
+    options: dict[str, Any], seed: int, workshop: Workshop, library: Library
+) -> None:
+    driver = Driver(workshop, seed, **options)
     try:
         for _ in range(STEPS):
             driver.step()
@@ -263,3 +276,5 @@ def live(driver: Driver) -> None:
     except BaseException:
         print(f"{driver.rig.spec}, step {driver.rig.num_steps}")
         raise
+    if driver.rig.spec.model.states:
+        assert driver.rig.count("kvpool_saved_states") > 0

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.faults.audit import check_nothing_leaked
+from tests.faults.audit import check_nothing_leaked, serve
 from tests.faults.rig import CHUNK, Drafted, RigSpec, Share
 from tests.faults.runners import RUNNERS
 from tests.faults.scene import tokens
@@ -59,15 +59,11 @@ def test_what_one_runner_saves_every_other_loads(workshop: Workshop, runner: str
     store = workshop.memory()
     prompt = tokens(1, 3 * CHUNK + 5)
     writer = workshop.rig(RigSpec(runner=runner), store)
-    writer.add(prompt, 1)
-    writer.run(END_S)
+    serve(writer, prompt)
     writer.settle()
     for other in RUNNERS:
         reader = workshop.rig(RigSpec(runner=other, tp=2), store)
-        request = reader.add(prompt)
-        reader.run(END_S)
-        reader.expect([request])
-        assert reader.count("kvpool_hit_tokens") == 3 * CHUNK
+        assert serve(reader, prompt) == 3 * CHUNK
         check_nothing_leaked(reader)
         reader.shutdown()
 
@@ -103,8 +99,5 @@ def test_step_that_fails_stores_nothing(workshop: Workshop, runner: str, goes_on
         check_nothing_leaked(writer)
     writer.shutdown()
     reader = workshop.rig(RigSpec(), store)
-    request = reader.add(prompt)
-    reader.run(END_S)
-    reader.expect([request])
-    assert reader.count("kvpool_hit_tokens") == 0
+    assert serve(reader, prompt) == 0
     check_nothing_leaked(reader)

@@ -1,39 +1,24 @@
 """Models with recurrent states, over vLLM's real scheduler and KV cache manager ("align")."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.faults.audit import (
     LIMIT_S,
-    check_nothing_leaked,
     end,
     serve,
 )
-from tests.faults.kinds import Kind
-from tests.faults.model import FakeModel
-from tests.faults.moments import Moment
+from tests.faults.model import STATES
 from tests.faults.rig import BLOCK, RigSpec
-from tests.faults.scene import Library
-from tests.faults.test_matrix import cells_in_turn, check_cell
-from tests.faults.test_random_steps import Driver, live
+from tests.faults.scene import tokens
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
 from tests.support.memory_store import MemoryStore
-from tests.support.seeds import seeds
 
-# Attention, then states: three groups of two layers.
-MODEL = FakeModel(layers=6, states=(1, 2, 4, 5))
-SPEC = RigSpec(model=MODEL, num_blocks=300, options={"chunk_tokens": BLOCK})
-MATRIX_SPEC = replace(SPEC, num_blocks=RigSpec().num_blocks, options={})
+SPEC = RigSpec(model=STATES, num_blocks=300, options={"chunk_tokens": BLOCK})
 STATE = "@kind:state"  # in keys
-
-
-def tokens(seed: int, count: int) -> list[int]:
-    return random.Random(seed).choices(range(3, 1000), k=count)
 
 
 PROMPT = tokens(5, 300)
@@ -221,72 +206,3 @@ def test_a_decoding_engine_waits_for_the_state(workshop: Workshop) -> None:
     decode.expect([decoded])
     assert decode.count("kvpool_hit_tokens") == last_boundary(PROMPT)
     end(workshop, prefill, decode)
-
-
-def test_states_of_requests_that_end_early_have_their_own_names(workshop: Workshop) -> None:
-    """The request is aborted or preempted in any step. A stored state is right, or absent."""
-    for stop in range(1, 8):
-        store = workshop.memory()
-        rig = workshop.rig(replace(SPEC, max_batched_tokens=48), store)
-        aborted = rig.add(PROMPT)
-        rig.add(PROMPT[:100] + tokens(9, 100))
-        for _ in range(stop):
-            rig.step()
-        rig.abort(aborted)
-        rig.step()
-        rig.reset(running=True) if not rig.pool.saves.has_pending else None
-        rig.run(LIMIT_S)
-        rig.settle()
-        reader = workshop.rig(SPEC, store)
-        serve(reader, PROMPT, PROMPT[:100] + tokens(9, 100))
-        for each in (rig, reader):
-            check_nothing_leaked(each)
-            each.shutdown()
-
-
-def test_after_a_reset_of_the_pool_nothing_is_found(workshop: Workshop) -> None:
-    store = workshop.memory()
-    rig = workshop.rig(replace(SPEC, max_batched_tokens=48), store)
-    request = rig.scheduler.requests[rig.add(PROMPT)]
-    rig.run(LIMIT_S, until=lambda: request.num_computed_tokens > 2 * BLOCK)
-    rig.reset(connector=True)
-    rig.run(LIMIT_S)
-    rig.settle()
-    reader = workshop.rig(SPEC, store)
-    assert serve(reader, PROMPT) == 0
-    check_nothing_leaked(rig)
-    rig.shutdown()
-    end(workshop, reader)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("seed", seeds(4, 12))
-def test_random_steps(seed: int, workshop: Workshop, library: Library) -> None:
-    driver = Driver(workshop, seed, model=MODEL, chunk_tokens=BLOCK)
-    live(driver)
-    assert driver.rig.count("kvpool_saved_states") > 0
-
-
-@pytest.fixture(scope="session")
-def with_states(_models: Workshop) -> Library:
-    with _models:
-        return Library(_models, MATRIX_SPEC)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize(("fault", "moment", "tp"), [*cells_in_turn(every=2)])
-def test_matrix(
-    fault: Kind,
-    moment: Moment,
-    tp: int,
-    workshop: Workshop,
-    library: Library,
-    with_states: Library,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Play every fault at every moment. Faults of single cells damage a state."""
-    spec = replace(MATRIX_SPEC, tp=tp, plans_ahead=tp == 2)
-    check_cell(fault, moment, spec, workshop, with_states, tmp_path, monkeypatch)

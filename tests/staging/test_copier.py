@@ -17,7 +17,6 @@ from tests.staging.page_bench import (
     CPU_FORMS,
     DTYPES,
     FORMATS,
-    LAYOUTS,
     POISON,
     SLOT_POISON,
     Cell,
@@ -79,12 +78,6 @@ def test_every_dtype_with_k_and_v_of_different_size(page_format: str, dtype: tor
     check_copiers(Pages(page_format, dtype, key_dim=24, value_dim=40, block=32, num_ids=20))
 
 
-@pytest.mark.parametrize("padded", ["B", "H", "N", "C"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_padded_pages(layout: str, padded: str) -> None:
-    check_copiers(Pages(layout, padded=padded))
-
-
 @pytest.mark.parametrize("block", [16, 128])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
 def test_transposed_keys_of_whole_lines(dtype: torch.dtype, block: int) -> None:
@@ -108,12 +101,6 @@ def test_a_clip_moves_only_its_tokens(page_format: str, clip: tuple[int, int]) -
         check_copiers(pages, clip=clip)
 
 
-@pytest.mark.parametrize("page_format", ["LBHNC", "LBNHC", "BHLNC", "cpu", "pair"])
-def test_a_subset_of_heads_and_layers(page_format: str) -> None:
-    pages = Pages(page_format, num_layers=4, num_heads=4)
-    check_copiers(pages, heads=(1, 3), layers=(1, 3))
-
-
 @pytest.mark.parametrize("clip", [(256, 512), (256, 257), (290, 303), (271, 500)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("form", CPU_FORMS)
@@ -122,13 +109,6 @@ def test_tokens_in_tiles(form: str, dtype: torch.dtype, clip: tuple[int, int]) -
         sizes = {"block": block, "blocks_per_id": blocks_per_id, "num_ids": num_ids}
         pages = Pages(form, dtype, key_dim=dim, value_dim=dim, **sizes)
         check_copiers(pages, clip=clip)
-
-
-@pytest.mark.parametrize("misaligned", [1, 8, 63])
-@pytest.mark.parametrize("page_format", ["LBHNC", "LBNHC", "cpu", "pair"])
-def test_addresses_need_no_alignment(page_format: str, misaligned: int) -> None:
-    pages = Pages(page_format, torch.bfloat16, key_dim=48, value_dim=48, misaligned=misaligned)
-    check_copiers(pages, misaligned=misaligned)
 
 
 def test_an_opaque_latent_of_656_bytes() -> None:

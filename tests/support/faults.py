@@ -189,20 +189,11 @@ class Faults:
                 self.num_blocked -= 1
 
 
-class _Order(msgspec.Struct, frozen=True):
-    """A rule on its way to other processes; `number` distinguishes equal rules."""
-
-    number: int
-    fault: Fault
-    method: str
-    key: str
-    times: int | None
-    other: str
-
-
 class _Orders(msgspec.Struct, frozen=True):
+    """Rules on their way to other processes. Their numbers distinguish equal rules."""
+
     slow_s: float = 0.0
-    rules: tuple[_Order, ...] = ()
+    rules: dict[int, Rule] = {}
 
 
 class FaultControl:
@@ -227,8 +218,8 @@ class FaultControl:
         other: str = "",
     ) -> None:
         self._num_orders += 1
-        order = _Order(self._num_orders, fault, method, key, times, other)
-        self._orders = _Orders(self._orders.slow_s, (*self._orders.rules, order))
+        rule = Rule(fault, method, key, times, other)
+        self._orders = _Orders(self._orders.slow_s, {**self._orders.rules, self._num_orders: rule})
         self._publish()
 
     def slow(self, seconds: float, method: str = "") -> None:
@@ -243,7 +234,7 @@ class FaultControl:
         self._publish()
 
     def release(self) -> None:
-        rules = tuple(rule for rule in self._orders.rules if rule.fault is not Fault.BLOCKED)
+        rules = {n: r for n, r in self._orders.rules.items() if r.fault is not Fault.BLOCKED}
         self._orders = _Orders(self._orders.slow_s, rules)
         self._publish()
 
@@ -279,9 +270,7 @@ class ControlledFaults(Faults):
                 return
             orders = msgspec.json.decode(self._file.read_bytes(), type=_Orders)
             known = self._by_number
-            self._by_number = {
-                order.number: known.get(order.number, _rule(order)) for order in orders.rules
-            }
+            self._by_number = {n: known.get(n, rule) for n, rule in orders.rules.items()}
             self._rules = list(self._by_number.values())
             self._slow_s = orders.slow_s
             self._version = version
@@ -300,12 +289,6 @@ class ControlledFaults(Faults):
             assert time.monotonic() < deadline, "never released"
             time.sleep(LOOK_EVERY_S)
             self._look()
-
-
-def _rule(order: _Order) -> Rule:
-    values = msgspec.structs.asdict(order)
-    del values["number"]
-    return Rule(**values)
 
 
 class FaultyStore:

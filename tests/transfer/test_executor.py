@@ -247,28 +247,6 @@ def test_saving_again_sends_nothing(rank: Rank) -> None:
     assert rank.save(2, 3) == {EXISTED: 8, DONE: 4}
 
 
-def test_a_load_of_what_is_not_stored_stops_there(rank: Rank) -> None:
-    rank.save(1, 1)
-    rank.executor.post(load_plan(2, (3, 4, 5, 6), 0, 2 * CHUNK))
-    assert rank.reports(1) == [LoadDone(JobId(2), "r2", 1, CellOutcome.MISSING)]
-
-
-def test_a_lost_store_is_a_report(rank: Rank) -> None:
-    rank.store.inject(Fault.UNREACHABLE)
-    rank.executor.post(save_plan(1, 1))
-    rank.executor.post(load_plan(2, (3, 4), 0, CHUNK))
-    ends = [r for r in rank.reports(3) if not isinstance(r, SaveGathered)]
-    # The load wants the same cells, so it shares the save's or asks the store.
-    assert SaveDone(JobId(1), "r1", ((UNREACHABLE, 4),), (), (0,), ((0, UNREACHABLE),)) in ends
-    assert [r.job_id for r in ends if isinstance(r, LoadDone)] == [2]
-
-
-def test_a_load_from_a_lost_store_misses(rank: Rank) -> None:
-    rank.store.inject(Fault.UNREACHABLE)
-    rank.executor.post(load_plan(2, (3, 4), 0, CHUNK))
-    assert rank.reports(1) == [LoadDone(JobId(2), "r2", 0, UNREACHABLE)]
-
-
 @pytest.mark.usefixtures("quiet")
 def test_a_bug_in_a_lane_is_a_report_and_the_lane_goes_on(rank: Rank) -> None:
     rank.copier.broken = True

@@ -224,24 +224,6 @@ def test_an_op_of_many_cells_ends_a_batch_of_small_ones() -> None:
     assert bench.one_by_one() == "ab cd"
 
 
-def test_cells_that_wait_in_a_lane_are_counted() -> None:
-    bench = Bench(NARROW)
-    bench.graph("a*3 b*5 c*2 d*7<c")
-    assert bench.lane.num_ready == 10
-    bench.take()
-    assert bench.lane.num_ready == 7
-    bench.scheduler.cancel(bench.ops["c"])
-    assert bench.lane.num_ready == 5
-    bench.scheduler.raise_priority(bench.ops["b"], LOAD)
-    bench.scheduler.move(bench.ops["b"], bench.other)
-    assert (bench.lane.num_ready, bench.other.num_ready) == (0, 5)
-    bench.ops["a"].size = 1  # two of its cells have arrived
-    bench.end("a", Scheduler.move, bench.other)
-    assert bench.other.num_ready == 6
-    bench.scheduler.fail(bench.ops["b"])
-    assert bench.other.num_ready == 1
-
-
 def test_a_class_that_is_not_admitted_lets_others_pass() -> None:
     refused = set("a")
     bench = Bench(NARROW, lambda op: op.what not in refused)

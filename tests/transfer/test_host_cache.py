@@ -261,22 +261,6 @@ def test_cells_of_host_memory(example: Example) -> None:
     example.play()
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("order", ["abc", "cba", "bac"])
-def test_a_prompts_end_leaves_before_its_beginning(policy: str, order: str) -> None:
-    """The order in which the chunks came does not matter."""
-    host_cache = host(keep=3, slots=8, policy=policy)
-    chunks = dict(zip("abc", prompt("abc"), strict=True))
-    for each in order:
-        come(host_cache, chunks[each].id, chunks[each])
-    left = []
-    for each in "xyz":
-        before = set(keys(host_cache).split())
-        bring(host_cache, each)
-        left += sorted(before - set(keys(host_cache).split()))
-    assert left == ["abc", "ab", "a"]
-
-
 def test_nothing_is_left_of_chunks_that_are_forgotten() -> None:
     host_cache = host(keep=2, slots=8)
     come(host_cache, "abc", prompt("abc")[2])

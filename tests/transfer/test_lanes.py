@@ -192,20 +192,27 @@ def payload_of(key: str) -> bytes:
 
 
 @pytest.mark.parametrize("tier", [0, 1])
-def test_what_is_sealed_and_put_is_got_back_and_checked(tier: int) -> None:
+@pytest.mark.parametrize("slabs", [KEYS, ("key-a key-b", "key-c")], ids=["cells", "slabs"])
+def test_what_is_sealed_and_put_is_got_back_and_checked(tier: int, slabs: tuple[str, ...]) -> None:
+    """Each cell is sealed with its own key, in any slab."""
     bench = Bench()
     for i, key in enumerate(KEYS):
         bench.fill(i, payload_of(key))
-    assert bench.perform(OpKind.SEAL, *KEYS) == (DONE,) * 3
-    assert bench.perform(OpKind.PUT, *KEYS, tier=tier) == (DONE,) * 3
+    for kind in (OpKind.SEAL, OpKind.CHECK, OpKind.PUT):
+        assert bench.perform(kind, *slabs, tier=tier) == (DONE,) * len(slabs)
+    assert bench.stores[tier].calls == {"exists": 1, "put": 1}
     stored = make_buffer(CELL_BYTES)
     for key in KEYS:
         assert bench.memories[tier].get([key], [stored]) == [GetOutcome.OK]
         assert verify(stored.view, key_digest(key), checksum=True) is None
     for i in range(len(KEYS)):
         bench.fill(i, bytes(PAYLOAD_BYTES))
-    assert bench.get(*reversed(KEYS), tier=tier) == (DONE,) * 3
-    assert [bench.payload(i) for i in range(3)] == [payload_of(k) for k in reversed(KEYS)]
+    assert bench.get(*reversed(slabs), tier=tier) == (DONE,) * len(slabs)
+    got = " ".join(reversed(slabs)).split()
+    assert [bench.payload(i) for i in range(3)] == [payload_of(key) for key in got]
+    name = bench.runner.names[tier]
+    moved = {f"save {name}": 3 * CELL_BYTES, f"load {name}": 3 * CELL_BYTES}
+    assert bench.by_labels("kvpool_bytes") == moved
     # A lane of one tier leaves the others alone.
     assert bench.stores[1 - tier].calls == {}
     assert bench.perform(OpKind.REMOVE, "key-a", "absent", tier=tier) == (DONE, DONE)
@@ -260,29 +267,12 @@ def test_a_fault_of_one_cell_is_its_outcome_alone(
     assert bench.counts("kvpool_failures") == failures
 
 
-@pytest.mark.parametrize("size", [PAYLOAD_BYTES - 1, PAYLOAD_BYTES + 1, 1])
-def test_an_object_of_another_size_is_corrupt(size: int) -> None:
-    bench = Bench()
-    bench.store_cell("key-a", bytes(size))
-    assert bench.perform(OpKind.GET, "key-a") == (CORRUPT,)
-
-
 def test_without_the_checksum_the_header_still_counts() -> None:
     bench = Bench(verify_checksum=False)
     bench.store_cell("key-a", payload_of("key-a"))
     bench.store_cell("key-b", payload_of("key-b"), sealed_as="key-a")
     bench.stores[0].inject(Fault.FLIPPED, "get", "key-a")
     assert bench.get("key-a", "key-b") == (DONE, CORRUPT)
-
-
-@pytest.mark.parametrize(
-    ("fault", "outcome"), [(Fault.FULL, FULL), (Fault.FAILED, FAILED), (Fault.MISSING, DONE)]
-)
-def test_a_put_says_what_became_of_each_cell(fault: Fault, outcome: CellOutcome) -> None:
-    bench = Bench()
-    bench.stores[1].inject(fault, "put", "key-b")
-    assert bench.perform(OpKind.PUT, *KEYS, tier=1) == (DONE, outcome, DONE)
-    assert bench.memories[1].exists(KEYS) == [True, False, True]
 
 
 # Failures
@@ -359,21 +349,6 @@ def test_a_move_is_clipped_to_its_job(
         plain(slab([payload], [(0, 2, 1, 2)], *rows)) for payload in payloads
     ]
     assert bench.by_labels("kvpool_copy_bytes") == {kind.value: 2 * CELL_BYTES}
-
-
-@pytest.mark.parametrize("kind", [OpKind.GATHER, OpKind.SCATTER])
-def test_pieces_of_a_cell_are_moved_by_tables_of_their_own(kind: OpKind) -> None:
-    bench = Bench()
-    pages = (JobPages((5, 6), 64, 70, 128), JobPages((9,), 0, 0, 20), JobPages((7,), 96, 96, 120))
-    pieces = (Piece(2, 0, 1, 1, 2, 0), Piece(0, 1, 2, 1, 2, 3))
-    batch = batch_of(kind, "key-a", pages=pages, pieces=pieces, chunk=3)
-    assert bench.runner.perform(batch) == [DONE]
-    [payload] = bench.arena.payload_addresses([Slot(0)]).tolist()
-    moved = bench.gatherer.gathered if kind is OpKind.GATHER else bench.scatterer.scattered
-    later = payload + 3 * CHUNK_TOKENS * ROW_BYTES
-    first = slab([payload], [(0, 1, 1, 2)], (7,), 96, 96, CHUNK_TOKENS, 96, 120)
-    second = slab([later], [(1, 2, 1, 2)], (5, 6), 64, 96, CHUNK_TOKENS, 96, 128)
-    assert [plain(move) for move in moved] == [plain(first), plain(second)]
 
 
 @pytest.mark.parametrize("kind", [OpKind.GATHER, OpKind.SCATTER])
@@ -538,28 +513,6 @@ def test_pages_of_a_slab_without_slots_are_filled_with_zeros() -> None:
 # Slabs of several cells
 
 
-def test_cells_of_slabs_go_into_their_own_slots_and_back() -> None:
-    """Each cell is sealed with its own key, in any slab."""
-    bench = Bench()
-    slabs = ("key-a key-b", "key-c", "key-d key-e key-f")
-    keys = " ".join(slabs).split()
-    for i, key in enumerate(keys):
-        bench.fill(i, payload_of(key))
-    for kind in (OpKind.SEAL, OpKind.CHECK, OpKind.PUT):
-        assert bench.perform(kind, *slabs) == (DONE,) * 3
-    assert bench.stores[0].calls == {"exists": 1, "put": 1}
-    stored = make_buffer(CELL_BYTES)
-    for key in keys:
-        assert bench.memories[0].get([key], [stored]) == [GetOutcome.OK]
-        assert verify(stored.view, key_digest(key), checksum=True) is None
-    assert bench.get("key-f key-a", "key-c key-e") == (DONE, DONE)
-    assert [bench.payload(i) for i in range(4)] == [
-        payload_of(key) for key in ("key-f", "key-a", "key-c", "key-e")
-    ]
-    moved = {"save near": 6 * CELL_BYTES, "load near": 4 * CELL_BYTES}
-    assert bench.by_labels("kvpool_bytes") == moved
-
-
 def test_cells_of_one_slab_may_have_other_sizes_than_those_beside_them() -> None:
     """The last span of layers is shorter, and so is a prompt's end."""
     bench = Bench()
@@ -698,22 +651,26 @@ def test_cells_of_a_slab_are_moved_each_between_its_slot_and_its_pages(kind: OpK
     assert bench.by_labels("kvpool_copy_bytes") == {kind.value: 5 * CELL_BYTES}
 
 
-def test_cells_of_a_slab_whose_layers_are_in_several_groups_are_moved_by_their_own() -> None:
+@pytest.mark.parametrize("kind", [OpKind.GATHER, OpKind.SCATTER])
+def test_cells_of_a_slab_whose_layers_are_in_several_groups_are_moved_by_their_own(
+    kind: OpKind,
+) -> None:
     """Each cell leaves out a group that does not need the chunk."""
     bench = Bench()
     pages = (JobPages((5,), 0, 0, 32), JobPages((9,), 96, 96, 128), JobPages((7,), 96, 100, 120))
-    batch = batch_of(OpKind.SCATTER, "key-a key-b", pages=pages, chunk=3)
+    batch = batch_of(kind, "key-a key-b", pages=pages, chunk=3)
     [part] = batch.parts
     places = (
         place(0, (Piece(1, 0, 1, 0, 1, 0), Piece(0, 1, 2, 0, 1, 1))),
         place(0, (Piece(2, 2, 3, 0, 1, 0), Piece(1, 3, 4, 0, 1, 1))),
     )
-    kind = replace(part.slab.kind, cells=places)
-    batch.parts = [part._replace(slab=part.slab._replace(kind=kind))]
+    slab_kind = replace(part.slab.kind, cells=places)
+    batch.parts = [part._replace(slab=part.slab._replace(kind=slab_kind))]
     assert bench.runner.perform(batch) == [DONE]
+    moved = bench.gatherer.gathered if kind is OpKind.GATHER else bench.scatterer.scattered
     first, second = bench.arena.payload_addresses([Slot(0), Slot(1)]).tolist()
     after_one = second + CHUNK_TOKENS * ROW_BYTES
-    assert [plain(move) for move in bench.scatterer.scattered] == [
+    assert [plain(move) for move in moved] == [
         plain(
             slab(
                 *([first, after_one], [(0, 1, 0, 1), (3, 4, 0, 1)], (9,), 96, 96, CHUNK_TOKENS),

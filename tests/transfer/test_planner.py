@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from tests.support.invariants import check
 from vllm_kvpool.identity.keys import (
     ContextRank,
-    HeadShard,
     KeyMaker,
-    LayerSpan,
     chunk_id_of,
     chunk_id_of_key,
     layer_group_of,
@@ -171,17 +169,6 @@ def test_prompt_end_is_a_shorter_cell_in_loads_and_saves() -> None:
     [end] = job.slabs
     assert end.nbytes == sum(cell.nbytes for cell in saved)
     assert end.sizes != end.kind.sizes
-
-
-def test_a_rank_names_its_own_heads() -> None:
-    """Rank 1 of 2 has heads 2 and 3, which are first and second in its pages."""
-    cells = [cell.place for cell in cells_in(planner().load(load_plan()).slabs)[:4]]
-    assert [(c.shard, c.span, c.head_start, c.layer_start) for c in cells] == [
-        (HeadShard(2), LayerSpan(0, 2), 0, 0),
-        (HeadShard(3), LayerSpan(0, 2), 1, 0),
-        (HeadShard(2), LayerSpan(2, 3), 0, 2),
-        (HeadShard(3), LayerSpan(2, 3), 1, 2),
-    ]
 
 
 def test_a_save_has_the_pages_of_its_whole_chunks() -> None:
@@ -574,26 +561,23 @@ def test_a_chunk_is_one_slab_where_nothing_limits_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slab_cells", "counts"), [(1, [1, 1, 1, 1]), (2, [2, 2]), (3, [3, 1]), (4, [4]), (5, [4])]
-)
-def test_slabs_have_so_many_cells_at_most(slab_cells: int, counts: list[int]) -> None:
-    mine = planner(slab_cells=slab_cells)
-    assert [len(sizes) for sizes in sizes_of_a_chunk(mine)] == counts
-    assert mine.slabs_per_chunk == {"": len(counts)}
-
-
-@pytest.mark.parametrize(
-    ("slab_bytes", "counts"),
+    ("limits", "counts"),
     [
-        (1, [1, 1, 1, 1]),  # a larger cell is a slab of its own
-        (4 * PAYLOAD - 1, [1, 2, 1]),
-        (4 * PAYLOAD, [2, 2]),  # headers do not count
-        (5 * PAYLOAD, [3, 1]),
-        (6 * PAYLOAD, [4]),
+        *(({"slab_cells": cells}, [cells, 4 - cells]) for cells in (2, 3)),
+        ({"slab_cells": 1}, [1, 1, 1, 1]),
+        *(({"slab_cells": cells}, [4]) for cells in (4, 5)),
+        ({"slab_bytes": 1}, [1, 1, 1, 1]),  # a larger cell is a slab of its own
+        ({"slab_bytes": 4 * PAYLOAD - 1}, [1, 2, 1]),
+        ({"slab_bytes": 4 * PAYLOAD}, [2, 2]),  # headers do not count
+        ({"slab_bytes": 5 * PAYLOAD}, [3, 1]),
+        ({"slab_bytes": 6 * PAYLOAD}, [4]),
     ],
+    ids=str,
 )
-def test_slabs_have_so_many_bytes_at_most(slab_bytes: int, counts: list[int]) -> None:
-    mine = planner(slab_bytes=slab_bytes)
+def test_slabs_have_so_many_cells_and_bytes_at_most(
+    limits: dict[str, int], counts: list[int]
+) -> None:
+    mine = planner(**limits)
     assert [len(sizes) for sizes in sizes_of_a_chunk(mine)] == counts
     assert mine.slabs_per_chunk == {"": len(counts)}
 

@@ -14,13 +14,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
 
+from tests.support.fakes import FakeClock
 from vllm_kvpool.transfer import trace as trace_module
+from vllm_kvpool.transfer.ops import CellOutcome
 from vllm_kvpool.transfer.trace import (
     END_BYTES,
     MAX_FLOWS,
@@ -36,23 +37,11 @@ from vllm_kvpool.transfer.trace import (
 )
 
 LIMIT_S = 30.0
+NOW_S = 1000.0  # of the clock
 PID = 4242
 WALL_NS = 1_790_000_000_123_456_789
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tracing.md"
 Event = dict[str, Any]
-
-
-class Outcome(Enum):
-    DONE = "done"
-    FAILED = "failed"
-
-
-class Clock:
-    def __init__(self, now: float = 1000.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Gate:
@@ -109,9 +98,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "trace.0.json"
 
 
-def make(path: Path, clock: Clock | None = None, pid: int = PID, **options: Any) -> Recorder:
+def make(path: Path, clock: FakeClock | None = None, pid: int = PID, **options: Any) -> Recorder:
     return Recorder(
-        path, f"rank of {pid}", pid, clock or Clock(), wall_ns=lambda: WALL_NS, **options
+        path, f"rank of {pid}", pid, clock or FakeClock(NOW_S), wall_ns=lambda: WALL_NS, **options
     )
 
 
@@ -146,7 +135,7 @@ def in_thread(name: str, target: Any) -> threading.Thread:
 
 
 def test_a_batch_is_all_that_is_known_of_it(path: Path) -> None:
-    clock = Clock(1000.0)
+    clock = FakeClock(NOW_S)
     trace = make(path, clock)
     requests = ["r0", "r1" * SHOWN_CHARS, "r0", "r2", "r3", "r4", "r5"]
     in_thread(
@@ -158,7 +147,7 @@ def test_a_batch_is_all_that_is_known_of_it(path: Path) -> None:
             tier="file",
             cells=3,
             nbytes=4096,
-            outcomes={Outcome.DONE: 2, Outcome.FAILED: 1},
+            outcomes={CellOutcome.DONE: 2, CellOutcome.FAILED: 1},
             requests=requests,
             jobs=(7, 7, 8),
             attempt=2,
@@ -194,7 +183,7 @@ def test_a_batch_is_all_that_is_known_of_it(path: Path) -> None:
 
 
 def test_batches_of_a_plan_are_joined_in_the_order_in_which_they_ended(path: Path) -> None:
-    clock = Clock()
+    clock = FakeClock(NOW_S)
     trace = make(path, clock)
 
     def record(name: str, start: float, stop: float, *jobs: int) -> None:
@@ -219,13 +208,13 @@ def test_batches_of_a_plan_are_joined_in_the_order_in_which_they_ended(path: Pat
 
 
 def test_arrows_end_with_the_report_and_are_bounded_without(path: Path) -> None:
-    clock = Clock()
+    clock = FakeClock(NOW_S)
     trace = make(path, clock)
     for job in range(MAX_FLOWS + 1):  # the first job is forgotten
         trace.batch("put", clock.now, clock.now, jobs=(job,))
-        clock.now += 1
+        clock.advance(1)
     trace.instant("save done", job=5)
-    clock.now += 1
+    clock.advance(1)
     for job in (0, 5, 6):
         trace.batch("put", clock.now, clock.now, jobs=(job,))
     events = closed(trace, path)
@@ -234,12 +223,12 @@ def test_arrows_end_with_the_report_and_are_bounded_without(path: Path) -> None:
 
 
 def test_levels_are_written_when_they_change(path: Path) -> None:
-    clock = Clock()
+    clock = FakeClock(NOW_S)
     trace = make(path, clock)
     for value in (3, 3, 4, 4, 3):
         trace.counter("queue get", value)
         trace.counter("free", 3)
-        clock.now += 0.001
+        clock.advance(0.001)
     found = [(e["ts"], e["name"], e["args"]) for e in of(closed(trace, path), "C")]
     start = WALL_NS // 1000
     assert found == [
@@ -264,7 +253,7 @@ def test_processes_of_a_host_share_a_time_line(tmp_path: Path) -> None:
     """The processes' clocks start at different times."""
     times = []
     for pid, begin in ((1, 10.0), (2, 5e6)):
-        trace = make(tmp_path / str(pid), Clock(begin), pid)
+        trace = make(tmp_path / str(pid), FakeClock(begin), pid)
         trace.batch("get", begin + 2.5, begin + 2.75)
         times += [(e["ts"], e["dur"]) for e in of(closed(trace, tmp_path / str(pid)), "X")]
     assert times == [(WALL_NS // 1000 + 2_500_000, 250_000)] * 2
@@ -482,7 +471,7 @@ def test_the_command_that_joins_files(tmp_path: Path) -> None:
         path = tmp_path / f"trace.{rank}.json"
         trace = make(path, pid=rank)
         for _ in range(2):
-            trace.batch("get", 1000.0, 1001.0, outcomes={Outcome.DONE: 1}, jobs=(1,))
+            trace.batch("get", 1000.0, 1001.0, outcomes={CellOutcome.DONE: 1}, jobs=(1,))
         closed(trace, path)
         lines = path.read_bytes().splitlines(keepends=True)
         kept = {0: lines, 1: lines[:-1], 2: [*lines[:-2], lines[-2][:20]]}[rank]
