@@ -346,8 +346,8 @@ async def test_three_times_too_much(decode_requests: int) -> None:
         served = [reply for reply, _ in results if reply.status == 200]
         refused = [(reply, took) for reply, took in results if reply.status != 200]
         print(
-            f"capacity {room:.0f}/s of {capacity:.0f}/s, served {len(served) / took_s:.0f}/s, refused "
-            f"{len(refused)} of {len(results)}, first tokens after "
+            f"capacity {room:.0f}/s of {capacity:.0f}/s, served {len(served) / took_s:.0f}/s, "
+            f"refused {len(refused)} of {len(results)}, first tokens after "
             f"{sorted(r.first_s for r in served)[len(served) // 2]:.2f} s (median), "
             f"{sorted(r.first_s for r in served)[int(0.99 * len(served))]:.2f} s (p99)"
         )

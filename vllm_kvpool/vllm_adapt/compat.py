@@ -119,8 +119,8 @@ class _WakeUps:
     vLLM looks for a step before each wait. ZeroMQ may drop a step's wake-up in two cases. Either an
     earlier wake-up has not left the engine; it wakes the worker later. Or the engine has sent or
     dropped one in the last 3 ms, and the last one sent had not left then. The worker has taken that
-    one since and sleeps for `LOOK_MS`; the step is written by the end of this sleep, and vLLM's next
-    look finds it. No part of this depends on where a process is paused.
+    one since and sleeps for `LOOK_MS`; the step is written by the end of this sleep, and vLLM's
+    next look finds it. No part of this depends on where a process is paused.
     """
 
     def __init__(self, poller: Any) -> None:
