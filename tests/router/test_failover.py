@@ -314,7 +314,7 @@ async def test_prompt_whose_decoder_waits_ends_four_engines_at_most() -> None:
     Which of the two dies first depends on the machine. Four: a decoder; then the prefill replica,
     and the next decoder as it is given up; then the decoder after that.
     """
-    async with RouterRig(4, 3) as rig:
+    async with RouterRig(4, 3, flow={"max_attempts": 9}) as rig:
         for request_id in ("poison", "poison-prefill"):
             rig.fail(range(7), K.DIE, after_tokens=0, request_id=request_id)
         assert (await rig.complete(STREAM, headers=POISON)).status == 502
