@@ -136,10 +136,6 @@ failures of both calls count towards the same limit
     with max_lost=2
     told p / d; ask r; prefilled r p lost; decoded r d lost output=0; phase r decoding
     decoded r d lost output=0 -> ... refuse r 502
-request that two replicas have lost is given up though its decoder was to wait no more
-    with max_lost=2
-    told p / d e f; {early("r")}; decoded r d lost output=0 -> ... decode r e all
-    prefilled r p lost -> ... abort r e; decoded r e lost output=0 -> refuse r 502
 next decoder waits for the prompt while it is computed, and for its tokens afterwards
     told p / d e; {early("r")}; decoded r d lost output=0 -> ... decode r e all
     assert decodes[-1].notices == ('tcp://p:5555',); prefilled r p saved=992

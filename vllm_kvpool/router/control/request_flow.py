@@ -277,8 +277,6 @@ class RequestFlow:
             if event.outcome is Outcome.HOPELESS:
                 self._emit(Probe(event.replica))
             self._end(request)
-        elif active.is_sent_away and request.first_token is None and self._is_suspect(request):
-            self._give_up(request, event.outcome, event.replica)
         elif active.is_sent_away or self._may_go_on(request, replica, event.outcome):
             state.counts.events["resumed"] += 1
             self.migrate(request, request.source)
@@ -388,25 +386,19 @@ class RequestFlow:
         """Note that a replica has failed a request; False if that was its last chance."""
         if not self._note_failure(request, replica, outcome):
             return True
-        if request.attempts < self._state.settings.max_attempts and not self._is_suspect(request):
-            return True
-        self._give_up(request, outcome, replica.replica_id)
-        return False
-
-    def _is_suspect(self, request: Request) -> bool:
-        """Return True if so many replicas have failed with a request that it may be the cause."""
-        return request.num_lost >= self._state.settings.max_lost
-
-    def _give_up(self, request: Request, outcome: Outcome, last: ReplicaId) -> None:
-        """Refuse a request; `last` had it last."""
         state = self._state
+        is_suspect = request.num_lost >= state.settings.max_lost
+        if request.attempts < state.settings.max_attempts and not is_suspect:
+            return True
         state.counts.events["given_up"] += 1
         status = UNAVAILABLE if outcome is Outcome.BUSY else BAD_GATEWAY
-        limit = f"flow.max_attempts={state.settings.max_attempts}"
-        if self._is_suspect(request):
-            limit = f"flow.max_lost={state.settings.max_lost}"
-        why = f"{request.attempts} attempts have failed ({limit}), the last one at {last}"
+        limit = f"flow.max_lost={state.settings.max_lost}"
+        if not is_suspect:
+            limit = f"flow.max_attempts={state.settings.max_attempts}"
+        number, last = request.attempts, replica.replica_id
+        why = f"{number} attempts have failed ({limit}), the last one at {last}"
         self._refuse(request, status, LATE_RETRY_S, why)
+        return False
 
     def _refuse(self, request: Request, status: int, retry_after_s: int, why: str) -> None:
         assert status in REFUSALS, status
