@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.buffers import make_buffer, random_bytes
+from tests.support.os_faults import os_faults
 from tests.support.threads import NewThreads, few_threads
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.file import io as disk_module
@@ -425,27 +426,17 @@ def test_a_ring_that_reads_other_bytes_is_refused(
     assert not choice.disk.uring
 
 
-def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    os_open = os.open
-
-    def refuse_direct(path: str, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return os_open(path, flags, mode)
-
-    monkeypatch.setattr(os, "open", refuse_direct)
-    choice = choose_disk("auto", str(tmp_path))
-    assert not choice.direct
-    assert "page cache, as O_DIRECT is refused" in choice.reason
-    assert probe(Disk(), str(tmp_path), os.O_DIRECT) == errno.EINVAL
+def test_a_file_system_without_direct_io(tmp_path: Path) -> None:
+    with os_faults() as faults:
+        faults.refuse_direct()
+        choice = choose_disk("auto", str(tmp_path))
+        assert not choice.direct
+        assert "page cache, as O_DIRECT is refused" in choice.reason
+        assert probe(Disk(), str(tmp_path), os.O_DIRECT) == errno.EINVAL
     choice.disk.close()
 
 
-def test_a_full_disk_is_no_reason_against_direct_io(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(fd: int, views: list[memoryview], at: int) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwritev", full)
-    assert choose_disk("threads", str(tmp_path)).direct
+def test_a_full_disk_is_no_reason_against_direct_io(tmp_path: Path) -> None:
+    with os_faults() as faults:
+        faults.refuse("pwritev", errno.ENOSPC)
+        assert choose_disk("threads", str(tmp_path)).direct
