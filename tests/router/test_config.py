@@ -12,11 +12,9 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import (
     FrontConfig,
     RouterConfig,
-    controller_of,
     load_config,
     read_config,
 )
-from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.states import MAX_REPLICAS
 
 ROOT = Path(__file__).parents[2]
@@ -249,23 +247,3 @@ def test_fleets_are_bounded() -> None:
     assert len(read_config({"replicas": many[:-1]}).replicas) == MAX_REPLICAS
     with pytest.raises(ConfigError, match="more than 1024"):
         read_config({"replicas": many})
-
-
-MADE: dict[str, Any] = {"replicas": [{"url": "http://a:1", "role": "both"}]}
-
-
-def test_the_controller_has_the_files_numbers() -> None:
-    given: dict[str, dict[str, Any]] = {
-        "flow": {"prefill_tokens": 11, "headroom": 0.5, "hands_over": False},
-        "planner": {"live_takeover": False, "mode": "dry_run", "down_hold_s": 5.0},
-        "overload": {"ttft_target_s": 7.0},
-        "health": {"max_failures": 9},
-    }
-    controller = controller_of(read_config({**MADE, **given}))
-    settings = controller.state.settings
-    assert (settings.prefill_tokens, settings.headroom, settings.hands_over) == (11, 0.5, False)
-    assert controller.scaling.mode is Mode.DRY_RUN
-    assert controller.scaling._config.down_hold_s == 5.0
-    assert not controller.lifecycle._takes_over
-    assert controller.state.fleet._health.max_failures == 9
-    assert controller.admission.overdue_s == 14.0

@@ -139,17 +139,6 @@ async def test_whatever_happens_to_a_prefill_engine(path: str) -> None:
             await rig.recovered(0, 1)
 
 
-async def test_a_prefill_engine_that_dies_after_its_answer() -> None:
-    async with RouterRig(1, 1, front={"expect_timeout_ms": 200}) as rig:
-        # The answer comes before the last chunks are in the pool, and they never will be.
-        rig.pool.up = True
-        asked = asyncio.ensure_future(rig.whole(STREAM))
-        rates = rig.router.controller.state.rates
-        await rig.until(lambda: rates.handed_tokens._total > 0, "its prompt is computed")
-        rig.kill(0)
-        await asked
-
-
 async def test_a_stream_whose_engines_die_one_after_the_other() -> None:
     async with RouterRig(1, 3) as rig:
         for path, body in (TALKS["stream"], TALKS["chat"], TALKS["ids hidden"]):
@@ -258,18 +247,6 @@ async def test_rubbish_of_all_engines_is_a_bad_gateway(kind: FaultKind, status: 
             assert reply.status == 502, reply
             assert reply.error["code"] == 502
             assert int(reply.headers["Retry-After"]) >= 1
-
-
-@pytest.mark.parametrize("status", [201, 204, 302])
-async def test_a_status_that_is_no_engines_is_not_passed_on(status: int) -> None:
-    async with RouterRig(0, 2) as rig:
-        said = {"status": status, "body": "{}", "content_type": "application/json"}
-        rig.fail(0, K.STATUS, **said)
-        for body in (WHOLE, STREAM):
-            await rig.whole(body)
-        rig.fail(1, K.STATUS, **said)
-        for body in (WHOLE, STREAM):
-            assert (await rig.complete(body)).status == 502
 
 
 POISON = {"X-Request-Id": "poison"}

@@ -327,21 +327,6 @@ async def test_a_short_prompt_and_one_that_the_pool_has_are_not_handed_over() ->
         assert rig.engines[0].counts.received[COMPLETIONS] == before + 1
 
 
-@pytest.mark.alone
-async def test_short_prompts_stay_together_whatever_is_learned_of_them() -> None:
-    """The time of a short prompt is no measure of the time per token.
-
-    Short prompts stay while they take less than the assumed hand-over time, which is 20 ms.
-    """
-    spec = ScriptedSpec(step_base_s=0.008, put_s=0.005)
-    async with RouterRig(1, 1, spec=spec) as rig:
-        before = rig.engines[0].counts.received[COMPLETIONS]
-        for number in range(30):
-            body = {"prompt": f"hello {number}", "max_tokens": 2}
-            await asyncio.gather(*(rig.complete(body) for _ in range(2)))
-        assert rig.engines[0].counts.received[COMPLETIONS] == before
-
-
 async def test_what_is_learned_makes_estimates_exact() -> None:
     async with RouterRig(1, 1, flow={"hands_over": False}) as rig:
         rates = rig.router.controller.state.rates

@@ -44,39 +44,6 @@ def name(number: int) -> ReplicaId:
     return ReplicaId(f"r{number}")
 
 
-# Collapse
-
-
-async def test_without_the_pool_prompts_are_computed_where_they_are_decoded() -> None:
-    async with RouterRig(1, 1) as rig:
-        state = rig.router.controller.state
-        rig.pool.up = False
-        await rig.until(lambda: not state.pool.is_up, "metrics say that the pool is down")
-        assert state.collapse() is not None
-        prefills = rig.engines[0].counts.received[COMPLETIONS]
-        for number in range(4):
-            await rig.whole({**STREAM, "prompt": f"{number} {LONG}"})
-        told = rig.engines[0].counts.asked
-        assert rig.engines[0].counts.received[COMPLETIONS] == prefills or told["max_tokens"] > 1
-        rig.pool.up = True
-        await rig.until(lambda: state.pool.is_up, "metrics say that the pool is up")
-        await rig.whole(STREAM)
-        assert rig.engines[0].counts.asked["max_tokens"] == 1, "hand-over is back"
-
-
-@pytest.mark.parametrize("gone", [0, 1])
-async def test_without_one_of_the_roles_the_other_does_all(gone: int) -> None:
-    async with RouterRig(1, 1) as rig:
-        rig.kill(gone)
-        await rig.in_state(gone, State.FAILED)
-        for _ in range(3):
-            await rig.whole(STREAM)
-        await rig.recovered(gone)
-        before = rig.engines[0].counts.received[COMPLETIONS]
-        await rig.whole({**STREAM, "prompt": "new " + LONG})
-        assert rig.engines[0].counts.received[COMPLETIONS] == before + 1
-
-
 # Roles and replicas change
 
 
@@ -241,22 +208,6 @@ async def test_requests_that_do_not_end_hold_up_no_stop(caplog: pytest.LogCaptur
         assert f"clients: http://127.0.0.1:{rig.router.front_port}" in caplog.text
         assert "1 running requests have 2 s (front.shutdown_timeout_s)" in caplog.text
         assert "stopped: 1 requests were cut off" in caplog.text
-
-
-async def test_an_engine_that_keeps_failing_is_left_alone_and_comes_back() -> None:
-    health = {"max_failures": 3, "quarantine_s": 0.4}
-    async with RouterRig(1, 2, health=health) as rig:
-        for number in range(3):
-            rig.kill(2)
-            if number < 2:
-                await rig.in_state(2, State.FAILED)
-                rig.restart(2)
-                await rig.in_state(2, State.DECODE)
-        await rig.in_state(2, State.QUARANTINED)
-        rig.restart(2)
-        await rig.whole(STREAM)
-        assert rig.state(2) is State.QUARANTINED
-        await rig.in_state(2, State.DECODE)
 
 
 async def test_a_frozen_engine_is_noticed_and_its_streams_go_on() -> None:

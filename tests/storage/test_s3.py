@@ -329,16 +329,6 @@ def test_denied_is_an_error_and_never_absent(behind: Store, front: FaultyFront) 
         behind.exists(keys)
 
 
-def test_of_two_writers_the_first_wins(behind: Store, server: ObjectServer) -> None:
-    other = S3Store(options_for(server.endpoint))
-    key, target = key_of(new_namespace(), 0), make_buffer(1000)
-    assert put_one(other, key, holding(b"a" * 1000)) is STORED
-    assert put_one(behind, key, holding(b"b" * 1000)) is EXISTED
-    assert get_one(behind, key, target) is OK
-    assert bytes(target.view) == b"a" * 1000
-    other.close()
-
-
 def test_a_put_is_one_conditional_request(behind: Store, front: FaultyFront) -> None:
     put_one(behind, key_of(new_namespace(), 0), holding(b"a" * 1000))
     [seen] = front.seen
@@ -495,17 +485,14 @@ def test_rights_to_read_only_are_said(front: FaultyFront, caplog: pytest.LogCapt
             Answer(400, "AuthorizationHeaderMalformed"),
             "400 AuthorizationHeaderMalformed; .* region=",
         ),
+        (Answer(404), "404; check the name"),  # a web server that is no object store
     ],
 )
-def test_a_wrong_region_is_refused_at_open(front: FaultyFront, answer: Answer, words: str) -> None:
+def test_wrong_region_or_server_is_refused_at_open(
+    front: FaultyFront, answer: Answer, words: str
+) -> None:
     front.reset(lambda seen: answer)
     with pytest.raises(ConfigError, match=words):
-        S3Store(options_for(front.endpoint))
-
-
-def test_a_web_server_that_is_no_object_store_is_refused_at_open(front: FaultyFront) -> None:
-    front.reset(lambda seen: Answer(404))
-    with pytest.raises(ConfigError, match="404; check the name"):
         S3Store(options_for(front.endpoint))
 
 
