@@ -118,19 +118,6 @@ def test_what_waits_is_bounded() -> None:
     assert told == [0] * MAX_HELD_CHUNKS + [MAX_HELD_CHUNKS + 1]
 
 
-def test_deltas_that_are_there_for_their_ids_alone_are_dropped() -> None:
-    bare, a = chat({}, [1]), chat({"content": "a"}, [2])
-    assert feed(splice_of(CHAT), ROLE, bare, a)[1:] == [chat({"content": "a"})]
-    assert feed(splice_of(CHAT, return_token_ids=True), ROLE, bare, a)[1] == bare
-
-
-def test_a_delta_without_text_that_has_logprobs_is_not_dropped() -> None:
-    resumer = splice_of(CHAT, logprobs=True)
-    bare = logged(chat({}, [1]), {"content": []})
-    told = feed(resumer, ROLE, bare, chat({"content": "a"}, [2]))
-    assert told[1] == bare.replace(b"[1]", b"null")
-
-
 def test_nothing_delivered_is_asked_again() -> None:
     resumer = splice_of(COMPLETION, temperature=1)
     feed(resumer, first("", [1]))

@@ -6,6 +6,7 @@ The guard's own thread waits in real seconds for a time of the fake clock; `pass
 
 - call the guard (`get`, `fail get 3`: so many failures), and compare what it answers;
 - have the store fail (`inject error get times=2`, `slow 1.1`), or not any more (`heal`);
+- have a second thread call (`hang put error`: it waits, and is refused at its end, `release`);
 - have attempts to open fail (`refuse no such bucket`, `unreachable`), and wait: `attempts 2`;
 - let time pass (`pass 0.5`, `pass`: until every pause is over), or tell of a call (`hung writes`);
 - look: `news`, `quiet`, `heard`, `writable`, `warned`, `unused` (no call reaches the store),
@@ -15,7 +16,7 @@ The guard's own thread waits in real seconds for a time of the fake clock; `pass
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -87,6 +88,8 @@ class Stage:
         self.warned: list[str] = []  # the guard's warnings, without the store's name
         self._news: SimpleQueue[bool] = SimpleQueue()
         self._guard: GuardedStore | None = None
+        self.hung = ExitStack()  # ends the call that hangs
+        self.ends: list[object] = []
 
     def _slow(self) -> None:
         self.clock.advance(self.slow_s)
@@ -153,6 +156,7 @@ class Stage:
             "get": self.get,
             "put": self.put,
             "remove": lambda: self.guard.remove(["key"]),
+            "remove_namespace": lambda: self.guard.remove_namespace("n"),
         }
         return calls[method]()
 
@@ -266,6 +270,20 @@ def _inject(stage: Stage, fault: str, method: str, times: int | None = None) -> 
     stage.store.inject(Fault(fault), method, times=times)
 
 
+def _hang(stage: Stage, method: str, end: str = "") -> None:
+    stage.store.inject(Fault.BLOCKED, method)
+    if end:
+        stage.store.inject(Fault(end), method)
+    stage.ends = stage.hung.enter_context(stage.hanging(lambda: stage.call(method)))
+
+
+def _release(stage: Stage) -> list[str]:
+    """Let the call that hangs go on, and say how it has ended."""
+    stage.hung.close()
+    [end] = stage.ends
+    return ["error" if isinstance(end, StoreError) else "answer"]
+
+
 def _slow(stage: Stage, seconds: str) -> None:
     stage.slow_s = float(seconds)
     stage.store.inject(Fault.SLOW, "exists")
@@ -309,16 +327,19 @@ VERBS: dict[str, Callable[..., Any]] = {
     "attempts": _attempts,
     "close": _close,
     "fail": lambda stage, method, times: stage.fail(int(times), method),
+    "hang": _hang,
     "heal": lambda stage: stage.store.heal(),
     "heard": lambda stage: [" ".join("up" if each else "away" for each in stage.heard)],
     "hung": lambda stage, *writes: stage.guard.report_hung(writes=bool(writes)),
     "inject": _inject,
+    "late": lambda stage, seconds: stage.clock.advance(float(seconds)),
     "leave": Stage.go_away,
     "news": lambda stage: ["up" if stage.next_news() else "away"],
     "opened": _opened,
     "pass": lambda stage, seconds=LONG_S: stage.pass_time(float(seconds)),
     "quiet": _quiet,
     "register": lambda stage, number: stage.guard.register(BUFFERS[int(number)]),
+    "release": _release,
     "refuse": lambda stage, *why: stage.troubles.append(ConfigError(" ".join(why))),
     "seen": lambda stage: stage.inner.told,
     "slow": _slow,
@@ -339,5 +360,5 @@ def scripts(text: str) -> pytest.MarkDecorator:
 
 def play(example: Example) -> None:
     """Play a script on a stage that is cleared at its end."""
-    with stage() as made:
+    with stage() as made, made.hung:
         example._replace(begin=partial(example.begin, made)).play()

@@ -19,6 +19,7 @@ import pytest
 
 from tests.storage.file_bench import CELL, CHILD_LIMIT_S, FILE, FileBench, cells_for, reserve
 from tests.support.buffers import make_buffer, random_bytes
+from tests.support.fakes import FakeClock
 from tests.support.os_faults import OsFaults, os_faults
 from tests.support.processes import open_files
 from tests.support.store_contract import StoreContract, get_one, key_of
@@ -912,22 +913,9 @@ def test_the_first_of_a_key_in_one_put_stays_in_whatever_order_writes_end(
 # Order of eviction
 
 
-class Clock:
-    """Nanoseconds, set by the test; begins before any file's real time."""
-
-    def __init__(self) -> None:
-        self.now_ns = 10**18
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-    def advance(self, seconds: float) -> None:
-        self.now_ns += int(seconds * 10**9)
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock(1e9)  # before any file's real time
 
 
 POLICY_KEEPS = pytest.mark.parametrize(("policy", "is_left"), [("lru", False), ("lrfu", True)])
@@ -935,9 +923,9 @@ POLICY_KEEPS = pytest.mark.parametrize(("policy", "is_left"), [("lru", False), (
 
 @POLICY_KEEPS
 def test_frequent_cells_outlive_those_used_once(
-    bench: FileBench, clock: Clock, policy: str, is_left: bool
+    bench: FileBench, clock: FakeClock, policy: str, is_left: bool
 ) -> None:
-    store = bench.store(10, policy=POLICIES[policy], clock_ns=clock)
+    store = bench.store(10, policy=POLICIES[policy], clock_ns=clock.ns)
     bench.fill(store, [0])
     for _ in range(5):
         clock.advance(1)
@@ -956,7 +944,7 @@ def test_frequent_cells_outlive_those_used_once(
 )
 def test_a_chunk_that_comes_back_after_its_eviction_counts_as_used_twice(
     bench: FileBench,
-    clock: Clock,
+    clock: FakeClock,
     large: int,
     small: int,
     first: int,
@@ -965,7 +953,7 @@ def test_a_chunk_that_comes_back_after_its_eviction_counts_as_used_twice(
     is_left: bool,
 ) -> None:
     room = 10 if not small else 7 * (large + small)
-    store = bench.store(room, policy=POLICIES[policy], clock_ns=clock)
+    store = bench.store(room, policy=POLICIES[policy], clock_ns=clock.ns)
     buffer = make_buffer(CELL + (large - 1) * FILE)
 
     def put(numbers: Iterable[int]) -> None:
@@ -981,10 +969,10 @@ def test_a_chunk_that_comes_back_after_its_eviction_counts_as_used_twice(
 
 
 def test_as_many_evicted_chunks_are_remembered_as_the_policy_asks_for(
-    bench: FileBench, clock: Clock
+    bench: FileBench, clock: FakeClock
 ) -> None:
     policy = POLICIES["lrfu"]
-    bench.put(bench.store(10, policy=policy, clock_ns=clock), range(200))
+    bench.put(bench.store(10, policy=policy, clock_ns=clock.ns), range(200))
     bench.close()
     with contextlib.closing(sqlite3.connect(bench.root / FORMAT_DIR / "index")) as db:
         [count] = db.execute("SELECT count(*) FROM chunk WHERE bytes = 0").fetchone()
@@ -995,9 +983,9 @@ def test_as_many_evicted_chunks_are_remembered_as_the_policy_asks_for(
 
 
 def test_a_full_store_writes_over_the_files_of_evicted_cells(
-    bench: FileBench, clock: Clock
+    bench: FileBench, clock: FakeClock
 ) -> None:
-    store, buffer = bench.store(100, clock_ns=clock), make_buffer(CELL)
+    store, buffer = bench.store(100, clock_ns=clock.ns), make_buffer(CELL)
     inodes: set[int] = set()
     for number in range(400):
         clock.advance(1)

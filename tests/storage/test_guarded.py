@@ -12,7 +12,6 @@ from tests.storage.guard_bench import (
     ANSWER_S,
     BOUND_S,
     BUFFERS,
-    CALL_S,
     LIMIT_S,
     LONG_S,
     Stage,
@@ -20,7 +19,7 @@ from tests.storage.guard_bench import (
 )
 from tests.support.faults import Fault
 from tests.support.scripts import Example
-from vllm_kvpool.errors import StoreError, StoreUnreachable
+from vllm_kvpool.errors import StoreUnreachable
 from vllm_kvpool.storage import guarded
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, namespaces_of
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN
@@ -77,6 +76,18 @@ store that is full goes on to be written
     up; inject full put
     each 0-5: put -> full
     writable -> yes
+reads go on while a {put|remove} hangs
+    up; put -> stored; hang {}; late 6; hung writes
+    each 0-2: get -> ok; exists -> True; put -> paused; remove -> paused
+    release -> answer; pass; writes; writable -> yes no yes; put; get -> ok; heard -> up
+end of a write that was reported as hung is no news
+    up; hang put error; late 6; hung writes; release -> error; heard -> up
+removal of a namespace may take long
+    up; hang remove_namespace error; late 50; put -> stored; release -> error; put -> existed
+    heard -> up
+end of a call that {fails: error|is lost: unreachable} is no news once the store has answered again
+    up; hang get {}; late 6; hung; unused; news -> away; pass; news -> up; put -> stored
+    release -> error; put -> existed; heard -> up away up
 who waits in vain may say so
     up; hung; hung; hung; unused; heard -> up away; news -> away; pass; news -> up; put -> stored
 who waits in vain for a store that is not open changes nothing
@@ -131,69 +142,6 @@ def test_a_store_that_answers_queries_and_fails_each_cell_is_away_for_longer_and
     up.pass_time(LONG_S)
     up.wait_until(lambda: up.heard[-1])
     assert up.get() == [GetOutcome.OK]
-
-
-# Calls that hang
-
-
-@pytest.mark.parametrize("method", ["put", "remove"])
-def test_gets_go_on_whatever_writes_do(up: Stage, method: str) -> None:
-    up.put()
-    up.store.inject(Fault.BLOCKED, method)
-    with up.hanging(lambda: up.call(method)):
-        up.clock.advance(CALL_S + 1.0)
-        up.guard.report_hung(writes=True)
-        for _ in range(3):
-            assert up.get() == [GetOutcome.OK]
-            assert up.exists() == [True]
-            for write in ("put", "remove"):
-                with pytest.raises(StoreUnreachable, match="writes are paused"):
-                    up.call(write)
-    up.pass_time(LONG_S)
-    up.wait_until(lambda: up.heard_writable == [True, False, True])
-    up.put()
-    assert up.get() == [GetOutcome.OK]
-    assert up.heard == [True]
-
-
-def test_how_a_write_ends_that_was_reported_is_no_news(up: Stage) -> None:
-    up.store.inject(Fault.BLOCKED, "put")
-    up.store.inject(Fault.ERROR, "put")
-    with up.hanging(up.put) as ends:
-        up.clock.advance(CALL_S + 1.0)
-        up.guard.report_hung(writes=True)
-    assert isinstance(ends[0], StoreError)
-    assert up.heard == [True]
-
-
-def test_a_call_that_may_take_long_says_nothing(up: Stage) -> None:
-    up.store.inject(Fault.BLOCKED, "remove_namespace")
-    up.store.inject(Fault.ERROR, "remove_namespace")
-    with up.hanging(lambda: up.guard.remove_namespace("n")) as ends:
-        up.clock.advance(10 * CALL_S)
-        up.put()
-    assert isinstance(ends[0], StoreError)
-    up.put()
-    assert up.heard == [True]
-
-
-@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.UNREACHABLE])
-def test_how_a_call_ends_is_no_news_once_the_store_has_answered_again(
-    up: Stage, fault: Fault
-) -> None:
-    up.store.inject(Fault.BLOCKED, "get")
-    up.store.inject(fault, "get")
-    with up.hanging(lambda: up.guard.get(["key"], [BUFFERS[0]])) as ends:
-        up.clock.advance(CALL_S + 1.0)
-        up.guard.report_hung()
-        assert up.is_away()
-        assert up.next_news() is False
-        up.pass_time(LONG_S)
-        assert up.next_news() is True
-        up.put()  # the one that hangs does not count any more
-    assert len(ends) == 1
-    up.put()
-    assert up.heard == [True, False, True]
 
 
 # Answers that are waited for so long
