@@ -290,14 +290,6 @@ async def test_engines_that_are_not_there_any_more_are_no_reason_to_suspect_a_re
         await rig.whole(STREAM)
 
 
-async def test_a_connection_that_the_engine_has_just_closed_costs_the_client_nothing() -> None:
-    """The engine may have had the request: it is not sent again unseen, but asked for anew."""
-    async with RouterRig(0, 1) as rig:
-        rig.fail(0, K.CUT, after_tokens=0, times=1)
-        await rig.whole(UNSTREAMED)
-        assert rig.counts["resumed"] == 1
-
-
 # Engines with bad manners
 
 KEEP_ALIVE = b": keep-alive\n\n"  # as vLLM says it with --sse-keep-alive-interval

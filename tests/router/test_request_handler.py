@@ -16,8 +16,6 @@ from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.router.control.events import EVERYTHING
 from vllm_kvpool.router.control.requests import Phase
 from vllm_kvpool.router.control.states import State
-from vllm_kvpool.router.dataplane.resume.chunks import DONE
-from vllm_kvpool.router.dataplane.resume.stream_resumer import StreamResumer
 
 LONG = "hello world " * 400  # over a thousand tokens: worth a prefill of its own
 SHORT = "hello world"
@@ -281,25 +279,6 @@ async def test_a_long_prompt_is_computed_by_one_engine_and_decoded_by_another() 
         assert core.batch.counts.pool_hit_tokens == chunks * rig.spec.chunk_tokens
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{"stream": True, **USAGE}, {}, {"logprobs": 0}, {"n": 2}, {"n": 2, "stream": True, **USAGE}],
-    ids=str,
-)
-async def test_a_prompt_that_was_just_computed_is_not_called_cached(more: Body) -> None:
-    spec = ScriptedSpec(step_base_s=0.001, put_s=0.005, enable_prompt_tokens_details=True)
-    async with RouterRig(1, 1, spec=spec) as rig:
-        prefill, _ = rig.engines
-        cached, prompts = [], []
-        for prompt in (LONG, LONG + "and more " * 300):
-            reply = await rig.complete({"prompt": prompt, "max_tokens": 2, **more})
-            cached.append(reply.usage["prompt_tokens_details"]["cached_tokens"])
-            prompts.append(reply.usage["prompt_tokens"])
-        assert prefill.counts.received[COMPLETIONS] >= 2, "both were computed apart"
-        assert cached[0] == 0, "of a prompt that nobody had"
-        assert 0 < cached[1] <= prompts[0], "of the second the beginning"
-
-
 async def test_a_prompt_takes_longer_than_an_engine_may_be_silent_in_a_stream() -> None:
     """A prefill says nothing until it is done; it was lost after `engine_timeout_s`."""
     spec = ScriptedSpec(prefill_tokens_per_s=300)
@@ -431,26 +410,3 @@ async def test_a_client_that_reads_nothing_is_let_go_and_its_engine_is_not_blame
         assert "resumed" not in rig.counts
         assert rig.state(1) is State.DECODE
         client.close()
-
-
-async def test_a_stream_that_ends_as_its_replica_is_given_up_is_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The order to give it up comes when its last event has been read."""
-    feed = StreamResumer.feed
-
-    async with RouterRig(0, 2) as rig:
-        body = {"prompt": SHORT, "stream": True, "max_tokens": 4}
-        direct = await rig.direct(body)
-
-        def give_up(resumer: StreamResumer, payload: bytes) -> list[bytes]:
-            fed = feed(resumer, payload)
-            if payload == DONE:
-                (found,) = rig.router._open.values()
-                (request,) = rig.router.controller.state.requests.values()
-                assert request.replica is not None
-                found.abort(request.replica)
-            return fed
-
-        monkeypatch.setattr(StreamResumer, "feed", give_up)
-        assert_same(await rig.complete(body), direct, "given up at its end")

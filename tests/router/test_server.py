@@ -295,14 +295,6 @@ async def test_more_connections_than_allowed_are_closed() -> None:
         assert status(await rig.raw(post(ASK, CLOSE))) == 200
 
 
-async def test_idle_connections_cost_the_others_nothing() -> None:
-    async with RouterRig(1, 1) as rig:
-        for _ in range(300):
-            await rig.connect()
-        for _ in range(5):
-            assert (await rig.complete({"prompt": "x"})).status == 200
-
-
 # HTTP
 
 GET, POST = b"GET /health HTTP/1.1\r\n", b"POST /v1/completions HTTP/1.1\r\n"
@@ -352,24 +344,6 @@ async def test_requests_one_behind_the_other_are_answered_in_their_order() -> No
         places = [answer.find(b'cmpl-number-%d"' % number) for number in range(20)]
         assert -1 not in places
         assert places == sorted(places)
-
-
-async def test_a_client_that_goes_in_mid_body_leaves_nothing() -> None:
-    async with RouterRig(1, 1) as rig:
-        for _ in range(5):
-            client = await rig.connect()
-            client.send(post()[:-5])
-            await rig.until(lambda: rig.data_plane.server.held_bytes > 0, "it is read")
-            client.writer.transport.abort()
-            await rig.until(lambda: rig.data_plane.server.held_bytes == 0, "nothing is kept")
-
-
-async def test_an_engine_with_a_huge_head_or_body_is_no_engine() -> None:
-    async with RouterRig(1, 1) as rig:
-        huge = "x" * 100_000
-        rig.fail(1, FaultKind.STATUS, status=200, body=huge, content_type=huge)
-        reply = await rig.complete({"prompt": "x"})
-        assert reply.status == 502
 
 
 MANY: dict[str, dict[str, object]] = {

@@ -6,7 +6,8 @@ The guard's own thread waits in real seconds for a time of the fake clock; `pass
 
 - call the guard (`get`, `fail get 3`: so many failures), and compare what it answers;
 - have the store fail (`inject error get times=2`, `slow 1.1`), or not any more (`heal`);
-- have a second thread call (`hang put error`: it waits, and is refused at its end, `release`);
+- have a second thread call (`hang put error`: it waits until `release`, and is refused then), and
+  close the guard meanwhile (`abandon`);
 - have attempts to open fail (`refuse no such bucket`, `unreachable`), and wait: `attempts 2`;
 - let time pass (`pass 0.5`, `pass`: until every pause is over), or tell of a call (`hung writes`);
 - look: `news`, `quiet`, `heard`, `writable`, `warned`, `unused` (no call reaches the store),
@@ -15,6 +16,7 @@ The guard's own thread waits in real seconds for a time of the fake clock; `pass
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -193,6 +195,14 @@ class Stage:
         self.guard.report_hung()
         assert self.next_news() is False
 
+    def abandon(self) -> None:
+        """Close the guard while a call hangs: soon, with a warning, and not the store."""
+        began = time.monotonic()
+        self.guard.close()
+        assert time.monotonic() - began < BOUND_S
+        assert "not closed, as a call has not returned" in self.warned
+        assert "close" not in self.inner.told
+
     @contextmanager
     def hanging(self, call: Callable[[], object]) -> Iterator[list[object]]:
         """While another thread hangs in a call, which is let go at the end; what it gave then."""
@@ -319,6 +329,7 @@ def _quiet(stage: Stage) -> None:
 
 
 VERBS: dict[str, Callable[..., Any]] = {
+    "abandon": Stage.abandon,
     **{
         name: lambda stage, name=name: _answer(stage, name)
         for name in ("exists", "get", "put", "remove")
