@@ -40,6 +40,7 @@ no url => [[replicas]] | role = "decode" => [[replicas]] number 1; `url`
 one bracket => [replicas] | url = "http://a:1" | role = "decode" => write [[replicas]]
 two brackets => [[front]] | listen = 'a:1' | @ => write [front]
 no section => front = 5 | @ => write [front]
+no section of a list => replicas = [5] => [[replicas]] number 1; write names and values
 url without scheme => @ a:1 decode => number 1; http://host:port
 url with port 0 => @ http://a:0 decode => http://host:port
 url of the API below the engine => @ http://a:1/v1/ decode => number 1; without /v1

@@ -442,6 +442,7 @@ async def test_what_cannot_be_assembled_is_asked_for_again_as_it_came() -> None:
             assert heard.asked[0]["stream"] is True
             assert rig.engines[0].counts.asked == rig.body(WHOLE)
         assert "resumed" not in rig.counts
+        assert len(rig.router.controller.state.counts.waits) == 2, "its first token has come"
 
 
 # Decisions that come late
