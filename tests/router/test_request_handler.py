@@ -16,6 +16,8 @@ from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.router.control.events import EVERYTHING
 from vllm_kvpool.router.control.requests import Phase
 from vllm_kvpool.router.control.states import State
+from vllm_kvpool.router.dataplane.resume.chunks import DONE
+from vllm_kvpool.router.dataplane.resume.stream_resumer import StreamResumer
 
 LONG = "hello world " * 400  # over a thousand tokens: worth a prefill of its own
 SHORT = "hello world"
@@ -410,3 +412,26 @@ async def test_a_client_that_reads_nothing_is_let_go_and_its_engine_is_not_blame
         assert "resumed" not in rig.counts
         assert rig.state(1) is State.DECODE
         client.close()
+
+
+async def test_a_stream_that_ends_as_its_replica_is_given_up_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order to give it up comes when its last event has been read."""
+    feed = StreamResumer.feed
+
+    async with RouterRig(0, 2) as rig:
+        body = {"prompt": SHORT, "stream": True, "max_tokens": 4}
+        direct = await rig.direct(body)
+
+        def give_up(resumer: StreamResumer, payload: bytes) -> list[bytes]:
+            fed = feed(resumer, payload)
+            if payload == DONE:
+                (found,) = rig.router._open.values()
+                (request,) = rig.router.controller.state.requests.values()
+                assert request.replica is not None
+                found.abort(request.replica)
+            return fed
+
+        monkeypatch.setattr(StreamResumer, "feed", give_up)
+        assert_same(await rig.complete(body), direct, "given up at its end")

@@ -323,7 +323,7 @@ def test_a_path_that_cannot_be_made_is_refused(root: Path) -> None:
         ("/proc/kvpool", "file store /proc/kvpool cannot be used: No such file"),
     ):
         with pytest.raises(ConfigError, match=words):
-            FileStore(path, 1 << 20)
+            open_store(parse_store_url(f"file://{path}"), segment=False)
 
 
 @pytest.mark.parametrize("part", ["", FORMAT_DIR, f"{FORMAT_DIR}/writers"])
