@@ -12,11 +12,9 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import (
     FrontConfig,
     RouterConfig,
-    controller_of,
     load_config,
     read_config,
 )
-from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.states import MAX_REPLICAS
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +40,7 @@ no url => [[replicas]] | role = "decode" => [[replicas]] number 1; `url`
 one bracket => [replicas] | url = "http://a:1" | role = "decode" => write [[replicas]]
 two brackets => [[front]] | listen = 'a:1' | @ => write [front]
 no section => front = 5 | @ => write [front]
+no section of a list => replicas = [5] => [[replicas]] number 1; write names and values
 url without scheme => @ a:1 decode => number 1; http://host:port
 url with port 0 => @ http://a:0 decode => http://host:port
 url of the API below the engine => @ http://a:1/v1/ decode => number 1; without /v1
@@ -249,23 +248,3 @@ def test_fleets_are_bounded() -> None:
     assert len(read_config({"replicas": many[:-1]}).replicas) == MAX_REPLICAS
     with pytest.raises(ConfigError, match="more than 1024"):
         read_config({"replicas": many})
-
-
-MADE: dict[str, Any] = {"replicas": [{"url": "http://a:1", "role": "both"}]}
-
-
-def test_the_controller_has_the_files_numbers() -> None:
-    given: dict[str, dict[str, Any]] = {
-        "flow": {"prefill_tokens": 11, "headroom": 0.5, "hands_over": False},
-        "planner": {"live_takeover": False, "mode": "dry_run", "down_hold_s": 5.0},
-        "overload": {"ttft_target_s": 7.0},
-        "health": {"max_failures": 9},
-    }
-    controller = controller_of(read_config({**MADE, **given}))
-    settings = controller.state.settings
-    assert (settings.prefill_tokens, settings.headroom, settings.hands_over) == (11, 0.5, False)
-    assert controller.scaling.mode is Mode.DRY_RUN
-    assert controller.scaling._config.down_hold_s == 5.0
-    assert not controller.lifecycle._takes_over
-    assert controller.state.fleet._health.max_failures == 9
-    assert controller.admission.overdue_s == 14.0

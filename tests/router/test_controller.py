@@ -7,9 +7,8 @@ import pytest
 from tests.router.scripts import Example, examples
 from tests.support.router_invariants import check_controller
 from tests.support.router_steps import Steps, spec
-from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.controller import LOCK_EVERY_S, Controller
-from vllm_kvpool.router.control.events import Added, Tick
+from vllm_kvpool.router.control.events import Tick
 from vllm_kvpool.router.control.requests import Phase, RequestId
 from vllm_kvpool.router.control.settings import OverloadConfig, Settings
 from vllm_kvpool.router.control.states import Goal, Role
@@ -31,10 +30,6 @@ def test_time_does_not_go_back() -> None:
 
 @examples(
     f"""
-call that a drain takes too long for is sent away once
-    with drain_timeout_s=10
-    serve x decode; ask r; drain x; serve y decode; tick 9.9 -> nothing; tick 0.1 -> abort r x
-    tick -> nothing
 locks are not looked at for each of many events, but soon
     fleet / d e; tick; measure d used=990; locked; tick {LOCK_EVERY_S}; locked d; count locks 1
     count releases 0; drain d; locked; count locks 1; count releases 1
@@ -42,16 +37,6 @@ locks are not looked at for each of many events, but soon
 )
 def test_time(example: Example) -> None:
     example.play()
-
-
-def test_replica_that_cannot_be_added_changes_nothing() -> None:
-    steps = cluster()
-    steps.fleet(prefill="p", decode="d")
-    steps.ask("r")
-    with pytest.raises(ConfigError):
-        steps.step(Added(spec=spec("p"), role=D))
-    check_controller(steps.controller)
-    assert steps.prefilled("r", "p") != []
 
 
 def test_request_of_one_id_is_there_once() -> None:

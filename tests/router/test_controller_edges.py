@@ -72,12 +72,6 @@ CAUSES: dict[tuple[str, str], str] = {
 }
 
 
-@pytest.mark.parametrize("state", State)
-def test_every_state_is_reached(state: State) -> None:
-    name, script = REACH[state.value]
-    Example(state.value, (GIVEN, script, f"state {name} {state.value}")).play()
-
-
 @pytest.mark.parametrize(
     ("state", "cause"), EDGES, ids=[f"{state.value}-{cause.value}" for state, cause in EDGES]
 )

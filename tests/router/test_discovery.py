@@ -34,7 +34,6 @@ from vllm_kvpool.router.control.events import (
     ReplicaSpec,
     SetRole,
 )
-from vllm_kvpool.router.control.fleet import Fleet
 from vllm_kvpool.router.control.states import Goal, ReplicaId, Role
 from vllm_kvpool.router.ops.discovery import Discovery
 from vllm_kvpool.router.run import read_again
@@ -349,28 +348,6 @@ async def test_each_address_of_a_name_is_an_engine(caplog: pytest.LogCaptureFixt
         assert added("127.0.0.1:8100", "http://127.0.0.1:8100", Role.PREFILL) in events
         assert len(events) == len(set(events)) <= 2, "each once"
     assert caplog.text.count("cannot be resolved") == 1
-
-
-async def test_engine_that_cannot_be_added_is_tried_again(tmp_path: Path) -> None:
-    events: list[Event] = []
-    is_there, num_refused = True, 0
-
-    def post(event: Event) -> None:
-        nonlocal num_refused
-        if is_there:
-            num_refused += 1
-            raise ConfigError("is there already, and is being removed")
-        events.append(event)
-
-    path = tmp_path / "engines.toml"
-    path.write_text(entry("http://a:1"))
-    discovery = Discovery(config(file=str(path)), Fleet(), post, every_s=0.01)
-    discovery.start()
-    await until(lambda: num_refused > 1)
-    is_there = False
-    await until(lambda: events)
-    assert events == [added("a:1", "http://a:1")]
-    await discovery.stop()
 
 
 OLD = '[[tenants]]\nname = "one"\nkey = "the old key of one"\n'

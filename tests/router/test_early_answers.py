@@ -167,14 +167,3 @@ async def test_notices_of_the_prompts_answer_go_to_a_decoder_that_is_asked_after
         assert tuple(options["notices"]) == spec.notices
         assert 0 < options["expect_tokens"] < EVERYTHING
         assert options["expect_timeout_ms"] == 10_000
-
-
-async def test_engines_without_notices_are_asked_one_after_the_other() -> None:
-    async with RouterRig(1, 1, spec=replace(SLOW, notices=None)) as rig:
-        before = rig.engines[1].counts.received[COMPLETIONS]
-        answer = asyncio.ensure_future(rig.complete({"prompt": LONG}))
-        await rig.until(lambda: rig.holders() == [0], "prefill has it")
-        assert not _options(rig, 0)
-        answer.cancel()
-        await rig.until(lambda: not rig.holders(), "it is given up")
-        assert rig.engines[1].counts.received[COMPLETIONS] == before

@@ -7,7 +7,7 @@ from tests.router.scenes import Scene, busy_scene
 from vllm_kvpool.metrics import MAX_TENANTS, MetricKind
 from vllm_kvpool.router.control.events import Cancelled, Measured, Mode, Remove, Sample, SetMode
 from vllm_kvpool.router.control.requests import RequestId
-from vllm_kvpool.router.control.states import ReplicaId, Role, State
+from vllm_kvpool.router.control.states import ReplicaId, Role
 from vllm_kvpool.router.ops.metrics import PREFIX, ROUTER_METRICS, Telemetry
 from vllm_kvpool.router.ops.request_log import Observation, RequestLog
 from vllm_kvpool.router.ops.snapshot import OUTCOMES
@@ -136,41 +136,6 @@ def test_without_a_plan_nothing_is_wanted() -> None:
     scene.serving("d0", Role.DECODE)
     values = scrape(Telemetry(scene.controller, clock=scene.clock))
     assert not any(name == "plan_wanted" for name, _ in values)
-
-
-def test_replicas_by_state_and_their_transitions(telemetry: Telemetry) -> None:
-    values = scrape(telemetry)
-    assert of(values, "replicas", state="decode") == 2
-    assert of(values, "replicas", state="quarantined") == 1
-    assert of(values, "replicas", state="inactive") == 0
-    assert sum(of(values, "replicas", state=state.value) for state in State) == 5
-    loaded = {"from_": "loading_decode", "cause": "loaded", "to": "warming_decode"}
-    assert of(values, "transitions_total", **loaded) == 3
-    failed = {"from_": "failed", "cause": "quarantine", "to": "quarantined"}
-    assert of(values, "transitions_total", **failed) == 1
-
-
-def test_a_replica_has_its_blocks_lock_work_and_flow(telemetry: Telemetry) -> None:
-    values = scrape(telemetry)
-    blocks = {
-        kind: of(values, "blocks", replica="d0", kind=kind)
-        for kind in ("used", "committed", "total")
-    }
-    assert blocks == {"used": 990, "committed": 110, "total": 1000}
-    assert of(values, "locked", replica="d0") == of(values, "locked_replicas") == 1
-    assert of(values, "locked", replica="d1") == 0
-    work = {
-        kind: of(values, "replica_requests", replica="d0", kind=kind)
-        for kind in ("prefill", "decode", "bound", "running", "waiting")
-    }
-    assert work == {"prefill": 0, "decode": 1, "bound": 0, "running": 3, "waiting": 1}
-    assert of(values, "flow_bytes_per_second", replica="d0", direction="in") > 1e6
-    assert of(values, "flow_bytes_per_second", replica="d0", direction="out") == 0
-    assert of(values, "flow_tokens_per_second", replica="p0", kind="prompt") > 1000
-    assert of(values, "flow_tokens_per_second", replica="d0", kind="generated") > 100
-    assert of(values, "replica_stale", replica="d0") == 0
-    queued = [of(values, "replica_queued_tokens", replica=each) for each in ("p0", "p1")]
-    assert sum(queued) == 4800
 
 
 def test_requests_are_counted_by_how_they_have_ended(scene: Scene, telemetry: Telemetry) -> None:

@@ -34,24 +34,57 @@ ACTIONS: dict[str, Load | Warm | Retire] = {
 }
 
 
-class StubWatch:
-    """Tells of what it has seen just before it was stopped."""
+SPEC = ReplicaSpec(replica_id=FIRST, url="http://127.0.0.1:2", start=("go", "1"), stop=("halt",))
 
-    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
-        self._tell = tell
-        self.is_stopped = False
+
+class FakeMonitor:
+    """A replica's monitor. It notes orders, and its engine saves until `saved` is set.
+
+    `starts`: a load starts the engine, and a later order cancels the start.
+    """
+
+    def __init__(
+        self, spec: ReplicaSpec = SPEC, saved: asyncio.Event | None = None, *, starts: bool = False
+    ) -> None:
+        self.spec = spec
+        self.saved = saved or asyncio.Event()
         self.begun: list[str] = []
+        self.start_engine: Callable[[], Awaitable[None]] | None = None
+        self.is_up = self.has_failed = self.is_stopped = False
+        self.on_stop: Callable[[], None] = lambda: None
+        """Called just before the monitor has stopped."""
+        self._starts = starts
+        self._tasks = Tasks("watch")
 
-    async def stop(self) -> None:
-        self.is_stopped = True
-        await asyncio.sleep(0)
-        self._tell()
+    def start(self) -> None:
+        pass
+
+    def load(self, *, start: Callable[[], Awaitable[None]] | None = None) -> None:
+        self.begun.append("load")
+        self.start_engine = start
+        self._tasks.cancel("load")
+        if self._starts and start is not None:
+            self._tasks.start("load", start)
 
     def warm(self) -> None:
         self.begun.append("warm")
 
     def rest(self, *, sleeps: bool) -> None:
+        assert not self._starts or not sleeps
         self.begun.append("rest")
+        self._tasks.cancel("load")
+
+    async def await_saves(self) -> None:
+        await self.saved.wait()
+
+    async def is_healthy(self) -> bool:
+        return self.is_up
+
+    async def stop(self) -> None:
+        self.is_stopped = True
+        await self._tasks.stop()
+        await asyncio.sleep(0)
+        self.on_stop()
 
 
 @pytest.mark.parametrize("what", ACTIONS)
@@ -62,39 +95,14 @@ async def test_what_is_decided_while_all_stop_begins_nothing(what: str) -> None:
     replicas = router.replicas
     spec = ReplicaSpec(replica_id=THIRD, url="http://127.0.0.1:1")
     router.controller.step(Added(spec=spec, role=Role.DECODE), 0.0)
-    second = StubWatch()
-    first = StubWatch(lambda: replicas.perform(ACTIONS[what]))
+    first, second = FakeMonitor(), FakeMonitor()
+    first.on_stop = lambda: replicas.perform(ACTIONS[what])
     replicas.monitors = cast("dict[ReplicaId, Monitor]", {FIRST: first, SECOND: second})
     await router.stop()
     assert first.is_stopped
     assert second.is_stopped
     assert (first.begun, second.begun) == ([], [])
     assert len(asyncio.all_tasks()) == 1
-
-
-class SavingWatch(StubWatch):
-    """Its engine has saves that end when the test says so."""
-
-    def __init__(self) -> None:
-        self.spec = SPEC
-        super().__init__()
-        self.saved = asyncio.Event()
-        self.has_failed = False
-        self.is_up = False
-        self.start: Callable[[], Awaitable[None]] | None = None
-
-    async def await_saves(self) -> None:
-        await self.saved.wait()
-
-    async def is_healthy(self) -> bool:
-        return self.is_up
-
-    def load(self, *, start: Callable[[], Awaitable[None]] | None = None) -> None:
-        self.begun.append("load")
-        self.start = start
-
-
-SPEC = ReplicaSpec(replica_id=FIRST, url="http://127.0.0.1:2", start=("go", "1"), stop=("halt",))
 
 
 @pytest.fixture
@@ -110,10 +118,10 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @asynccontextmanager
-async def started() -> AsyncIterator[tuple[Router, SavingWatch]]:
+async def started() -> AsyncIterator[tuple[Router, FakeMonitor]]:
     """A router with an engine that it starts and ends, and which is saving."""
     config = {"replicas": [{"url": "http://127.0.0.1:1", "role": "decode"}]}
-    router, watch = Router(read_config(config)), SavingWatch()
+    router, watch = Router(read_config(config)), FakeMonitor()
     router.controller.step(Added(spec=SPEC), 0.0)
     router.replicas.monitors = cast("dict[ReplicaId, Monitor]", {FIRST: watch})
     router.replicas.perform(Load(FIRST, Role.DECODE))
@@ -160,42 +168,9 @@ async def test_engine_that_does_not_answer_is_started(
     async with started() as (router, watch):
         watch.is_up, watch.has_failed = is_up, has_failed
         router.replicas.perform(Load(FIRST, Role.DECODE))
-        assert watch.start is not None
-        await watch.start()
+        assert watch.start_engine is not None
+        await watch.start_engine()
         assert ran == commands
-
-
-class LoadingWatch:
-    """A monitor that starts its engine at a load, and whose engine saves until the test lets it."""
-
-    def __init__(self, spec: ReplicaSpec, may_end: asyncio.Event) -> None:
-        self.spec = spec
-        self.has_failed = False
-        self._may_end = may_end
-        self._tasks = Tasks("watch")
-
-    def start(self) -> None:
-        pass
-
-    def load(self, *, start: Callable[[], Awaitable[None]]) -> None:
-        async def load() -> None:
-            await start()
-
-        self._tasks.cancel("load")
-        self._tasks.start("load", load)
-
-    def rest(self, *, sleeps: bool) -> None:
-        assert not sleeps
-        self._tasks.cancel("load")
-
-    async def is_healthy(self) -> bool:
-        return False
-
-    async def await_saves(self) -> None:
-        await self._may_end.wait()
-
-    async def stop(self) -> None:
-        await self._tasks.stop()
 
 
 class Engines:
@@ -209,7 +184,7 @@ class Engines:
         self.upstream = upstream_of(config)
         self.replicas = Replicas(config, self.fleet, self.upstream, lambda event: None)
         monkeypatch.setattr(
-            ops_replicas, "Monitor", lambda spec, *_: LoadingWatch(spec, self.may_end)
+            ops_replicas, "Monitor", lambda spec, *_: FakeMonitor(spec, self.may_end, starts=True)
         )
         monkeypatch.setattr(ops_replicas, "run_command", self._run_command)
 

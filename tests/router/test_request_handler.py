@@ -281,25 +281,6 @@ async def test_a_long_prompt_is_computed_by_one_engine_and_decoded_by_another() 
         assert core.batch.counts.pool_hit_tokens == chunks * rig.spec.chunk_tokens
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{"stream": True, **USAGE}, {}, {"logprobs": 0}, {"n": 2}, {"n": 2, "stream": True, **USAGE}],
-    ids=str,
-)
-async def test_a_prompt_that_was_just_computed_is_not_called_cached(more: Body) -> None:
-    spec = ScriptedSpec(step_base_s=0.001, put_s=0.005, enable_prompt_tokens_details=True)
-    async with RouterRig(1, 1, spec=spec) as rig:
-        prefill, _ = rig.engines
-        cached, prompts = [], []
-        for prompt in (LONG, LONG + "and more " * 300):
-            reply = await rig.complete({"prompt": prompt, "max_tokens": 2, **more})
-            cached.append(reply.usage["prompt_tokens_details"]["cached_tokens"])
-            prompts.append(reply.usage["prompt_tokens"])
-        assert prefill.counts.received[COMPLETIONS] >= 2, "both were computed apart"
-        assert cached[0] == 0, "of a prompt that nobody had"
-        assert 0 < cached[1] <= prompts[0], "of the second the beginning"
-
-
 async def test_a_prompt_takes_longer_than_an_engine_may_be_silent_in_a_stream() -> None:
     """A prefill says nothing until it is done; it was lost after `engine_timeout_s`."""
     spec = ScriptedSpec(prefill_tokens_per_s=300)
@@ -325,21 +306,6 @@ async def test_a_short_prompt_and_one_that_the_pool_has_are_not_handed_over() ->
         for _ in range(3):
             await rig.complete({"prompt": LONG})
         assert rig.engines[0].counts.received[COMPLETIONS] == before + 1
-
-
-@pytest.mark.alone
-async def test_short_prompts_stay_together_whatever_is_learned_of_them() -> None:
-    """The time of a short prompt is no measure of the time per token.
-
-    Short prompts stay while they take less than the assumed hand-over time, which is 20 ms.
-    """
-    spec = ScriptedSpec(step_base_s=0.008, put_s=0.005)
-    async with RouterRig(1, 1, spec=spec) as rig:
-        before = rig.engines[0].counts.received[COMPLETIONS]
-        for number in range(30):
-            body = {"prompt": f"hello {number}", "max_tokens": 2}
-            await asyncio.gather(*(rig.complete(body) for _ in range(2)))
-        assert rig.engines[0].counts.received[COMPLETIONS] == before
 
 
 async def test_what_is_learned_makes_estimates_exact() -> None:

@@ -44,39 +44,6 @@ def name(number: int) -> ReplicaId:
     return ReplicaId(f"r{number}")
 
 
-# Collapse
-
-
-async def test_without_the_pool_prompts_are_computed_where_they_are_decoded() -> None:
-    async with RouterRig(1, 1) as rig:
-        state = rig.router.controller.state
-        rig.pool.up = False
-        await rig.until(lambda: not state.pool.is_up, "metrics say that the pool is down")
-        assert state.collapse() is not None
-        prefills = rig.engines[0].counts.received[COMPLETIONS]
-        for number in range(4):
-            await rig.whole({**STREAM, "prompt": f"{number} {LONG}"})
-        told = rig.engines[0].counts.asked
-        assert rig.engines[0].counts.received[COMPLETIONS] == prefills or told["max_tokens"] > 1
-        rig.pool.up = True
-        await rig.until(lambda: state.pool.is_up, "metrics say that the pool is up")
-        await rig.whole(STREAM)
-        assert rig.engines[0].counts.asked["max_tokens"] == 1, "hand-over is back"
-
-
-@pytest.mark.parametrize("gone", [0, 1])
-async def test_without_one_of_the_roles_the_other_does_all(gone: int) -> None:
-    async with RouterRig(1, 1) as rig:
-        rig.kill(gone)
-        await rig.in_state(gone, State.FAILED)
-        for _ in range(3):
-            await rig.whole(STREAM)
-        await rig.recovered(gone)
-        before = rig.engines[0].counts.received[COMPLETIONS]
-        await rig.whole({**STREAM, "prompt": "new " + LONG})
-        assert rig.engines[0].counts.received[COMPLETIONS] == before + 1
-
-
 # Roles and replicas change
 
 
@@ -243,22 +210,6 @@ async def test_requests_that_do_not_end_hold_up_no_stop(caplog: pytest.LogCaptur
         assert "stopped: 1 requests were cut off" in caplog.text
 
 
-async def test_an_engine_that_keeps_failing_is_left_alone_and_comes_back() -> None:
-    health = {"max_failures": 3, "quarantine_s": 0.4}
-    async with RouterRig(1, 2, health=health) as rig:
-        for number in range(3):
-            rig.kill(2)
-            if number < 2:
-                await rig.in_state(2, State.FAILED)
-                rig.restart(2)
-                await rig.in_state(2, State.DECODE)
-        await rig.in_state(2, State.QUARANTINED)
-        rig.restart(2)
-        await rig.whole(STREAM)
-        assert rig.state(2) is State.QUARANTINED
-        await rig.in_state(2, State.DECODE)
-
-
 async def test_a_frozen_engine_is_noticed_and_its_streams_go_on() -> None:
     health = {"timeout_s": 0.1, "failures": 2}
     async with RouterRig(1, 2, health=health) as rig:
@@ -267,32 +218,6 @@ async def test_a_frozen_engine_is_noticed_and_its_streams_go_on() -> None:
             rig.fail(1, K.FREEZE)
             await rig.until(lambda: rig.state(1) is State.FAILED, "it is noticed")
         await rig.recovered(1)
-
-
-async def test_sixty_four_replicas() -> None:
-    # All share this process, so the machine may be slow for them.
-    spec = ScriptedSpec(step_base_s=0.05, put_s=0.005)
-    async with RouterRig(
-        16,
-        48,
-        spec=spec,
-        health={"every_s": 1.0, "timeout_s": 5.0},
-        front={"engine_timeout_s": 30.0},
-    ) as rig:
-        direct = await rig.direct(STREAM)
-        decoders = [engine.core for engine in rig.engines[16:] if engine.core is not None]
-        for core in decoders:
-            core.freeze(True)  # else the first streams end before the last ones begin
-        running = [asyncio.ensure_future(rig.complete(STREAM)) for _ in range(96)]
-        await rig.until(lambda: len(rig.holders()) > 32, "many engines have work")
-        for core in decoders:
-            core.freeze(False)
-        gone = [*random.Random(64).sample(range(16), 4), *rig.holders()[-8:]]
-        for number in gone:
-            rig.kill(number)
-        for reply in await asyncio.gather(*running):
-            assert_whole(reply, direct)
-        await rig.recovered(*gone)
 
 
 # Overload and deadlines
@@ -448,17 +373,15 @@ def test_a_bug_costs_one_request_and_not_the_router(caplog: pytest.LogCaptureFix
 
 async def test_an_address_that_is_taken() -> None:
     async with RouterRig(1, 1) as rig:
-        port = rig.router.front_port
-        for section in ("front",):
-            raw: dict[str, Any] = {
-                **{"front": {"listen": "127.0.0.1:0"}, "admin": {"listen": "127.0.0.1:0"}},
-                "replicas": [{"url": "http://127.0.0.1:1", "role": "decode"}],
-            }
-            raw[section] = {"listen": f"127.0.0.1:{port}"}
-            router = Router(read_config(raw))
-            with pytest.raises(OSError, match="in use"):
-                await router.start()
-            await router.stop()
+        raw: dict[str, Any] = {
+            "front": {"listen": f"127.0.0.1:{rig.router.front_port}"},
+            "admin": {"listen": "127.0.0.1:0"},
+            "replicas": [{"url": "http://127.0.0.1:1", "role": "decode"}],
+        }
+        router = Router(read_config(raw))
+        with pytest.raises(OSError, match="in use"):
+            await router.start()
+        await router.stop()
 
 
 async def test_engines_that_are_not_there_yet_are_waited_for() -> None:

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from tests.router.scenes import BLOCKS, Scene, busy_scene
+from tests.router.scenes import Scene, busy_scene
 from vllm_kvpool.router.control.events import (
     Added,
     Drain,
@@ -31,7 +31,6 @@ from vllm_kvpool.router.ops.snapshot import (
     health_of,
     plan_of,
     state_of,
-    transition_counts,
 )
 
 
@@ -57,20 +56,6 @@ def test_empty_router_has_something_to_show() -> None:
     assert (view.queue, view.migration) == (WaitingView(0, 0), WaitingView(0, 0))
     assert view.counts == dict.fromkeys(COUNTS, 0)
     assert (view.plan.at, view.plan.why, view.plan.steps) == (None, NO_PLAN, ())
-
-
-def test_replica_is_shown_with_its_work_its_lock_and_its_flow() -> None:
-    scene = busy_scene()
-    d0, p0, p1 = (replica(scene, name) for name in ("d0", "p0", "p1"))
-    assert_shown(d0, "state=decode role=decode locked=True running=3 waiting=1 used_blocks=990")
-    assert_shown(d0, f"committed_blocks=110 total_blocks={BLOCKS} prefills=0 decodes=1 starting=0")
-    assert_shown(p0, "url=http://10.0.0.1:8000 locked=False lock_why=")
-    assert d0.lock_why == "over the watermark"
-    assert d0.bytes_in_per_s > 1e6 > d0.bytes_out_per_s == 0.0
-    assert d0.generated_tokens_per_s > 100
-    assert p0.bytes_out_per_s > 1e6
-    assert p0.prefills + p1.prefills == 3
-    assert p0.tokens_in + p1.tokens_in == 3 * 1600
 
 
 def test_queues_counts_and_waits_are_shown() -> None:
@@ -112,16 +97,6 @@ def test_the_last_transitions_are_shown_oldest_first() -> None:
         *(State.SHUTTING_NULL, Cause.USE_DECODE, State.AUS_DECODE),
     )
     assert last.why == "asked for by the administrator"
-
-
-def test_how_often_an_edge_was_followed_is_counted_with_its_end() -> None:
-    scene = Scene()
-    scene.serving("p0", Role.PREFILL)
-    scene.serving("p1", Role.PREFILL)
-    assert dict(transition_counts(scene.controller)) == {
-        ("inactive", "load_prefill", "loading_prefill"): 2,
-        ("loading_prefill", "loaded", "prefill"): 2,
-    }
 
 
 def test_failed_replica_says_when_it_is_tried_again_and_is_down_until_it_answers() -> None:

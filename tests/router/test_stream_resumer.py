@@ -93,12 +93,6 @@ def lose(resumer: StreamResumer, payload: bytes, match: str | None = None) -> No
         resumer.feed(payload)
 
 
-def test_only_the_ids_that_the_client_has_not_asked_for_are_taken_out() -> None:
-    assert splice_of(COMPLETION).feed(first()) == [said("a", None, prompt=None)]
-    assert splice_of(COMPLETION, return_token_ids=True).feed(first()) == [first()]
-    assert splice_of(CHAT).feed(ROLE) == [ROLE.replace(b"[7,8]", b"null")]
-
-
 def logged(payload: bytes, logprobs: dict[str, Any]) -> bytes:
     return payload.replace(b'"logprobs":null', b'"logprobs":' + packed(logprobs))
 
@@ -122,19 +116,6 @@ def test_what_waits_is_bounded() -> None:
     resumer = splice_of(COMPLETION, max_tokens=2 * MAX_HELD_CHUNKS)
     told = [len(resumer.feed(said("", [each]))) for each in range(MAX_HELD_CHUNKS + 1)]
     assert told == [0] * MAX_HELD_CHUNKS + [MAX_HELD_CHUNKS + 1]
-
-
-def test_deltas_that_are_there_for_their_ids_alone_are_dropped() -> None:
-    bare, a = chat({}, [1]), chat({"content": "a"}, [2])
-    assert feed(splice_of(CHAT), ROLE, bare, a)[1:] == [chat({"content": "a"})]
-    assert feed(splice_of(CHAT, return_token_ids=True), ROLE, bare, a)[1] == bare
-
-
-def test_a_delta_without_text_that_has_logprobs_is_not_dropped() -> None:
-    resumer = splice_of(CHAT, logprobs=True)
-    bare = logged(chat({}, [1]), {"content": []})
-    told = feed(resumer, ROLE, bare, chat({"content": "a"}, [2]))
-    assert told[1] == bare.replace(b"[1]", b"null")
 
 
 def test_nothing_delivered_is_asked_again() -> None:
@@ -478,28 +459,6 @@ def test_an_engine_may_write_its_json_another_way() -> None:
         resumer = went_on(COMPLETION, ours(first()), ours(said("b", [2])))
         (told,) = resumer.feed(theirs(said("c", [3], prompt=TAKEN)))
         assert json.loads(told) == json.loads(said("c"))
-
-
-def test_usage_and_offsets_go_on_after_a_resume() -> None:
-    def counted(payload: bytes, prompt: int, tokens: int) -> bytes:
-        usage = {"prompt_tokens": prompt, "total_tokens": prompt + tokens}
-        details = {"completion_tokens_details": {"reasoning_tokens": 0}}
-        details |= {"prompt_tokens_details": {"cached_tokens": prompt}}
-        usage = {**usage, "completion_tokens": tokens, **details}
-        return payload[:-1] + b',"usage":%b}' % packed(usage)
-
-    def offset(payload: bytes, offsets: list[int], tokens: list[str]) -> bytes:
-        scores = {"text_offset": offsets, "tokens": tokens, "token_logprobs": [-1.0] * len(tokens)}
-        return logged(payload, scores)
-
-    resumer = splice_of(COMPLETION, logprobs=0, **COUNTED)
-    resumer.prompt.details = PromptDetails(cached_tokens=2)
-    feed(resumer, counted(offset(first("ab", [1]), [0], ["ab"]), 2, 1))
-    feed(resumer, counted(offset(said("c", [2]), [2], ["c"]), 2, 2))
-    resumer.lost()
-    new = offset(said("de", [3, 4], prompt=TAKEN), [0, 1], ["d", "e"])
-    (told,) = feed(resumer, counted(new, 4, 2))
-    assert told == counted(offset(said("de"), [3, 4], ["d", "e"]), 2, 4)
 
 
 @pytest.mark.parametrize("choices", [1, 2])

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.buffers import make_buffer, random_bytes
+from tests.support.os_faults import os_faults
 from tests.support.threads import NewThreads, few_threads
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.file import io as disk_module
@@ -88,12 +88,6 @@ def test_what_was_moved_in_part_is_continued_where_it_stopped() -> None:
 def test_nothing_moved_is_an_error_and_no_success(writes: bool, error: int) -> None:
     queue = ScriptedQueue({0: [PAGE, 0]})
     assert list(pump(queue, [transfer(0, writes=writes)])) == [Done(0, error)]
-
-
-def test_an_error_is_of_its_transfer_alone() -> None:
-    queue = ScriptedQueue({1: [-errno.ENOSPC]})
-    done = sorted(pump(queue, [transfer(tag) for tag in range(3)]))
-    assert done == [Done(0, 0), Done(1, errno.ENOSPC), Done(2, 0)]
 
 
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
@@ -246,37 +240,6 @@ def test_a_short_file_and_a_bad_descriptor_are_errors(real: Disk, tmp_path: Path
         assert run_all(real, transfers) == [Done(0, errno.ENODATA), Done(1, errno.EBADF)]
 
 
-def test_threads_at_once_each_get_their_own(real: Disk, tmp_path: Path) -> None:
-    failures: list[object] = []
-
-    def work(number: int) -> None:
-        directory = tmp_path / str(number)
-        directory.mkdir()
-        memory = make_buffer(64 * PAGE)
-        memory.view[:] = random_bytes(memory.nbytes, number)
-        back = make_buffer(64 * PAGE)
-        with files(directory, 64) as fds:
-            for source, writes in ((memory, True), (back, False)):
-                done = run_all(
-                    real,
-                    [
-                        Transfer(n, fd, (source.part(n * PAGE, (n + 1) * PAGE),), writes)
-                        for n, fd in enumerate(fds)
-                    ],
-                )
-                if done != [Done(n, 0) for n in range(64)]:
-                    failures.append(done)
-        if back.view != memory.view:
-            failures.append("other bytes")
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert failures == []
-
-
 def test_threads_end_with_the_run(tmp_path: Path) -> None:
     threads = NewThreads()
     with files(tmp_path, 20) as fds:
@@ -425,27 +388,17 @@ def test_a_ring_that_reads_other_bytes_is_refused(
     assert not choice.disk.uring
 
 
-def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    os_open = os.open
-
-    def refuse_direct(path: str, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return os_open(path, flags, mode)
-
-    monkeypatch.setattr(os, "open", refuse_direct)
-    choice = choose_disk("auto", str(tmp_path))
-    assert not choice.direct
-    assert "page cache, as O_DIRECT is refused" in choice.reason
-    assert probe(Disk(), str(tmp_path), os.O_DIRECT) == errno.EINVAL
+def test_a_file_system_without_direct_io(tmp_path: Path) -> None:
+    with os_faults() as faults:
+        faults.refuse_direct()
+        choice = choose_disk("auto", str(tmp_path))
+        assert not choice.direct
+        assert "page cache, as O_DIRECT is refused" in choice.reason
+        assert probe(Disk(), str(tmp_path), os.O_DIRECT) == errno.EINVAL
     choice.disk.close()
 
 
-def test_a_full_disk_is_no_reason_against_direct_io(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(fd: int, views: list[memoryview], at: int) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwritev", full)
-    assert choose_disk("threads", str(tmp_path)).direct
+def test_a_full_disk_is_no_reason_against_direct_io(tmp_path: Path) -> None:
+    with os_faults() as faults:
+        faults.refuse("pwritev", errno.ENOSPC)
+        assert choose_disk("threads", str(tmp_path)).direct

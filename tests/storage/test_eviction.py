@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.storage.eviction import (
-    DEFAULT_POLICY,
     HALF_LIFE_NS,
     MAX_HALF_LIVES,
     MAX_SKEW_NS,
@@ -117,18 +116,3 @@ def test_nothing_is_remembered_without_room() -> None:
     evicted = EvictedScores(0)
     evicted.remember("a", 1)
     assert evicted.take("a") is None
-
-
-def flood(policy: EvictionPolicy, capacity: int) -> int:
-    """Return how many of 20 chunks used twice survive a flood of 500 chunks used once."""
-    scores = {f"twice{i}": score_of(policy, 0, 1) for i in range(20)}
-    for number in range(500):
-        if len(scores) >= capacity:
-            del scores[min(scores, key=scores.__getitem__)]
-        scores[f"once{number}"] = score_of(policy, 1 + number / 200)
-    return sum(name.startswith("twice") for name in scores)
-
-
-def test_a_flood_of_chunks_used_once_does_not_push_out_what_was_used_twice() -> None:
-    assert flood(POLICIES[DEFAULT_POLICY], 40) == 20
-    assert flood(Lru(), 40) == 0  # for comparison

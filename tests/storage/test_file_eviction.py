@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.security.planted import snapshot
-from tests.storage.test_files import disk_bytes
+from tests.storage.file_bench import disk_bytes
 from tests.support.buffers import make_buffer
 from tests.support.memory_store import MemoryStore
 from tests.support.store_hooks import wait_complete

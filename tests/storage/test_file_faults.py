@@ -6,11 +6,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.buffers import make_buffer, random_bytes
+from tests.support.os_faults import os_faults
 from tests.support.processes import open_files
 from tests.support.store_contract import key_of
 from vllm_kvpool.errors import StoreError
@@ -66,19 +66,11 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileStore
 
 
 @contextlib.contextmanager
-def failing(name: str, number: int, at: int) -> Iterator[list[str]]:
+def failing(name: str, at: int) -> Iterator[list[str]]:
     """The file system refuses the `at`-th of these calls, if there is one: its path."""
-    usual, calls, refused = getattr(os, name), iter(range(1, 1 << 30)), list[str]()
-
-    def call(*args: Any, **options: Any) -> Any:
-        if next(calls) == at:
-            refused.append(str(args[0]))
-            raise OSError(number, os.strerror(number), args[0])
-        return usual(*args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, name, call)
-        yield refused
+    calls = iter(range(1, 1 << 30))
+    with os_faults() as faults:
+        yield faults.refuse(name, errno.EIO, lambda *args: next(calls) == at)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -90,7 +82,7 @@ def test_call_that_the_file_system_refuses_costs_cells_and_leaves_nothing_open(
         store.remove_namespace(NAMESPACE)
         assert put(store, range(ROOM)) == [PutOutcome.STORED] * ROOM
         before = open_files(Path(store.root))
-        with failing(name, errno.EIO, at) as refused, contextlib.suppress(StoreError):
+        with failing(name, at) as refused, contextlib.suppress(StoreError):
             OPERATIONS[operation](store)
         assert open_files(Path(store.root)) == before
         get(store, range(len(KEYS)))
@@ -114,7 +106,7 @@ def test_file_that_cannot_be_deleted_keeps_no_other_from_its_removal(
     store: FileStore, how: str
 ) -> None:
     put(store, range(ROOM))
-    with failing("unlink", errno.EIO, at=3) as kept, pytest.raises(StoreError, match="Input/outp"):
+    with failing("unlink", at=3) as kept, pytest.raises(StoreError, match="Input/outp"):
         REMOVALS[how](store)
     assert files_of(store) == [Path(path) for path in kept]
     assert store._space.index.used_bytes() == FILE
@@ -131,20 +123,6 @@ def unindexed(store: FileStore) -> FileStore:
     return store
 
 
-@contextlib.contextmanager
-def unlistable(directory: Path, number: int) -> Iterator[None]:
-    scandir = os.scandir
-
-    def refuse(path: str) -> Any:
-        if path == str(directory):
-            raise OSError(number, os.strerror(number), path)
-        return scandir(path)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "scandir", refuse)
-        yield
-
-
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EUCLEAN])
 def test_rebuild_leaves_out_a_directory_that_cannot_be_listed(
     unindexed: FileStore, caplog: pytest.LogCaptureFixture, number: int
@@ -152,7 +130,8 @@ def test_rebuild_leaves_out_a_directory_that_cannot_be_listed(
     """Another user's, or one that the disk has lost."""
     shard = files_of(unindexed)[0].parent
     lost = len(os.listdir(shard))
-    with unlistable(shard, number), caplog.at_level(logging.WARNING):
+    with os_faults() as faults, caplog.at_level(logging.WARNING):
+        faults.refuse("scandir", number, lambda path: path == str(shard))
         unindexed._space._look()
     assert unindexed._space.index.is_complete
     assert f"{shard}'" in caplog.text
@@ -162,8 +141,10 @@ def test_rebuild_leaves_out_a_directory_that_cannot_be_listed(
 
 def test_rebuild_of_a_process_without_descriptors_is_tried_again(unindexed: FileStore) -> None:
     shard = files_of(unindexed)[0].parent
-    with unlistable(shard, errno.EMFILE), pytest.raises(OSError, match="open files"):
-        unindexed._space._look()
+    with os_faults() as faults:
+        faults.refuse("scandir", errno.EMFILE, lambda path: path == str(shard))
+        with pytest.raises(OSError, match="open files"):
+            unindexed._space._look()
     assert not unindexed._space.index.is_complete
     unindexed._space._look()
     assert unindexed._space.index.used_bytes() == ROOM * FILE

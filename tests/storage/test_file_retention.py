@@ -31,13 +31,9 @@ class Directory:
 
     def open(self, shares: Shares = Shares.NONE) -> None:
         self.store = FileStore(
-            *(str(self.root), ROOM * FILE, "threads", POLICIES["lru"], lambda: self.now_ns),
+            *(str(self.root), ROOM * FILE, "threads", POLICIES["lru"], self.clock.ns),
             shares=shares,
         )
-
-    @property
-    def now_ns(self) -> int:
-        return int(self.clock() * 1e9)
 
     def keys(self, prompt: int, chunks: int, namespace: str = NAMESPACE) -> list[str]:
         return [
@@ -57,8 +53,8 @@ class Directory:
     ) -> list[PutOutcome]:
         self.clock.advance(1.0)
         wish = Retention(
-            self.now_ns + int(pin_s * 1e9) if pin_s else 0,
-            self.now_ns + int(ttl_s * 1e9) if ttl_s else 0,
+            self.clock.ns() + int(pin_s * 1e9) if pin_s else 0,
+            self.clock.ns() + int(ttl_s * 1e9) if ttl_s else 0,
         )
         keys = self.keys(prompt, chunks, namespace)
         ids = [chunk_id_of_key(key) for key in keys]
@@ -108,7 +104,7 @@ def test_a_pinned_prompt_survives_a_flood_until_its_pin_ends(directory: Director
 
 def test_stored_prompts_are_pinned_and_unpinned(directory: Directory) -> None:
     directory.save(1, 4)
-    until = directory.now_ns + HOUR_NS
+    until = directory.clock.ns() + HOUR_NS
     assert directory.store.pin([*directory.keys(1, 6)], until) == 4
     directory.store.close()
     directory.open()  # pins are in the index
@@ -125,7 +121,7 @@ def test_at_most_half_of_the_size_is_pinned_and_a_prompts_beginning_first(
 ) -> None:
     directory.save(1, 4, pin_s=3600)
     directory.save(2, 8)
-    until = directory.now_ns + HOUR_NS
+    until = directory.clock.ns() + HOUR_NS
     assert directory.store.pin(directory.keys(2, 8), until) == 6
     flood(directory)
     assert directory.held(1, 4) == 4
@@ -134,12 +130,12 @@ def test_at_most_half_of_the_size_is_pinned_and_a_prompts_beginning_first(
 
 def test_a_pin_in_the_past_is_none(directory: Directory) -> None:
     directory.save(1, 4)
-    assert directory.store.pin(directory.keys(1, 4), directory.now_ns - 1) == 0
+    assert directory.store.pin(directory.keys(1, 4), directory.clock.ns() - 1) == 0
 
 
 def test_a_pin_is_only_made_longer(directory: Directory) -> None:
     directory.save(1, 2, pin_s=7200)
-    directory.store.pin(directory.keys(1, 2), directory.now_ns + HOUR_NS)
+    directory.store.pin(directory.keys(1, 2), directory.clock.ns() + HOUR_NS)
     directory.clock.advance(5000.0)
     flood(directory)
     assert directory.held(1, 2) == 2
@@ -183,7 +179,7 @@ def test_what_another_prompt_continues_stays_as_long_as_that_one(directory: Dire
 
 def test_a_pin_outlasts_a_time_to_live(directory: Directory) -> None:
     directory.save(1, 2, ttl_s=60)
-    directory.store.pin(directory.keys(1, 2), directory.now_ns + HOUR_NS)
+    directory.store.pin(directory.keys(1, 2), directory.clock.ns() + HOUR_NS)
     directory.clock.advance(100.0)
     directory.expire()
     assert directory.held(1, 2) == 2

@@ -12,16 +12,17 @@ from tests.storage.guard_bench import (
     ANSWER_S,
     BOUND_S,
     BUFFERS,
-    CALL_S,
     LIMIT_S,
     LONG_S,
     Stage,
+    scripts,
 )
 from tests.support.faults import Fault
-from vllm_kvpool.errors import StoreError, StoreUnreachable
+from tests.support.scripts import Example
+from vllm_kvpool.errors import StoreUnreachable
 from vllm_kvpool.storage import guarded
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, namespaces_of
-from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
+from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN
 from vllm_kvpool.storage.guarded import CHECK_KEY, MAX_LEFT_BEHIND
 from vllm_kvpool.storage.health import SLOW_FAILURE_S
 
@@ -50,16 +51,58 @@ def hasty(stage: Stage) -> Stage:
     return stage
 
 
+@scripts(
+    """
+store that fails three times in a row is away
+    up; fail exists 2; quiet; fail exists 1; news -> away; unused; heard -> up away
+success in between starts the count anew
+    up
+    each 0-2: fail exists 2; exists -> False
+    heard -> up
+one slow failure is enough, and slowness alone is no failure
+    up; slow 1.1; exists -> False; heard -> up; fail exists 1; heard -> up away; unused
+failure that is not slow is not enough
+    up; slow 0.9; fail exists 1; heard -> up
+bug passes through and counts as a failure
+    up; inject crash exists times=3
+    each 0-2: exists -> bug
+    heard -> up away
+writes that {fail: failed|raise: error} pause writes, and reads go on
+    up; put -> stored; inject {} put
+    each 0-2: exists -> True; put -> {}
+    heard -> up; writable -> yes no; put -> paused; get -> ok
+    heal; pass 0.5; writes; put -> existed; heard -> up; writable -> yes no yes
+store that is full goes on to be written
+    up; inject full put
+    each 0-5: put -> full
+    writable -> yes
+reads go on while a {put|remove} hangs
+    up; put -> stored; hang {}; late 6; hung writes
+    each 0-2: get -> ok; exists -> True; put -> paused; remove -> paused
+    release -> answer; pass; writes; writable -> yes no yes; put; get -> ok; heard -> up
+end of a write that was reported as hung is no news
+    up; hang put error; late 6; hung writes; release -> error; heard -> up
+removal of a namespace may take long
+    up; hang remove_namespace error; late 50; put -> stored; release -> error; put -> existed
+    heard -> up
+end of a call that {fails: error|is lost: unreachable} is no news once the store has answered again
+    up; hang get {}; late 6; hung; unused; news -> away; pass; news -> up; put -> stored
+    release -> error; put -> existed; heard -> up away up
+who waits in vain may say so
+    up; hung; hung; hung; unused; heard -> up away; news -> away; pass; news -> up; put -> stored
+who waits in vain for a store that is not open changes nothing
+    away; hung; heard -> away; pass; news -> up
+store that answers again is there again
+    up; leave; pass; asked 1; unused; heal; pass; news -> up; put -> stored; heard -> up away up
+nothing is asked before its time
+    up; leave; heal; pass 0.49; quiet; pass 0.02; news -> up
+"""
+)
+def test_store_is_away_after_failures_and_back_after_a_pause(example: Example) -> None:
+    guard_bench.play(example)
+
+
 # Calls that fail
-
-
-def test_a_store_that_fails_a_few_times_in_a_row_is_away(up: Stage) -> None:
-    up.fail(FAILURES_TO_OPEN - 1)
-    assert up.no_news()
-    up.fail()
-    assert up.next_news() is False
-    assert up.is_away()
-    assert up.heard == [True, False]
 
 
 @pytest.mark.parametrize("method", ["exists", "get", "put"])
@@ -69,30 +112,6 @@ def test_log_of_a_store_that_fails_has_the_error_of_its_last_call(
     up.fail(FAILURES_TO_OPEN, method)
     [line] = [each.getMessage() for each in caplog.records if "in a row failed" in each.message]
     assert line.endswith("calls in a row failed: injected")
-
-
-def test_a_success_in_between_starts_the_count_anew(up: Stage) -> None:
-    for _ in range(3):
-        up.fail(FAILURES_TO_OPEN - 1)
-        up.exists()
-    assert up.heard == [True]
-
-
-def test_one_slow_failure_is_enough(up: Stage) -> None:
-    up.slow_s = SLOW_FAILURE_S + 0.1
-    up.store.inject(Fault.SLOW, "exists")
-    up.exists()  # slow alone is no failure
-    assert up.heard == [True]
-    up.fail()
-    assert up.heard == [True, False]
-    assert up.is_away()
-
-
-def test_a_failure_that_is_not_slow_is_not_enough(up: Stage) -> None:
-    up.slow_s = SLOW_FAILURE_S - 0.1
-    up.store.inject(Fault.SLOW, "exists")
-    up.fail()
-    assert up.heard == [True]
 
 
 def test_calls_of_which_a_key_has_not_failed_say_nothing(up: Stage) -> None:
@@ -123,127 +142,6 @@ def test_a_store_that_answers_queries_and_fails_each_cell_is_away_for_longer_and
     up.pass_time(LONG_S)
     up.wait_until(lambda: up.heard[-1])
     assert up.get() == [GetOutcome.OK]
-
-
-@pytest.mark.parametrize("fault", [Fault.FAILED, Fault.ERROR])
-def test_writes_that_fail_pause_writes_and_reads_go_on(up: Stage, fault: Fault) -> None:
-    up.put()
-    up.store.inject(fault, "put")
-    for _ in range(FAILURES_TO_OPEN):
-        assert up.exists() == [True]
-        with suppress(StoreError):
-            assert up.put() == [PutOutcome.FAILED]
-    assert (up.heard, up.heard_writable) == ([True], [True, False])
-    with pytest.raises(StoreUnreachable, match="writes are paused"):
-        up.put()
-    assert up.get() == [GetOutcome.OK]
-    up.store.heal()
-    up.pass_time(FIRST_PAUSE_S)
-    up.wait_until(lambda: up.heard_writable[-1])
-    assert up.put() == [PutOutcome.EXISTED]
-    assert (up.heard, up.heard_writable) == ([True], [True, False, True])
-
-
-def test_a_store_that_is_full_goes_on_to_be_written(up: Stage) -> None:
-    up.store.inject(Fault.FULL, "put")
-    for _ in range(2 * FAILURES_TO_OPEN):
-        assert up.put() == [PutOutcome.FULL]
-    assert up.heard_writable == [True]
-
-
-def test_bugs_pass_through_and_count_as_failures(up: Stage) -> None:
-    up.store.inject(Fault.CRASH, "exists", times=FAILURES_TO_OPEN)
-    for _ in range(FAILURES_TO_OPEN):
-        with pytest.raises(RuntimeError, match="injected"):
-            up.exists()
-    assert up.heard == [True, False]
-
-
-# Calls that hang
-
-
-@pytest.mark.parametrize("method", ["put", "remove"])
-def test_gets_go_on_whatever_writes_do(up: Stage, method: str) -> None:
-    up.put()
-    up.store.inject(Fault.BLOCKED, method)
-    with up.hanging(lambda: up.call(method)):
-        up.clock.advance(CALL_S + 1.0)
-        up.guard.report_hung(writes=True)
-        for _ in range(3):
-            assert up.get() == [GetOutcome.OK]
-            assert up.exists() == [True]
-            for write in ("put", "remove"):
-                with pytest.raises(StoreUnreachable, match="writes are paused"):
-                    up.call(write)
-    up.pass_time(LONG_S)
-    up.wait_until(lambda: up.heard_writable == [True, False, True])
-    up.put()
-    assert up.get() == [GetOutcome.OK]
-    assert up.heard == [True]
-
-
-def test_how_a_write_ends_that_was_reported_is_no_news(up: Stage) -> None:
-    up.store.inject(Fault.BLOCKED, "put")
-    up.store.inject(Fault.ERROR, "put")
-    with up.hanging(up.put) as ends:
-        up.clock.advance(CALL_S + 1.0)
-        up.guard.report_hung(writes=True)
-    assert isinstance(ends[0], StoreError)
-    assert up.heard == [True]
-
-
-def test_a_call_that_may_take_long_says_nothing(up: Stage) -> None:
-    up.store.inject(Fault.BLOCKED, "remove_namespace")
-    up.store.inject(Fault.ERROR, "remove_namespace")
-    with up.hanging(lambda: up.guard.remove_namespace("n")) as ends:
-        up.clock.advance(10 * CALL_S)
-        up.put()
-    assert isinstance(ends[0], StoreError)
-    up.put()
-    assert up.heard == [True]
-
-
-@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.UNREACHABLE])
-def test_how_a_call_ends_is_no_news_once_the_store_has_answered_again(
-    up: Stage, fault: Fault
-) -> None:
-    up.store.inject(Fault.BLOCKED, "get")
-    up.store.inject(fault, "get")
-    with up.hanging(lambda: up.guard.get(["key"], [BUFFERS[0]])) as ends:
-        up.clock.advance(CALL_S + 1.0)
-        up.guard.report_hung()
-        assert up.is_away()
-        assert up.next_news() is False
-        up.pass_time(LONG_S)
-        assert up.next_news() is True
-        up.put()  # the one that hangs does not count any more
-    assert len(ends) == 1
-    up.put()
-    assert up.heard == [True, False, True]
-
-
-# Somebody else's word
-
-
-def test_who_waits_in_vain_may_say_so(up: Stage) -> None:
-    for _ in range(3):
-        up.guard.report_hung()
-    assert up.is_away()
-    assert up.heard == [True, False]
-    up.pass_time(LONG_S)
-    assert up.next_news() is False
-    assert up.next_news() is True
-    up.put()
-
-
-def test_who_waits_in_vain_for_what_is_not_open_changes_nothing(stage: Stage) -> None:
-    stage.troubles = [StoreUnreachable("away")]
-    stage.start()
-    stage.guard.report_hung()
-    assert stage.heard == [False]
-    stage.pass_time(LONG_S)
-    assert stage.next_news() is False
-    assert stage.next_news() is True
 
 
 # Answers that are waited for so long
@@ -325,31 +223,6 @@ def test_calls_that_lend_memory_are_made_by_their_caller(hasty: Stage) -> None:
 
 
 # Coming back
-
-
-def test_a_store_that_answers_again_is_there_again(up: Stage) -> None:
-    up.go_away()
-    asked: list[object] = []
-    up.store.faults.on_call = lambda *call: asked.append(call)
-    up.pass_time(LONG_S)
-    up.wait_until(lambda: bool(asked) and up.guard._pause_s() > 0)
-    assert up.is_away()
-    up.store.heal()
-    up.pass_time(LONG_S)
-    assert up.next_news() is True
-    up.put()
-    assert asked[:2] == [("", "exists", [CHECK_KEY])] * 2
-    assert up.attempts == 1
-
-
-def test_nothing_is_asked_before_its_time(up: Stage) -> None:
-    up.go_away()
-    up.store.heal()
-    up.pass_time(FIRST_PAUSE_S - 0.01)
-    assert up.no_news()
-    assert up.store.calls["exists"] == 0
-    up.pass_time(0.02)
-    assert up.next_news() is True
 
 
 def test_a_store_that_answers_too_slowly_is_not_there(hasty: Stage) -> None:

@@ -11,24 +11,24 @@ import pytest
 from tests.storage import guard_bench
 from tests.storage.guard_bench import (
     ANSWER_S,
+    AWAY,
     BOUND_S,
     BUFFERS,
     GUARD_LOG,
     LIMIT_S,
     LONG_S,
-    NAME,
     SHORT_S,
     Stage,
+    scripts,
 )
 from tests.support.faults import Fault
 from tests.support.memory_store import CAPABILITIES, MemoryStore
+from tests.support.scripts import Example
 from tests.support.store_contract import StoreContract
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import Buffer, Store
-from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S, LONGEST_PAUSE_S
+from vllm_kvpool.storage.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from vllm_kvpool.storage.guarded import PAUSE_JITTER, CallTimeouts, GuardedStore
-
-AWAY = StoreUnreachable("nobody answers")
 
 
 @pytest.fixture
@@ -50,6 +50,35 @@ class TestGuardedStore(StoreContract):
 # Opening
 
 
+@scripts(
+    """
+store that cannot be reached is opened later, and registers what is in use then
+    away 2; trouble -> nobody answers; unused
+    register 0; register 1; register 2; unregister 1; pass; attempts 2; seen -> nothing
+    pass; news -> up; seen -> register 0 | register 2; exists -> False; opened 3
+memory that is registered once the store is open goes straight through
+    up; register 1; unregister 1; seen -> register 1 | unregister 1
+log says once that a store which was away refuses
+    away 2; refuse no such bucket; refuse no such bucket; unreachable; refuse no such bucket
+    each 2-6: pass; attempts $
+    warned -> still unavailable: no such bucket
+log says once why a store fails, for calls and for probes
+    up; fail exists 3; inject error exists; pass; asked 4; pass; asked 5
+    warned -> unavailable: 3 query calls in a row failed: injected
+log names a refusal again after the store recovered and hung
+    up
+    each 1 3: inject error exists; hung; news -> away; pass; asked $; heal; pass; news -> up
+    warned -> only still unavailable: injected | still unavailable: injected
+store is not closed under a call with memory of its caller, as of a thread of `kvpool serve`
+    up; hang get; abandon; release -> answer
+store that is closed while it is away needs no pause
+    away; close; warned -> no not closed; seen -> nothing
+"""
+)
+def test_store_is_opened_when_it_can_be_reached(example: Example) -> None:
+    guard_bench.play(example)
+
+
 def test_a_store_that_is_there_is_opened_at_once(stage: Stage) -> None:
     stage.on_open = lambda: time.sleep(SHORT_S)  # it takes a moment
     guard = stage.start()
@@ -58,27 +87,6 @@ def test_a_store_that_is_there_is_opened_at_once(stage: Stage) -> None:
     assert stage.heard == [True]
     assert guard.exists(["key"]) == [False]
     assert stage.attempts == 1
-
-
-def test_a_store_that_cannot_be_reached_is_opened_later(stage: Stage) -> None:
-    stage.troubles = [AWAY, AWAY]
-    guard = stage.start()
-    assert not guard.opened
-    assert guard.trouble == "nobody answers"
-    assert stage.next_news() is False
-    assert stage.is_away()
-    for buffer in BUFFERS[:3]:
-        guard.register(buffer)
-    guard.unregister(BUFFERS[1])
-    stage.pass_time(LONG_S)
-    stage.wait_until(lambda: stage.attempts == 2 and guard._pause_s() > 0)
-    assert stage.inner.told == []
-    stage.pass_time(LONG_S)
-    assert stage.next_news() is True
-    assert guard.opened
-    assert stage.inner.told == ["register 0", "register 2"]
-    assert guard.exists(["key"]) == [False]
-    assert stage.attempts == 3
 
 
 @pytest.mark.parametrize("error", [ConfigError("bad"), RuntimeError("bug"), StoreError("broken")])
@@ -107,55 +115,6 @@ def test_what_a_later_attempt_says_is_survived(
     assert len(caplog.records) == isinstance(error, RuntimeError)
     stage.pass_time(LONG_S)
     assert stage.next_news() is True
-
-
-def test_log_says_once_that_a_store_which_was_away_refuses(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    refusal = ConfigError("no such bucket")
-    stage.troubles = [AWAY, AWAY, refusal, refusal, AWAY, refusal]
-    stage.start()
-    for attempt in range(2, 7):
-        stage.pass_time(LONG_S)
-        stage.wait_until(lambda n=attempt: stage.attempts == n and stage.guard._pause_s() > 0)
-    told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert told == [f"kvpool: store {NAME}: still unavailable: no such bucket"]
-
-
-def test_log_says_why_a_store_fails_once_for_calls_and_probes(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    stage.start()
-    stage.fail(FAILURES_TO_OPEN)
-    stage.store.inject(Fault.ERROR, "exists")
-    for attempt in range(2):
-        stage.pass_time(LONG_S)
-        num_probes = FAILURES_TO_OPEN + attempt + 1
-        stage.wait_until(
-            lambda n=num_probes: stage.store.calls["exists"] == n and stage.guard._pause_s() > 0
-        )
-    assert [each.levelname for each in caplog.records].count("WARNING") == 1
-
-
-def test_log_names_a_refusal_again_after_the_store_recovered_and_hung(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    guard = stage.start()
-    stage.next_news()
-    for outage in range(2):
-        stage.store.inject(Fault.ERROR, "exists")
-        guard.report_hung()
-        stage.next_news()
-        stage.pass_time(LONG_S)
-        num_probes = 2 * outage + 1
-        stage.wait_until(
-            lambda n=num_probes: stage.store.calls["exists"] == n and guard._pause_s() > 0
-        )
-        stage.store.heal()
-        stage.pass_time(LONG_S)
-        assert stage.next_news() is True
-    told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert told.count(f"kvpool: store {NAME}: still unavailable: injected") == 2
 
 
 def test_pauses_grow_are_bounded_and_are_not_the_same_everywhere(
@@ -215,13 +174,6 @@ def test_opening_that_fails_late_is_tried_again_whatever_it_says(stage: Stage) -
 
 
 # Memory that is registered
-
-
-def test_memory_that_is_registered_once_it_is_open_goes_straight_through(stage: Stage) -> None:
-    guard = stage.start()
-    guard.register(BUFFERS[1])
-    guard.unregister(BUFFERS[1])
-    assert stage.inner.told == ["register 1", "unregister 1"]
 
 
 def test_memory_that_comes_while_others_is_registered_is_registered_too(stage: Stage) -> None:
@@ -317,20 +269,9 @@ def test_closing_closes_the_store_once_and_ends_every_thread(stage: Stage) -> No
     assert stage.store.calls["exists"] == 1
 
 
-def test_closing_while_it_is_away_needs_no_pause(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    stage.troubles = [AWAY]
-    guard = stage.start()
-    guard.close()
-    assert guard_bench.threads() == []
-    assert "not closed" not in caplog.text
-    assert stage.inner.told == []
-
-
 @pytest.mark.parametrize("moment", ["opening", "registering"])
 def test_a_store_that_is_opened_too_late_is_closed_and_never_used(
-    stage: Stage, moment: str, caplog: pytest.LogCaptureFixture
+    stage: Stage, moment: str
 ) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
@@ -349,10 +290,7 @@ def test_a_store_that_is_opened_too_late_is_closed_and_never_used(
     guard.register(BUFFERS[0])
     stage.pass_time(LONG_S)
     assert inside.wait(LIMIT_S)
-    began = time.monotonic()
-    guard.close()
-    assert time.monotonic() - began < BOUND_S
-    assert "not closed, as a call has not returned" in caplog.text
+    stage.abandon()
     [thread] = guard_bench.threads()
     go_on.set()
     thread.join(LIMIT_S)
@@ -362,9 +300,7 @@ def test_a_store_that_is_opened_too_late_is_closed_and_never_used(
     assert stage.no_news()
 
 
-def test_closing_while_the_store_is_asked_leaves_it_and_no_thread_for_ever(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_closing_while_the_store_is_asked_leaves_it_and_no_thread_for_ever(stage: Stage) -> None:
     guard = stage.start(answer_s=LIMIT_S)
     assert stage.next_news() is True
     assert guard.exists(["key"]) == [False]  # its thread is idle now
@@ -380,41 +316,17 @@ def test_closing_while_the_store_is_asked_leaves_it_and_no_thread_for_ever(
     guard.report_hung()
     stage.pass_time(LONG_S)
     assert stage.store.entered.wait(LIMIT_S)
-    began = time.monotonic()
-    guard.close()
-    assert time.monotonic() - began < BOUND_S
-    assert "not closed, as a call has not returned" in caplog.text
-    assert "close" not in stage.inner.told
+    stage.abandon()
     stage.store.release()
     for thread in guard_bench.threads():
         thread.join(LIMIT_S)
     assert guard_bench.threads() == []
 
 
-def test_closing_with_a_call_left_behind_is_bounded_and_says_so(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_closing_with_a_call_left_behind_is_bounded_and_says_so(stage: Stage) -> None:
     guard = stage.start(answer_s=ANSWER_S)
     stage.store.inject(Fault.BLOCKED, "exists")
     for _ in range(2):
         with pytest.raises(StoreUnreachable, match="no answer"):
             guard.exists(["key"])
-    began = time.monotonic()
-    guard.close()
-    assert time.monotonic() - began < BOUND_S
-    assert "not closed, as a call has not returned" in caplog.text
-    assert "close" not in stage.inner.told
-
-
-def test_a_store_is_not_closed_under_a_call_with_memory_of_its_caller(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Such as of a thread of `kvpool serve`: a native client would end the process."""
-    guard = stage.start()
-    stage.store.inject(Fault.BLOCKED, "get")
-    with stage.hanging(lambda: guard.get(["key"], [BUFFERS[0]])):
-        began = time.monotonic()
-        guard.close()
-        assert time.monotonic() - began < BOUND_S
-        assert "not closed, as a call has not returned" in caplog.text
-        assert "close" not in stage.inner.told
+    stage.abandon()

@@ -18,7 +18,6 @@ from vllm_kvpool.errors import StoreError
 from vllm_kvpool.storage import breaker, health
 from vllm_kvpool.storage import guarded as guard
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
 
 NUM_THREADS = 8
@@ -47,29 +46,6 @@ def test_every_listener_hears_how_it_stands_and_then_each_change(up: Stage) -> N
     up.guard.listen(lambda is_up, is_writable: heard.append(("third", is_up)))
     of = {name: [is_up for who, is_up in heard if who == name] for name, _ in heard}
     assert of == {"first": [True, False, True], "second": [False, True], "third": [True]}
-
-
-def test_calls_that_fail_together_are_one_change(up: Stage) -> None:
-    for _ in range(20):
-        up.store.heal()
-        up.store.inject(Fault.ERROR, "get")
-        together = threading.Barrier(NUM_THREADS)
-
-        def fail(together: threading.Barrier = together) -> None:
-            together.wait(LIMIT_S)
-            for _ in range(FAILURES_TO_OPEN):
-                with pytest.raises(StoreError):
-                    up.get()
-
-        callers = [threading.Thread(target=fail) for _ in range(NUM_THREADS)]
-        for caller in callers:
-            caller.start()
-        for caller in callers:
-            caller.join(LIMIT_S)
-        assert up.next_news() is False
-        up.pass_time(LONG_S)
-        assert up.next_news() is True
-    assert up.heard == [True] + [False, True] * 20
 
 
 # All of it at once

@@ -165,10 +165,10 @@ class HealthMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject, failed: bool) -> None:
         kind, began = data.draw(st.sampled_from(self.running))
         self.running.remove((kind, began))
-        before = self.health.access
+        before, due = self.health.access, self.health.due
         why = self.health.call_ended(kind, began, self.now, failed=failed)
         if before is NONE or began < self.valid_from[kind]:
-            assert (why, self.health.access) == ("", before)
+            assert (why, self.health.access, self.health.due) == ("", before, due)
         elif not failed:
             for each in {kind, CallKind.QUERY}:
                 self.in_a_row[each], self.has_paused[each] = 0, False

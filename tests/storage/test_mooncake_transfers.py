@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.fakes import FakeClock
 from tests.support.mooncake_client import (
     FAILED,
     NOT_FOUND,
@@ -18,26 +19,18 @@ CONFIG = object()
 EXISTS, FULL = -705, -200
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def client() -> FakeMooncakeClient:
     return FakeMooncakeClient()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 @pytest.fixture
-def sessions(client: FakeMooncakeClient, clock: Clock) -> PutSessions:
+def sessions(client: FakeMooncakeClient, clock: FakeClock) -> PutSessions:
     return PutSessions(client, clock)
 
 
@@ -116,7 +109,7 @@ def test_a_key_that_another_call_has_a_session_of_is_put_without_one(
 def test_after_a_stall_the_rest_of_a_call_fails_at_once(
     client: FakeMooncakeClient,
     sessions: PutSessions,
-    clock: Clock,
+    clock: FakeClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mooncake_transfers, "TRANSFER_KEYS", 2)
@@ -124,7 +117,7 @@ def test_after_a_stall_the_rest_of_a_call_fails_at_once(
     assert put(sessions, "abcde") == [0, FAILED, 0, 0, 0]  # at once: not the peer of the others
 
     def stall() -> None:
-        clock.now += 10
+        clock.advance(10)
 
     client.during_transfer = stall
     client.calls.clear()
@@ -144,9 +137,9 @@ def engine() -> FakeReadEngine:
 
 
 @pytest.fixture
-def reads(client: FakeMooncakeClient, engine: FakeReadEngine, clock: Clock) -> EngineReads:
+def reads(client: FakeMooncakeClient, engine: FakeReadEngine, clock: FakeClock) -> EngineReads:
     def sleep(seconds: float) -> None:
-        clock.now += seconds
+        clock.advance(seconds)
         engine.pause(seconds)
 
     client.replicas = {chr(97 + n): [FakeReplica(buffer_address=n)] for n in range(26)}
@@ -230,7 +223,7 @@ def test_object_that_leaves_its_place_meanwhile_fails_or_is_asked_of_the_client(
 
 
 def test_after_a_stall_no_read_begins(
-    reads: EngineReads, engine: FakeReadEngine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    reads: EngineReads, engine: FakeReadEngine, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mooncake_transfers, "FIRST_READS", 2)
     monkeypatch.setattr(mooncake_transfers, "MAX_READS", 2)
@@ -241,30 +234,23 @@ def test_after_a_stall_no_read_begins(
     assert engine.begun == [0, 1, 2]
 
 
+@pytest.mark.parametrize("num_answered", [0, 1], ids=["alone", "beside one that answers"])
 def test_reads_from_silent_peer_end_after_one_round_of_its_transfers(
-    reads: EngineReads, engine: FakeReadEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Mooncake moves four reads of a peer at a time, and fails each after 5 s without a byte."""
-    monkeypatch.setattr(mooncake_transfers, "MAX_PAUSE_S", 10.0)
-    monkeypatch.setattr(mooncake_transfers, "MIN_PAUSE_S", 10.0)
-    engine.broken = set(range(16))
-    assert get(reads, "abcdefghijklmnop") == [READ_FAILED] * 16
-    assert engine.begun == [0, 1, 2, 3]
-
-
-def test_reads_from_silent_peer_end_after_one_round_though_another_peer_answers(
     client: FakeMooncakeClient,
     reads: EngineReads,
     engine: FakeReadEngine,
     monkeypatch: pytest.MonkeyPatch,
+    num_answered: int,
 ) -> None:
+    """Mooncake moves four reads of a peer at a time, and fails each after 5 s without a byte."""
     monkeypatch.setattr(mooncake_transfers, "MAX_PAUSE_S", 10.0)
     monkeypatch.setattr(mooncake_transfers, "MIN_PAUSE_S", 10.0)
-    for [replica] in list(client.replicas.values())[1:]:
+    for [replica] in list(client.replicas.values())[num_answered:]:
         replica.transport_endpoint = "peer:2"
-    engine.broken = set(range(1, 16))
-    assert get(reads, "abcdefghijklmnop") == [100] + [READ_FAILED] * 15
-    assert engine.begun == [0, 1, 2, 3, 4]
+    engine.broken = set(range(num_answered, 16))
+    silent = 16 - num_answered
+    assert get(reads, "abcdefghijklmnop") == [100] * num_answered + [READ_FAILED] * silent
+    assert engine.begun == list(range(num_answered + 4))
 
 
 def test_an_error_comes_out_when_no_read_is_in_flight(

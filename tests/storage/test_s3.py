@@ -4,6 +4,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
@@ -113,6 +114,23 @@ def holding(data: bytes) -> Buffer:
     return buffer
 
 
+class Cell(NamedTuple):
+    key: str
+    source: Buffer
+
+
+def a_cell(nbytes: int = 1000) -> Cell:
+    """Return a key that no test has used, and bytes to put under it."""
+    return Cell(key_of(new_namespace(), 0), holding(random_bytes(nbytes, 1)))
+
+
+def assert_read(store: Store, cell: Cell) -> None:
+    """Assert that the store gives the bytes of a cell."""
+    target = make_buffer(cell.source.nbytes)
+    assert get_one(store, cell.key, target) is OK
+    assert target.view == cell.source.view
+
+
 def took_less_than(limit_s: float, call: Callable[[], object]) -> object:
     start = time.monotonic()
     try:
@@ -124,15 +142,12 @@ def took_less_than(limit_s: float, call: Callable[[], object]) -> object:
 def test_a_body_cut_in_the_middle_goes_on_from_the_byte_reached(
     behind: Store, front: FaultyFront
 ) -> None:
-    nbytes = 1000
-    key, source = key_of(new_namespace(), 0), holding(random_bytes(nbytes, 1))
-    put_one(behind, key, source)
+    cell = a_cell()
+    put_one(behind, *cell)
     cuts = iter([Cut(400), Cut(250)])
     front.reset(lambda seen: next(cuts, None))
-    target = make_buffer(nbytes)
-    assert get_one(behind, key, target) is OK
-    assert target.view == source.view
-    assert [seen.range for seen in front.seen] == [(0, nbytes), (400, nbytes), (650, nbytes)]
+    assert_read(behind, cell)
+    assert [seen.range for seen in front.seen] == [(0, 1000), (400, 1000), (650, 1000)]
 
 
 def test_a_body_that_stalls_is_asked_for_again_from_the_byte_reached(
@@ -140,12 +155,10 @@ def test_a_body_that_stalls_is_asked_for_again_from_the_byte_reached(
 ) -> None:
     monkeypatch.setattr(s3, "READ_TIMEOUT_S", 0.5)
     store = S3Store(options_for(front.endpoint))
-    key, source = key_of(new_namespace(), 0), holding(random_bytes(1000, 1))
-    put_one(store, key, source)
+    cell = a_cell()
+    put_one(store, *cell)
     front.reset(lambda seen: Stall(400) if seen.range[0] == 0 else None)
-    target = make_buffer(1000)
-    assert get_one(store, key, target) is OK
-    assert target.view == source.view
+    assert_read(store, cell)
     assert front.seen[-1].range == (400, 1000)
     store.close()
 
@@ -165,10 +178,10 @@ def test_a_body_that_is_always_cut_is_never_ok(behind: Store, front: FaultyFront
 def test_a_short_body_that_claims_to_be_whole_is_never_ok(
     behind: Store, front: FaultyFront
 ) -> None:
-    key = key_of(new_namespace(), 0)
-    put_one(behind, key, holding(random_bytes(1000, 1)))
+    cell = a_cell()
+    put_one(behind, *cell)
     front.reset(lambda seen: Shrink(999))
-    assert get_one(behind, key, make_buffer(1000)) is GetOutcome.FAILED
+    assert get_one(behind, *cell) is GetOutcome.FAILED
 
 
 def test_an_object_replaced_while_it_is_read_is_never_mixed(
@@ -209,16 +222,13 @@ def test_an_empty_object_has_another_size(behind: Store, server: ObjectServer) -
 
 
 def test_a_storm_of_503_passes(behind: Store, front: FaultyFront) -> None:
-    key, source = key_of(new_namespace(), 0), holding(random_bytes(1000, 1))
-    storm = [Answer(503, "SlowDown")] * 3
+    cell, storm = a_cell(), [Answer(503, "SlowDown")] * 3
     front.reset(in_turn("PUT", *storm))
-    assert put_one(behind, key, source) is STORED
+    assert put_one(behind, *cell) is STORED
     front.reset(in_turn("GET", *storm))
-    target = make_buffer(1000)
-    assert get_one(behind, key, target) is OK
-    assert target.view == source.view
+    assert_read(behind, cell)
     front.reset(in_turn("HEAD", *storm))
-    assert behind.exists([key]) == [True]
+    assert behind.exists([cell.key]) == [True]
     assert front.count("HEAD") == 4
 
 
@@ -284,19 +294,16 @@ def test_what_was_done_in_time_counts(
 def test_a_put_whose_answer_is_lost_is_found_to_be_stored(
     behind: Store, front: FaultyFront
 ) -> None:
-    key, source = key_of(new_namespace(), 0), holding(random_bytes(1000, 1))
+    cell = a_cell()
     front.reset(in_turn("PUT", Lose(), *[Answer(503)] * MAX_RETRIES))
-    assert put_one(behind, key, source) is EXISTED
+    assert put_one(behind, *cell) is EXISTED
     assert (front.count("PUT"), front.count("HEAD")) == (1 + MAX_RETRIES, 1)
-    target = make_buffer(1000)
-    assert get_one(behind, key, target) is OK
-    assert target.view == source.view
+    assert_read(behind, cell)
 
 
 def test_a_put_that_never_arrived_is_put_again(behind: Store, front: FaultyFront) -> None:
-    key = key_of(new_namespace(), 0)
     front.reset(in_turn("PUT", *[Answer(503)] * (1 + MAX_RETRIES)))
-    assert put_one(behind, key, holding(b"x" * 1000)) is STORED
+    assert put_one(behind, *a_cell()) is STORED
     assert (front.count("PUT"), front.count("HEAD")) == (2 + MAX_RETRIES, 1)
 
 
@@ -329,16 +336,6 @@ def test_denied_is_an_error_and_never_absent(behind: Store, front: FaultyFront) 
         behind.exists(keys)
 
 
-def test_of_two_writers_the_first_wins(behind: Store, server: ObjectServer) -> None:
-    other = S3Store(options_for(server.endpoint))
-    key, target = key_of(new_namespace(), 0), make_buffer(1000)
-    assert put_one(other, key, holding(b"a" * 1000)) is STORED
-    assert put_one(behind, key, holding(b"b" * 1000)) is EXISTED
-    assert get_one(behind, key, target) is OK
-    assert bytes(target.view) == b"a" * 1000
-    other.close()
-
-
 def test_a_put_is_one_conditional_request(behind: Store, front: FaultyFront) -> None:
     put_one(behind, key_of(new_namespace(), 0), holding(b"a" * 1000))
     [seen] = front.seen
@@ -354,24 +351,21 @@ def test_a_service_without_conditional_puts_is_asked_before_each(
     store = S3Store(options_for(front.endpoint))
     assert "has no conditional puts" in caplog.text
     front.reset(rule)
-    key, target = key_of(new_namespace(), 0), make_buffer(1000)
-    assert put_one(store, key, holding(b"a" * 1000)) is STORED
+    cell = a_cell()
+    assert put_one(store, *cell) is STORED
     assert [seen.method for seen in front.seen] == ["HEAD", "PUT"]
-    assert put_one(store, key, holding(b"b" * 1000)) is EXISTED
-    assert get_one(store, key, target) is OK
-    assert bytes(target.view) == b"a" * 1000
+    assert put_one(store, cell.key, holding(b"b" * 1000)) is EXISTED
+    assert_read(store, cell)
     store.close()
 
 
 def test_a_large_object_is_one_conditional_put_and_one_get(
     behind: Store, front: FaultyFront
 ) -> None:
-    key, source = key_of(new_namespace(), 0), holding(random_bytes(40 << 20, 1))
-    assert put_one(behind, key, source) is STORED
-    assert put_one(behind, key, holding(b"b")) is EXISTED
-    target = make_buffer(40 << 20)
-    assert get_one(behind, key, target) is OK
-    assert target.view == source.view
+    cell = a_cell(40 << 20)
+    assert put_one(behind, *cell) is STORED
+    assert put_one(behind, cell.key, holding(b"b")) is EXISTED
+    assert_read(behind, cell)
     assert [seen.method for seen in front.seen] == ["PUT", "PUT", "GET"]
 
 
@@ -389,7 +383,6 @@ def test_at_most_so_many_requests_of_a_call_are_under_way(
 def test_more_than_a_thousand_objects_are_removed(
     behind: Store, front: FaultyFront, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3, "MAX_DELETE_KEYS", 10)
     monkeypatch.setattr(s3, "MAX_DELETE_KEYS", 10)
     namespace = new_namespace()
     keys = [key_of(namespace, number) for number in range(25)]
@@ -495,17 +488,14 @@ def test_rights_to_read_only_are_said(front: FaultyFront, caplog: pytest.LogCapt
             Answer(400, "AuthorizationHeaderMalformed"),
             "400 AuthorizationHeaderMalformed; .* region=",
         ),
+        (Answer(404), "404; check the name"),  # a web server that is no object store
     ],
 )
-def test_a_wrong_region_is_refused_at_open(front: FaultyFront, answer: Answer, words: str) -> None:
+def test_wrong_region_or_server_is_refused_at_open(
+    front: FaultyFront, answer: Answer, words: str
+) -> None:
     front.reset(lambda seen: answer)
     with pytest.raises(ConfigError, match=words):
-        S3Store(options_for(front.endpoint))
-
-
-def test_a_web_server_that_is_no_object_store_is_refused_at_open(front: FaultyFront) -> None:
-    front.reset(lambda seen: Answer(404))
-    with pytest.raises(ConfigError, match="404; check the name"):
         S3Store(options_for(front.endpoint))
 
 

@@ -188,17 +188,6 @@ def test_a_store_smaller_than_a_cell_is_refused(url: str, cell_bytes: int, fits:
             check_capacity(spec, cell_bytes)
 
 
-def test_open_makes_the_store_that_the_url_names(tmp_path: Path) -> None:
-    store = open_store(parse_store_url(f"file://{tmp_path}/pool"), segment=False)
-    assert store.capabilities.name == "file"
-    store.close()
-
-
-def test_an_unwritable_path_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="file store /proc/kvpool cannot be used: No such file"):
-        open_store(parse_store_url("file:///proc/kvpool"), segment=False)
-
-
 @pytest.mark.parametrize(
     ("error", "words"),
     [

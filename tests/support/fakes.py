@@ -38,6 +38,10 @@ class FakeClock:
         assert seconds >= 0, seconds
         self.now += seconds
 
+    def ns(self) -> int:
+        """Return the time in nanoseconds, as clocks of file stores do."""
+        return int(self.now * 1e9)
+
 
 class PatientLookups(LookupService):
     """A lookup service that waits for its stores even if the scheduler's clock stands still."""
